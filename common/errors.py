@@ -1,0 +1,160 @@
+"""Every error a user can meet.
+
+BatonError
+├── InvalidRequest         a field of the request is wrong: named
+├── DuplicateRequest       the request id is live
+├── Overloaded             admission is full
+├── DeadlineExceeded       the request's deadline passed
+├── RequestCancelled       the client left, or asked for it
+├── FingerprintMismatch    the two services disagree: the field is named
+├── PrefillUnavailable     no prefill replica could serve the request in time
+├── Draining               the service is stopping
+├── EngineFault            a step failed, or an invariant broke
+└── StartupError           raised before serving
+    ├── ConfigError
+    └── UnsupportedModel
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of every error below. `code` is the name of the gRPC status code it travels as.
+
+    `reason` is the ErrorInfo reason; `metadata` its machine-readable detail.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "INTERNAL"
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[BatonError], args: tuple[object, ...], state: dict[str, object]) -> BatonError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidRequest(BatonError):
+    code = "INVALID_ARGUMENT"
+    reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"field": self.field}
+
+
+class DuplicateRequest(BatonError):
+    code = "ALREADY_EXISTS"
+    reason = "DUPLICATE_REQUEST_ID"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id: {request_id!r} is already live")
+        self.request_id = request_id
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"field": "request_id", "request_id": self.request_id}
+
+
+class Overloaded(BatonError):
+    code = "RESOURCE_EXHAUSTED"
+    reason = "QUEUE_FULL"
+
+
+class DeadlineExceeded(BatonError):
+    code = "DEADLINE_EXCEEDED"
+    reason = "DEADLINE"
+
+
+class RequestCancelled(BatonError):
+    code = "CANCELLED"
+    reason = "CANCELLED"
+
+
+class FingerprintMismatch(BatonError):
+    code = "FAILED_PRECONDITION"
+    reason = "FINGERPRINT_MISMATCH"
+
+    def __init__(self, field: str, ours: str, theirs: str) -> None:
+        super().__init__(f"fingerprints differ in {field}: decode has {ours}, prefill has {theirs}")
+        self.field = field
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"field": self.field}
+
+
+class PrefillUnavailable(BatonError):
+    code = "UNAVAILABLE"
+    reason = "NO_PREFILL"
+
+
+class Draining(BatonError):
+    code = "UNAVAILABLE"
+    reason = "DRAINING"
+
+
+class EngineFault(BatonError):
+    code = "INTERNAL"
+    reason = "ENGINE_FAULT"
+
+
+class StartupError(BatonError):
+    code = "FAILED_PRECONDITION"
+    reason = "STARTUP"
+
+
+class ConfigError(StartupError):
+    """The configuration is wrong: the key is named."""
+
+
+class UnsupportedModel(StartupError):
+    """The model has a trait this project does not serve: the trait is named."""
+
+
+class RowFailure(StrEnum):
+    """Why a prefill replica gave up on a row. The values are the names of the wire's enum, without its prefix."""
+
+    FINGERPRINT_MISMATCH = "FINGERPRINT_MISMATCH"
+    INVALID_ROW = "INVALID_ROW"
+    CAPACITY = "CAPACITY"
+    CANCELLED = "CANCELLED"
+    DEADLINE = "DEADLINE"
+    DRAINING = "DRAINING"
+    COMPUTE = "COMPUTE"
+    STALLED = "STALLED"
+
+
+ROW_FAILURE_ERRORS: dict[RowFailure, type[BatonError]] = {
+    RowFailure.FINGERPRINT_MISMATCH: FingerprintMismatch,
+    RowFailure.INVALID_ROW: EngineFault,
+    RowFailure.CAPACITY: PrefillUnavailable,
+    RowFailure.CANCELLED: RequestCancelled,
+    RowFailure.DEADLINE: DeadlineExceeded,
+    RowFailure.DRAINING: PrefillUnavailable,
+    RowFailure.COMPUTE: EngineFault,
+    RowFailure.STALLED: PrefillUnavailable,
+}
+
+
+def error_for_row_failure(reason: RowFailure, message: str) -> BatonError:
+    """The error a request ends with when a replica failed its row for good."""
+    kind = ROW_FAILURE_ERRORS[reason]
+    if kind is FingerprintMismatch:
+        return FingerprintMismatch(message or "fingerprint", "one value", "another")
+    return kind(message or reason.value)

@@ -1,0 +1,93 @@
+"""The handoff's values: what the decode engine and a prefill replica exchange, on whichever transport.
+
+Frozen and picklable. A row is named by its index in its call's PrefillBatch; a retry is a new call. The codec maps these
+to `baton.v1` messages one to one; the in-process handoff passes them as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import RowFailure
+from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+
+MAX_SEGMENT_BYTES = 4 << 20
+TARGET_GROUP = "target"
+DRAFT_GROUP = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRow:
+    """One prompt to prefill. `token_ids` past `prompt_len` are output from before a retraction or a resume."""
+
+    request_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    sampling: ResolvedSampling
+    choice_index: int = 0
+    deadline_unix_ms: int = 0
+    traceparent: str = ""
+    num_held_tokens: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The replica took the call. Always the call's first frame."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvSegment:
+    """KV of one row: tokens [token_start, token_start + num_tokens) of layers [layer_start, layer_start + num_layers).
+
+    `payload` is [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, contiguous,
+    at most MAX_SEGMENT_BYTES.
+    """
+
+    row: int
+    layer_group: str
+    layer_start: int
+    num_layers: int
+    token_start: int
+    num_tokens: int
+    payload: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class PrebuiltBatch:
+    """Finished rows as columns: entry i of each column belongs to rows[i]. May arrive before a row's last segment.
+
+    Shapes: rows, seq_lens, first_token_ids [B] int64; bytes_sent: [B] int64 for each layer group; seed columns [B, ...]
+    (empty without speculation); queue_s, compute_s [B] float64. `first_token_logprobs` has one entry per row, None where
+    the request asked for none.
+    """
+
+    rows: NDArray[np.int64]
+    seq_lens: NDArray[np.int64]
+    first_token_ids: NDArray[np.int64]
+    bytes_sent: dict[str, NDArray[np.int64]]
+    queue_s: NDArray[np.float64]
+    compute_s: NDArray[np.float64]
+    first_token_logprobs: tuple[TokenLogprobs | None, ...]
+    seed_columns: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailed:
+    row: int
+    reason: RowFailure
+    retryable: bool
+    retry_after_ms: int = 0
+    message: str = ""
+
+
+Frame = Accepted | KvSegment | PrebuiltBatch | RowFailed

@@ -1,0 +1,171 @@
+"""What the decode service's edge and its engine exchange: frozen, picklable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from common.errors import BatonError
+from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.wire.handoff import Frame, HandoffRow
+
+
+# ---- edge to engine -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A validated request. `token_ids` past `prompt_len` are output an earlier stream delivered."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    sampling: ResolvedSampling
+    deadline_unix_ms: int = 0
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client left or its deadline passed. No event of this request follows; an unknown id is ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishAtStop:
+    """The edge matched a stop string that output token number `num_output_tokens` (counted from 1) completed."""
+
+    request_id: str
+    num_output_tokens: int
+    stop_string: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Refuse new requests; finish those admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A prefill replica as the transport sees it. `num_outstanding` counts its queued and computing rows (GetLoad)."""
+
+    address: str
+    is_ready: bool
+    num_outstanding: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasChanged:
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameArrived:
+    """A frame of a live call, in the order the replica sent it. Codec errors never come here: they break the call."""
+
+    call_id: str
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """No frame of this call follows. `error` is None when the replica ended it after its last row."""
+
+    call_id: str
+    error: BatonError | None
+
+
+Command = Submit | Abort | FinishAtStop | Drain | ReplicasChanged | FrameArrived | CallEnded
+
+
+# ---- engine to edge -------------------------------------------------------------------------------------------------
+
+
+class FinishReason(Enum):
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New output tokens of one request, in order; `logprobs` has one entry per token, or none at all."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Seconds per phase by the engine's clock, and what the request cost."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    first_decode_s: float = 0.0
+    decode_s: float = 0.0
+    kv_bytes: int = 0
+    num_handoff_attempts: int = 0
+    num_retractions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended well. Counts exclude tokens past a stop string's match.
+
+    `num_completion_tokens` counts the tokens a resumed request brought as output too.
+    """
+
+    request_id: str
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings: RequestTimings
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    request_id: str
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class StartHandoff:
+    """Open a Handoff call to `replica` with these rows. Answered by frames and exactly one CallEnded."""
+
+    call_id: str
+    replica: str
+    rows: tuple[HandoffRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelHandoffRows:
+    """These rows are no longer wanted; frames of theirs that still arrive are dropped by the engine."""
+
+    call_id: str
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BreakCall:
+    """The replica broke the protocol: cancel the call. CallEnded still follows."""
+
+    call_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsLanded:
+    """`num_bytes` of this call's segments have left host memory: that much of the receive budget is free again."""
+
+    call_id: str
+    num_bytes: int
+
+
+Event = Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded
