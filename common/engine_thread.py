@@ -1,0 +1,121 @@
+"""The engine's home: one thread that is the only writer of engine state.
+
+    edge (asyncio, main thread) ──post(command)──▶ inbox ──▶ engine.step(commands) ──▶ deliver(events) ──▶ edge
+
+The edge sees an engine only as an `EnginePort`; a test can call `Engine.step` directly, without this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from common.load import EngineLoad
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT")
+_CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
+_EventT_co = TypeVar("_EventT_co", covariant=True)
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(Protocol[_CommandT_contra, _EventT_co]):
+    """A step is synchronous, free of network and wall clock."""
+
+    def step(self, commands: Sequence[_CommandT_contra]) -> Sequence[_EventT_co]:
+        """Apply `commands`, then do one iteration's work. Returns what the edge must hear, in order."""
+
+    def idle_timeout_s(self) -> float:
+        """How long the loop may wait for a command before it steps again; 0 while there is work to launch."""
+
+    def load(self) -> EngineLoad: ...
+
+    def close(self) -> None:
+        """Finish what is in flight (bounded) and stop the streams."""
+
+
+class EnginePort(Protocol[_CommandT_contra]):
+    """What an edge may do with an engine; every member may be used from any thread."""
+
+    def post(self, command: _CommandT_contra) -> None: ...
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the end of the last step."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False before the engine runs and after it died: then nothing posted will be answered."""
+
+
+class EngineThread(EnginePort[CommandT]):
+    """Runs an engine's loop on a thread of its own.
+
+    `deliver` is called on that thread with a step's events; it must only hand them over. `on_death` is called once when
+    the loop ends by an exception: the engine answers nothing any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine[CommandT, EventT],
+        deliver: Callable[[Sequence[EventT]], None],
+        on_death: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
+        self._engine = engine
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
+        self._load = engine.load()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(engine, deliver), name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: CommandT) -> None:
+        self._inbox.put(command)
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._load
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping.is_set()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop after the step in progress. False when it did not end within `timeout_s`."""
+        self._stopping.set()
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, engine: Engine[CommandT, EventT], deliver: Callable[[Sequence[EventT]], None]) -> None:
+        try:
+            while not self._stopping.is_set():
+                commands = self._drain(engine.idle_timeout_s())
+                events = engine.step(commands)
+                self._load = engine.load()
+                if events:
+                    deliver(events)
+            engine.close()
+        except BaseException as error:
+            self._stopping.set()
+            _log.critical("the engine loop died", exc_info=error)
+            self._on_death(error)
+
+    def _drain(self, timeout_s: float) -> list[CommandT]:
+        commands: list[CommandT] = []
+        try:
+            first = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
+            while True:
+                if first is not None:
+                    commands.append(first)
+                first = self._inbox.get_nowait()
+        except queue.Empty:
+            return commands
