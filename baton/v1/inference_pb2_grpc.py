@@ -5,7 +5,7 @@ import warnings
 
 from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class InferenceStub:
+class InferenceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -51,7 +51,7 @@ class InferenceStub:
                 _registered_method=True)
 
 
-class InferenceServicer:
+class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
@@ -99,7 +99,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inference:
+class Inference(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

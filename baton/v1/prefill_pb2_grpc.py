@@ -5,7 +5,7 @@ import warnings
 
 from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class PrefillStub:
+class PrefillStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -51,7 +51,7 @@ class PrefillStub:
                 _registered_method=True)
 
 
-class PrefillServicer:
+class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Handoff(self, request_iterator, context):
@@ -100,7 +100,7 @@ def add_PrefillServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Prefill:
+class Prefill(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

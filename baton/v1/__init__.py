@@ -1,0 +1,1 @@
+"""Generated from proto/baton/v1 by `make stubs`; see scripts/stubs.py."""

@@ -1,0 +1,45 @@
+"""A contract type for import-linter: what a part of the code may need to be installed."""
+
+from __future__ import annotations
+
+import sys
+
+from grimp import ImportGraph
+from importlinter.application import output
+from importlinter.domain import fields
+from importlinter.domain.contract import Contract, ContractCheck
+
+
+class OnlyExternals(Contract):
+    """`modules`, and whatever of ours they reach, import no library beside `allowed_externals`.
+
+    The standard library is always allowed. Imports under `if TYPE_CHECKING` count.
+    """
+
+    type_name = "only_externals"
+
+    modules = fields.SetField(subfield=fields.StringField())
+    allowed_externals = fields.SetField(subfield=fields.StringField())
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        allowed = {*self.allowed_externals, *sys.stdlib_module_names}  # type: ignore[misc]
+        chains = {
+            tuple(chain)
+            for module in _with_descendants(graph, sorted(self.modules))  # type: ignore[call-overload]
+            for external in sorted(graph.find_upstream_modules(module))
+            if graph.is_module_squashed(external) and external.partition(".")[0] not in allowed
+            if (chain := graph.find_shortest_chain(importer=module, imported=external)) is not None
+        }
+        return ContractCheck(kept=not chains, metadata={"chains": sorted(chains)})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        for chain in check.metadata["chains"]:
+            output.print_error(" -> ".join(chain), bold=False)
+
+
+def _with_descendants(graph: ImportGraph, modules: list[str]) -> list[str]:
+    """Raises ValueError for a module that does not exist: a renamed one must not leave the contract empty."""
+    missing = [module for module in modules if module not in graph.modules]
+    if missing:
+        raise ValueError(f"no such module: {', '.join(missing)}")
+    return sorted({*modules, *(below for module in modules for below in graph.find_descendants(module))})

@@ -1,0 +1,92 @@
+"""Generates the typed stubs of proto/ into baton/v1, or checks that the committed ones are current.
+
+    python -m scripts.stubs            write them
+    python -m scripts.stubs --check    exit 1, naming each file that differs
+
+The compiler's version decides the oldest protobuf and grpcio that the stubs run with, so it is pinned (`PROTOC`) below
+the newest: code generated for protobuf 6 runs with 6 and 7, code generated for 7 with 7 only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from importlib import metadata, resources
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTO_DIR = ROOT / "proto"
+PACKAGE = Path("baton/v1")
+PROTOC = ("grpcio-tools", "1.76.0")
+MYPY_PROTOBUF = ("mypy-protobuf", "5.1.0")
+
+
+def generate(out_dir: Path) -> None:
+    """Writes modules and type stubs below `out_dir`. Raises RuntimeError when the compiler refuses the sources."""
+    sources = sorted(str(path.relative_to(PROTO_DIR)) for path in PROTO_DIR.rglob("*.proto"))
+    status = protoc.main(
+        [
+            "protoc",
+            f"--proto_path={PROTO_DIR}",
+            f"--proto_path={resources.files('grpc_tools') / '_proto'}",
+            f"--plugin=protoc-gen-mypy={_plugin('protoc-gen-mypy')}",
+            f"--plugin=protoc-gen-mypy_grpc={_plugin('protoc-gen-mypy_grpc')}",
+            f"--python_out={out_dir}",
+            f"--grpc_python_out={out_dir}",
+            f"--mypy_out=quiet:{out_dir}",
+            f"--mypy_grpc_out=quiet:{out_dir}",
+            *sources,
+        ]
+    )
+    if status != 0:
+        raise RuntimeError(f"protoc exited with {status}")
+
+
+def differences(expected_dir: Path, committed_dir: Path) -> list[str]:
+    """Names of generated files that are missing, left over or different, sorted."""
+    expected, committed = _generated(expected_dir), _generated(committed_dir)
+    return sorted(name for name in expected.keys() | committed.keys() if expected.get(name) != committed.get(name))
+
+
+def _generated(package_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in package_dir.glob("*_pb2*.py*")}
+
+
+def _plugin(name: str) -> Path:
+    return Path(sys.executable).parent / name
+
+
+def _require_pinned_tools() -> None:
+    for name, version in (PROTOC, MYPY_PROTOBUF):
+        if (found := metadata.version(name)) != version:
+            raise SystemExit(f"stubs need {name}=={version}, found {found}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the committed stubs, write nothing")
+    check = parser.parse_args().check
+    _require_pinned_tools()
+    with tempfile.TemporaryDirectory() as directory:
+        generate(Path(directory))
+        fresh, committed = Path(directory) / PACKAGE, ROOT / PACKAGE
+        stale = differences(fresh, committed)
+        if not check:
+            for name in stale:
+                if (fresh / name).exists():
+                    (committed / name).write_bytes((fresh / name).read_bytes())
+                else:
+                    (committed / name).unlink()
+    for name in stale:
+        print(f"{'differs' if check else 'wrote'}: {PACKAGE / name}")
+    if check and stale:
+        print("the stubs do not match proto/: run `make stubs`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
