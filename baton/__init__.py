@@ -1,0 +1,22 @@
+"""Baton's client: what users of a running pair import.
+
+`Client` blocks, `AsyncClient` is for asyncio; both yield the events of `baton.events` and raise the errors of
+`baton.errors`.
+"""
+
+from baton.client import AsyncClient, Client, Tls
+from baton.events import Completion, Delta, Event, Finished, FinishReason, Started
+from baton.requests import ChatMessage
+
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "Delta",
+    "Event",
+    "FinishReason",
+    "Finished",
+    "Started",
+    "Tls",
+]

@@ -1,0 +1,177 @@
+"""The client for code without asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.client.channel import ChannelOptions, Tls, channel_options
+from baton.client.event_order import CompletionBuilder, EventOrder
+from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
+from baton.errors import BatonError, Internal, error_from_rpc
+from baton.events import Completion, Event
+from baton.requests import ChatMessage, SamplingOptions, generate_request
+from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+
+class EventStream(Iterator[Event]):
+    """One generation's events. Closing it, leaving its `with` block or dropping it cancels the call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._order = EventOrder()
+
+    def __next__(self) -> Event:
+        """Raises a BatonError when the request fails, StopIteration after Finished."""
+        try:
+            return self._order.accept(next(self._call))
+        except StopIteration:
+            self._order.end()
+            raise
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        except BatonError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what is left of the call. Both services drop the request. Closing twice is fine."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+class Client:
+    """Talks to one decode service.
+
+    `rpc_timeout_s` bounds the small calls (model_info, load, health). A generation is bounded by its own `timeout_s`,
+    which travels as the request's deadline; None leaves it unbounded.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        rpc_timeout_s: float = 10.0,
+        channel_overrides: ChannelOptions | None = None,
+    ) -> None:
+        self.address = address
+        self._rpc_timeout_s = rpc_timeout_s
+        options = channel_options(tls, channel_overrides)
+        self._channel = (
+            grpc.insecure_channel(address, options)
+            if tls is None
+            else grpc.secure_channel(address, tls.credentials(), options)
+        )
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        chat: Iterable[ChatMessage] | None = None,
+        request_id: str | None = None,
+        generated_token_ids: Iterable[int] = (),
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> EventStream:
+        """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
+
+        `generated_token_ids` is output that an earlier stream of this request delivered: the new stream goes on
+        after it.
+        """
+        request = generate_request(
+            prompt=prompt,
+            token_ids=token_ids,
+            chat=chat,
+            request_id=request_id,
+            generated_token_ids=generated_token_ids,
+            sampling=sampling,
+        )
+        return EventStream(self._inference.Generate(request, timeout=timeout_s))
+
+    def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        chat: Iterable[ChatMessage] | None = None,
+        request_id: str | None = None,
+        generated_token_ids: Iterable[int] = (),
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Completion:
+        """`generate`, added up."""
+        builder = CompletionBuilder()
+        with self.generate(
+            prompt,
+            token_ids=token_ids,
+            chat=chat,
+            request_id=request_id,
+            generated_token_ids=generated_token_ids,
+            timeout_s=timeout_s,
+            **sampling,
+        ) as events:
+            for event in events:
+                if (completion := builder.add(event)) is not None:
+                    return completion
+        raise Internal("the stream ended before it finished", reason="PROTOCOL")
+
+    def model_info(self) -> ModelInfo:
+        try:
+            return model_info_from_wire(
+                self._inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=self._rpc_timeout_s)
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    def load(self) -> InferenceLoad:
+        try:
+            return inference_load_from_wire(
+                self._inference.GetLoad(inference_pb2.GetInferenceLoadRequest(), timeout=self._rpc_timeout_s)
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    def health(self, service: str = "") -> HealthStatus:
+        """ "" asks whether the process lives, "baton.v1.Inference" whether it can serve.
+
+        An unreachable server raises Unavailable.
+        """
+        try:
+            return health_from_wire(
+                self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=self._rpc_timeout_s)
+            )
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                return HealthStatus.UNKNOWN_SERVICE
+            raise error_from_rpc(error) from None
+
+    def close(self) -> None:
+        """Cancels the calls that are open."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

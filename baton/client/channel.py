@@ -1,0 +1,56 @@
+"""How the clients connect: TLS, bounded messages, keepalive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+KEEPALIVE_TIME_S = 60
+KEEPALIVE_TIMEOUT_S = 20
+
+ChannelOptions = Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files. Without `ca_file` the system's roots are trusted; certificate and key together make it mutual TLS."""
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str | None = None  # expected in the certificate, when it is not the address's host
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca_file),
+            private_key=_read(self.key_file),
+            certificate_chain=_read(self.cert_file),
+        )
+
+
+def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
+    """gRPC's channel arguments; `overrides` win.
+
+    Pings go out only while a call is open and no more often than once a minute, so that a long generation notices a
+    dead server and a strict server never answers with GOAWAY.
+    """
+    options: dict[str, int | str] = {
+        "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+        "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+        "grpc.keepalive_time_ms": KEEPALIVE_TIME_S * 1000,
+        "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_S * 1000,
+        "grpc.keepalive_permit_without_calls": 0,
+        "grpc.enable_http_proxy": 0,
+    }
+    if tls is not None and tls.server_name is not None:
+        options["grpc.ssl_target_name_override"] = tls.server_name
+    options.update(overrides or {})
+    return list(options.items())
+
+
+def _read(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()

@@ -1,0 +1,64 @@
+"""The order every generation keeps, whoever reads it."""
+
+from __future__ import annotations
+
+from baton.codec import event_from_wire
+from baton.errors import Internal
+from baton.events import Completion, Delta, Event, Finished, PositionLogprobs, Started
+from baton.v1 import inference_pb2
+
+
+class EventOrder:
+    """Lets events through in the order Started, Delta*, Finished; anything else raises Internal."""
+
+    def __init__(self) -> None:
+        self._has_started = False
+        self._has_finished = False
+
+    def accept(self, message: inference_pb2.GenerateEvent) -> Event:
+        event = event_from_wire(message)
+        if self._has_finished or isinstance(event, Started) == self._has_started:
+            raise Internal(f"the server sent {type(event).__name__} out of order", reason="PROTOCOL")
+        self._has_started = True
+        self._has_finished = isinstance(event, Finished)
+        return event
+
+    def end(self) -> None:
+        """The stream ended without an error status."""
+        if not self._has_finished:
+            raise Internal("the server ended the stream before it finished", reason="PROTOCOL")
+
+
+class CompletionBuilder:
+    """Adds up one generation's events."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._started: Started | None = None
+
+    def add(self, event: Event) -> Completion | None:
+        """The completion once `event` is Finished, else None."""
+        match event:
+            case Started():
+                self._started = event
+            case Delta():
+                self._text.append(event.text)
+                self._token_ids.extend(event.token_ids)
+                self._logprobs.extend(event.logprobs)
+            case Finished():
+                assert self._started is not None
+                return Completion(
+                    request_id=self._started.request_id,
+                    seed=self._started.seed,
+                    text="".join(self._text),
+                    token_ids=tuple(self._token_ids),
+                    logprobs=tuple(self._logprobs),
+                    finish_reason=event.reason,
+                    matched_stop=event.matched_stop,
+                    usage=event.usage,
+                    timings=event.timings,
+                    speculation=event.speculation,
+                )
+        return None

@@ -1,0 +1,55 @@
+"""What an operator asks a prefill service; requests reach it through a decode service only."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from baton.client.channel import ChannelOptions, Tls, channel_options
+from baton.codec import prefill_load_from_wire
+from baton.errors import error_from_rpc
+from baton.server_info import PrefillLoad
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+
+
+class PrefillClient:
+    """`rpc_timeout_s` bounds every call."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        rpc_timeout_s: float = 10.0,
+        channel_overrides: ChannelOptions | None = None,
+    ) -> None:
+        self.address = address
+        self._rpc_timeout_s = rpc_timeout_s
+        options = channel_options(tls, channel_overrides)
+        self._channel = (
+            grpc.insecure_channel(address, options)
+            if tls is None
+            else grpc.secure_channel(address, tls.credentials(), options)
+        )
+        self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
+
+    def load(self) -> PrefillLoad:
+        try:
+            return prefill_load_from_wire(
+                self._prefill.GetLoad(prefill_pb2.GetPrefillLoadRequest(), timeout=self._rpc_timeout_s)
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,148 @@
+"""Turns the wire's messages into the values users see."""
+
+from __future__ import annotations
+
+from grpc_health.v1 import health_pb2
+
+from baton.errors import Internal
+from baton.events import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    SpeculationCounts,
+    Started,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad, PrefillReplica
+from baton.v1 import inference_pb2, prefill_pb2, types_pb2
+
+_FINISH_REASONS = {
+    inference_pb2.FINISH_REASON_EOS: FinishReason.EOS,
+    inference_pb2.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
+    inference_pb2.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
+    """Raises Internal when the message is none of the three events."""
+    match message.WhichOneof("event"):
+        case "started":
+            started = message.started
+            return Started(started.request_id, started.num_prompt_tokens, started.seed)
+        case "delta":
+            delta = message.delta
+            return Delta(tuple(delta.token_ids), delta.text, tuple(map(_position_logprobs, delta.logprobs)))
+        case "finished":
+            return _finished(message.finished)
+        case _:
+            raise Internal("the server sent an event of an unknown kind", reason="PROTOCOL")
+
+
+def _position_logprobs(position: types_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(
+        chosen=TokenLogprob(position.chosen.token_id, position.chosen.logprob),
+        top=tuple(TokenLogprob(entry.token_id, entry.logprob) for entry in position.top),
+    )
+
+
+def _finished(finished: inference_pb2.Finished) -> Finished:
+    reason = _FINISH_REASONS.get(finished.reason)
+    if reason is None:
+        raise Internal(f"the server finished for an unknown reason ({finished.reason})", reason="PROTOCOL")
+    matched = finished.WhichOneof("matched_stop")
+    timings, speculation = finished.timings, finished.speculation
+    return Finished(
+        reason=reason,
+        matched_stop=getattr(finished, matched) if matched else None,
+        usage=Usage(finished.usage.num_prompt_tokens, finished.usage.num_completion_tokens),
+        timings=Timings(
+            queue_s=timings.queue_s,
+            prefill_s=timings.prefill_s,
+            transfer_s=timings.transfer_s,
+            first_decode_s=timings.first_decode_s,
+            decode_s=timings.decode_s,
+            kv_bytes=timings.kv_bytes,
+            num_handoff_attempts=timings.num_handoff_attempts,
+            num_retractions=timings.num_retractions,
+        ),
+        speculation=SpeculationCounts(
+            num_verify_steps=speculation.num_verify_steps,
+            num_drafted_tokens=speculation.num_drafted_tokens,
+            num_accepted_tokens=speculation.num_accepted_tokens,
+        )
+        if finished.HasField("speculation")
+        else None,
+    )
+
+
+def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(
+        model=info.model,
+        architecture=info.architecture,
+        vocab_size=info.vocab_size,
+        max_context_tokens=info.max_context_tokens,
+        eos_token_ids=tuple(info.eos_token_ids),
+        device=info.device,
+        dtype=info.dtype,
+        version=info.version,
+        layer_groups={
+            group.name: group.num_layers
+            * group.num_planes
+            * group.num_heads
+            * group.head_dim
+            * _DTYPE_BYTES.get(group.dtype, 0)
+            for group in info.fingerprint.layer_groups
+        },
+    )
+
+
+def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> InferenceLoad:
+    return InferenceLoad(
+        instance_id=load.instance_id,
+        rows=_pool_load(load.rows),
+        slots=_pool_load(load.slots),
+        num_queued=load.num_queued,
+        num_running=load.num_running,
+        num_steps=load.num_steps,
+        prefill_replicas=tuple(
+            PrefillReplica(replica.address, replica.is_ready, replica.num_rows, replica.reason)
+            for replica in load.prefill_replicas
+        ),
+        num_row_retries=load.num_row_retries,
+        num_retractions=load.num_retractions,
+    )
+
+
+def prefill_load_from_wire(load: prefill_pb2.GetPrefillLoadResponse) -> PrefillLoad:
+    return PrefillLoad(
+        instance_id=load.instance_id,
+        rows=_pool_load(load.rows),
+        slots=_pool_load(load.slots),
+        num_queued=load.num_queued,
+        num_computing=load.num_computing,
+        num_steps=load.num_steps,
+        unsent_bytes=load.unsent_bytes,
+    )
+
+
+def _pool_load(pool: types_pb2.PoolLoad) -> PoolLoad:
+    return PoolLoad(
+        total=pool.total,
+        free=pool.free,
+        reserved=pool.reserved,
+        transferring=pool.transferring,
+        running=pool.running,
+        quarantined=pool.quarantined,
+    )
+
+
+def health_from_wire(response: health_pb2.HealthCheckResponse) -> HealthStatus:
+    if response.status == health_pb2.HealthCheckResponse.SERVING:
+        return HealthStatus.SERVING
+    return HealthStatus.NOT_SERVING

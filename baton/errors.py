@@ -1,0 +1,176 @@
+"""Every error that Baton's client and CLI raise.
+
+BatonError                  carries the gRPC code, the ErrorInfo reason and its metadata
+├── InvalidArgument         a field of the request is wrong: `field` names it
+├── AlreadyExists           the request id is live
+├── ResourceExhausted       admission is full: try again later
+├── DeadlineExceeded        the deadline passed; the server has dropped the request
+├── Cancelled               the stream was closed
+├── FailedPrecondition      the services disagree about the model: `field` names the difference
+├── Unavailable             no server, or no prefill replica behind it
+├── Unauthenticated
+├── PermissionDenied
+├── NotFound
+├── Unimplemented           the server does not know the call
+├── Internal                the server failed, or broke the protocol
+└── LocalPairError          raised by `baton.local_pair` only
+    ├── ServiceDied         a service process ended: its log's tail is in the message
+    └── StartTimedOut       a service did not become ready in time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import grpc
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+
+class BatonError(Exception):
+    """`reason` and `metadata` are those of the server's `google.rpc.ErrorInfo`; empty when it sent none."""
+
+    code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        code: grpc.StatusCode | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+        if code is not None:
+            self.code = code
+
+    @property
+    def field(self) -> str | None:
+        """The request field, or the fingerprint field, that the error is about."""
+        return self.metadata.get("field")
+
+
+class InvalidArgument(BatonError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class AlreadyExists(BatonError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class ResourceExhausted(BatonError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class DeadlineExceeded(BatonError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(BatonError):
+    code = grpc.StatusCode.CANCELLED
+
+
+class FailedPrecondition(BatonError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Unavailable(BatonError):
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class Unauthenticated(BatonError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(BatonError):
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class NotFound(BatonError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class Unimplemented(BatonError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class Internal(BatonError):
+    code = grpc.StatusCode.INTERNAL
+
+
+class LocalPairError(BatonError):
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class ServiceDied(LocalPairError):
+    """`log_tail` holds the last lines that the process wrote."""
+
+    reason_code: ClassVar[str] = "SERVICE_DIED"
+
+    def __init__(self, name: str, returncode: int, log_tail: str) -> None:
+        super().__init__(
+            f"{name} ended with status {returncode}" + (f"; its last lines:\n{log_tail}" if log_tail else ""),
+            reason=self.reason_code,
+            metadata={"service": name, "returncode": str(returncode)},
+        )
+        self.name = name
+        self.returncode = returncode
+        self.log_tail = log_tail
+
+
+class StartTimedOut(LocalPairError):
+    reason_code: ClassVar[str] = "START_TIMED_OUT"
+
+    def __init__(self, waiting_for: tuple[str, ...], timeout_s: float, log_tail: str) -> None:
+        super().__init__(
+            f"not ready after {timeout_s:g} s: {', '.join(waiting_for)}"
+            + (f"; its last lines:\n{log_tail}" if log_tail else ""),
+            reason=self.reason_code,
+        )
+        self.waiting_for = waiting_for
+
+
+_KIND_BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgument,
+        AlreadyExists,
+        ResourceExhausted,
+        DeadlineExceeded,
+        Cancelled,
+        FailedPrecondition,
+        Unavailable,
+        Unauthenticated,
+        PermissionDenied,
+        NotFound,
+        Unimplemented,
+        Internal,
+    )
+}
+
+
+def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
+    """The typed error of a failed call, sync or asyncio."""
+    code: grpc.StatusCode = rpc_error.code()
+    info = _error_info(rpc_error)
+    return _KIND_BY_CODE.get(code, BatonError)(
+        rpc_error.details() or code.name,
+        code=code,
+        reason=info.reason if info else "",
+        metadata=dict(info.metadata) if info else None,
+    )
+
+
+def _error_info(rpc_error: grpc.RpcError) -> Any:
+    try:
+        status = rpc_status.from_call(rpc_error)  # type: ignore[arg-type]  # an RpcError of a call is its Call
+    except ValueError:  # the details contradict the code, which is then the better witness
+        return None
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            return info
+    return None

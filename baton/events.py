@@ -1,0 +1,102 @@
+"""What a generation yields: one Started, any number of Delta, one Finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FinishReason(Enum):
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """One output token's log-probability, and the most likely tokens of its position, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds per phase by the server's clock, and what the request cost there."""
+
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    first_decode_s: float
+    decode_s: float
+    kv_bytes: int
+    num_handoff_attempts: int
+    num_retractions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    num_verify_steps: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted. `seed` is the one in use, drawn by the server when the request brought none."""
+
+    request_id: str
+    num_prompt_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new since the last event, never cumulative. Text may lag the ids."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """`matched_stop` is the stop string or the stop token id that ended the output, if one did."""
+
+    reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    timings: Timings
+    speculation: SpeculationCounts | None
+
+
+Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole generation. `logprobs` has one entry per token id when they were asked for, else none."""
+
+    request_id: str
+    seed: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    timings: Timings
+    speculation: SpeculationCounts | None

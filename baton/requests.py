@@ -1,0 +1,99 @@
+"""Builds the GenerateRequest that the two clients send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from baton.errors import InvalidArgument
+from baton.v1 import inference_pb2, types_pb2
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `complete`. An absent key, or None, means the server's default."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    n: int | None
+    response_format: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+def generate_request(
+    *,
+    prompt: str | None,
+    token_ids: Iterable[int] | None,
+    chat: Iterable[ChatMessage] | None,
+    request_id: str | None,
+    generated_token_ids: Iterable[int],
+    sampling: SamplingOptions,
+) -> inference_pb2.GenerateRequest:
+    """Raises InvalidArgument, naming the field, for what the wire cannot carry; ranges are the server's to judge."""
+    if sum(source is not None for source in (prompt, token_ids, chat)) != 1:
+        raise _invalid("prompt", "give exactly one of prompt, token_ids and chat")
+    request = inference_pb2.GenerateRequest()
+    if prompt is not None:
+        request.text = prompt
+    elif token_ids is not None:
+        request.token_ids.SetInParent()
+        _fill("token_ids", request.token_ids.ids, token_ids)
+    elif chat is not None:
+        request.chat.SetInParent()
+        for message in chat:
+            request.chat.messages.add(role=message.role, content=message.content)
+    if request_id is not None:
+        request.request_id = request_id
+    _fill("generated_token_ids", request.generated_token_ids, generated_token_ids)
+    request.sampling.CopyFrom(_sampling_params(sampling))
+    return request
+
+
+def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
+    params = types_pb2.SamplingParams()
+    for name, value in sampling.items():
+        if value is None:
+            continue
+        if name not in SamplingOptions.__annotations__:
+            raise TypeError(f"unknown sampling option {name!r}")
+        try:
+            if name == "logit_bias":
+                params.logit_bias.update(value)  # type: ignore[call-overload]
+            elif name in ("stop", "stop_token_ids"):
+                if isinstance(value, str):
+                    raise TypeError("give a list, not a string")
+                getattr(params, name).extend(value)
+            else:
+                setattr(params, name, value)
+        except (TypeError, ValueError) as error:
+            raise _invalid(name, str(error)) from error
+    return params
+
+
+def _fill(field: str, repeated: object, ids: Iterable[int]) -> None:
+    try:
+        repeated.extend(ids)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise _invalid(field, str(error)) from error
+
+
+def _invalid(field: str, message: str) -> InvalidArgument:
+    return InvalidArgument(f"{field}: {message}", reason="INVALID_FIELD", metadata={"field": field})

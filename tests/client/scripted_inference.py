@@ -1,0 +1,125 @@
+"""A decode service whose answers a test writes down beforehand."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+BOUND_S = 10.0
+
+
+class ScriptedInference(inference_pb2_grpc.InferenceServicer):
+    """Plays `script` for every Generate: events are sent, an exception-like status ends the call, HOLD waits."""
+
+    HOLD = object()
+
+    def __init__(self) -> None:
+        self.script: Sequence[Any] = ()
+        self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
+        self.deadlines_s: queue.Queue[float | None] = queue.Queue()
+        self.call_ended = threading.Event()
+
+    def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
+        self.requests.put(request)
+        self.deadlines_s.put(context.time_remaining())
+        context.add_callback(self.call_ended.set)
+        for item in self.script:
+            if item is self.HOLD:
+                self.call_ended.wait(BOUND_S)
+            elif isinstance(item, inference_pb2.GenerateEvent):
+                yield item
+            else:
+                context.abort_with_status(rpc_status.to_status(item))
+
+    def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
+        group = types_pb2.LayerGroup(
+            name="target", num_layers=30, num_planes=2, num_heads=3, head_dim=64, dtype="bfloat16"
+        )
+        return inference_pb2.GetModelInfoResponse(
+            model="demo",
+            architecture="LlamaForCausalLM",
+            vocab_size=49152,
+            max_context_tokens=8192,
+            eos_token_ids=[2],
+            device="cpu",
+            dtype="bfloat16",
+            version="0.1.0",
+            fingerprint=types_pb2.Fingerprint(layer_groups=[group]),
+        )
+
+    def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:
+        return inference_pb2.GetInferenceLoadResponse(
+            instance_id="first",
+            rows=types_pb2.PoolLoad(total=4, free=1, reserved=1, transferring=1, running=1),
+            slots=types_pb2.PoolLoad(total=64, free=60, quarantined=4),
+            num_running=1,
+            prefill_replicas=[inference_pb2.PrefillReplica(address="127.0.0.1:1", reason="connection refused")],
+            num_row_retries=3,
+        )
+
+
+class ScriptedServer:
+    """`inference` behind a gRPC server on a free loopback port, with grpc.health.v1 ("" serves)."""
+
+    def __init__(self) -> None:
+        self.inference = ScriptedInference()
+        self.health = health.HealthServicer()
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.health.set("baton.v1.Inference", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(grace=0).wait(BOUND_S)
+
+
+def started(request_id: str = "r1", num_prompt_tokens: int = 3, seed: int = 7) -> inference_pb2.GenerateEvent:
+    return inference_pb2.GenerateEvent(
+        started=inference_pb2.Started(request_id=request_id, num_prompt_tokens=num_prompt_tokens, seed=seed)
+    )
+
+
+def delta(
+    token_ids: Sequence[int], text: str, logprobs: Sequence[types_pb2.PositionLogprobs] = ()
+) -> inference_pb2.GenerateEvent:
+    return inference_pb2.GenerateEvent(delta=inference_pb2.Delta(token_ids=token_ids, text=text, logprobs=logprobs))
+
+
+def finished(
+    reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_LENGTH,
+    num_completion_tokens: int = 0,
+    **matched_stop: Any,
+) -> inference_pb2.GenerateEvent:
+    return inference_pb2.GenerateEvent(
+        finished=inference_pb2.Finished(
+            reason=reason,
+            usage=inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=num_completion_tokens),
+            timings=inference_pb2.Timings(
+                queue_s=0.25, prefill_s=0.5, transfer_s=0.125, kv_bytes=1000, num_handoff_attempts=1
+            ),
+            **matched_stop,
+        )
+    )
+
+
+def failure(code: int, message: str, *, reason: str = "", **metadata: str) -> status_pb2.Status:
+    """An error status; with a reason it carries google.rpc.ErrorInfo."""
+    status = status_pb2.Status(code=code, message=message)
+    if reason:
+        detail = any_pb2.Any()
+        detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="baton", metadata=metadata))
+        status.details.append(detail)
+    return status

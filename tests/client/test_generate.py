@@ -1,0 +1,265 @@
+"""What a generation yields and how it ends; the same rules for both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+
+from baton import AsyncClient, ChatMessage, Client, Completion, Delta, Event, Finished, FinishReason, Started, errors
+from baton.events import PositionLogprobs, TokenLogprob, Usage
+from baton.v1 import inference_pb2, types_pb2
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+
+
+class EitherClient(Protocol):
+    async def events(self, prompt: str | None = None, **options: Any) -> list[Event]: ...
+
+    async def complete(self, prompt: str | None = None, **options: Any) -> Completion: ...
+
+
+class Blocking:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def events(self, prompt: str | None = None, **options: Any) -> list[Event]:
+        return list(self._client.generate(prompt, **options))
+
+    async def complete(self, prompt: str | None = None, **options: Any) -> Completion:
+        return self._client.complete(prompt, **options)
+
+
+class Asynchronous:
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def events(self, prompt: str | None = None, **options: Any) -> list[Event]:
+        return [event async for event in self._client.generate(prompt, **options)]
+
+    async def complete(self, prompt: str | None = None, **options: Any) -> Completion:
+        return await self._client.complete(prompt, **options)
+
+
+@pytest.fixture(params=["Client", "AsyncClient"])
+async def either(request: pytest.FixtureRequest, client: Client, async_client: AsyncClient) -> EitherClient:
+    return Blocking(client) if request.param == "Client" else Asynchronous(async_client)
+
+
+async def test_events_arrive_typed_and_in_order(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), delta([5, 6], "Hel"), delta([7], "lo"), finished(num_completion_tokens=3)]
+    first, second, third, last = await either.events("Hi")
+    assert first == Started(request_id="r1", num_prompt_tokens=3, seed=7)
+    assert second == Delta(token_ids=(5, 6), text="Hel", logprobs=())
+    assert third == Delta(token_ids=(7,), text="lo", logprobs=())
+    assert isinstance(last, Finished)
+    assert (last.reason, last.usage, last.speculation) == (FinishReason.LENGTH, Usage(3, 3), None)
+
+
+async def test_complete_adds_the_deltas_up(server: ScriptedServer, either: EitherClient) -> None:
+    logprobs = types_pb2.PositionLogprobs(
+        chosen=types_pb2.TokenLogprob(token_id=5, logprob=-0.5),
+        top=[types_pb2.TokenLogprob(token_id=9, logprob=-0.25)],
+    )
+    server.inference.script = [
+        started(),
+        delta([5], "Hel", [logprobs]),
+        delta([6], "lo", [logprobs]),
+        finished(inference_pb2.FINISH_REASON_STOP_STRING, 2, stop_string="END"),
+    ]
+    completion = await either.complete("Hi")
+    assert (completion.text, completion.token_ids) == ("Hello", (5, 6))
+    assert completion.logprobs == (PositionLogprobs(TokenLogprob(5, -0.5), (TokenLogprob(9, -0.25),)),) * 2
+    assert (completion.finish_reason, completion.matched_stop) == (FinishReason.STOP_STRING, "END")
+    assert (completion.request_id, completion.seed, completion.usage) == ("r1", 7, Usage(3, 2))
+    assert (completion.timings.prefill_s, completion.timings.kv_bytes) == (0.5, 1000)
+
+
+async def test_a_stop_token_id_is_reported_as_a_number(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished(inference_pb2.FINISH_REASON_STOP_TOKEN, stop_token_id=0)]
+    assert (await either.complete("Hi")).matched_stop == 0
+
+
+async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete("Hi", temperature=0.0, seed=2**64 - 1, stop=["a", "b"], logit_bias={4: -1.0}, top_p=None)
+    request = server.inference.requests.get(timeout=BOUND_S)
+    assert request.text == "Hi"
+    assert not request.HasField("request_id")
+    assert {field.name for field, _ in request.sampling.ListFields()} == {"temperature", "seed", "stop", "logit_bias"}
+    assert (request.sampling.temperature, request.sampling.seed) == (0.0, 2**64 - 1)
+    assert dict(request.sampling.logit_bias) == {4: -1.0}
+
+
+async def test_token_ids_and_a_resumed_output_travel(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete(token_ids=[1, 2], generated_token_ids=[3], request_id="mine")
+    request = server.inference.requests.get(timeout=BOUND_S)
+    assert (list(request.token_ids.ids), list(request.generated_token_ids)) == ([1, 2], [3])
+    assert request.request_id == "mine"
+
+
+@pytest.mark.parametrize(("source", "kind"), [({"token_ids": []}, "token_ids"), ({"chat": []}, "chat")])
+async def test_an_empty_prompt_is_the_servers_to_refuse(
+    server: ScriptedServer, either: EitherClient, source: dict[str, Any], kind: str
+) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete(**source)
+    assert server.inference.requests.get(timeout=BOUND_S).WhichOneof("prompt") == kind
+
+
+async def test_a_chat_travels_with_its_roles(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete(chat=[ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")])
+    messages = server.inference.requests.get(timeout=BOUND_S).chat.messages
+    assert [(message.role, message.content) for message in messages] == [("system", "Be brief."), ("user", "Hi")]
+
+
+async def test_the_timeout_is_the_requests_deadline(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete("Hi", timeout_s=100.0)
+    remaining_s = server.inference.deadlines_s.get(timeout=BOUND_S)
+    assert remaining_s is not None
+    assert 50.0 < remaining_s <= 100.0
+
+
+async def test_a_passed_deadline_raises_and_ends_the_call(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    with pytest.raises(errors.DeadlineExceeded):
+        await either.complete("Hi", timeout_s=0.2)
+    assert server.inference.call_ended.wait(BOUND_S)
+
+
+async def test_an_error_names_its_field(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [
+        failure(code_pb2.INVALID_ARGUMENT, "top_p: must be in (0, 1]", reason="INVALID_FIELD", field="top_p")
+    ]
+    with pytest.raises(errors.InvalidArgument, match="must be in") as caught:
+        await either.complete("Hi", top_p=2.0)
+    assert (caught.value.field, caught.value.reason) == ("top_p", "INVALID_FIELD")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (code_pb2.ALREADY_EXISTS, errors.AlreadyExists),
+        (code_pb2.RESOURCE_EXHAUSTED, errors.ResourceExhausted),
+        (code_pb2.FAILED_PRECONDITION, errors.FailedPrecondition),
+        (code_pb2.UNAVAILABLE, errors.Unavailable),
+        (code_pb2.CANCELLED, errors.Cancelled),
+        (code_pb2.INTERNAL, errors.Internal),
+    ],
+)
+async def test_every_code_has_its_error(
+    server: ScriptedServer, either: EitherClient, code: int, kind: type[errors.BatonError]
+) -> None:
+    server.inference.script = [started(), delta([1], "a"), failure(code, "because")]
+    with pytest.raises(kind, match="because") as caught:
+        await either.events("Hi")
+    assert type(caught.value) is kind
+    assert (caught.value.reason, caught.value.metadata, caught.value.field) == ("", {}, None)
+
+
+async def test_a_code_without_a_class_is_a_plain_baton_error(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [failure(code_pb2.DATA_LOSS, "gone")]
+    with pytest.raises(errors.BatonError) as caught:
+        await either.events("Hi")
+    assert (type(caught.value), caught.value.code) == (errors.BatonError, grpc.StatusCode.DATA_LOSS)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param([started()], id="no terminal event"),
+        pytest.param([], id="no event"),
+        pytest.param([delta([1], "a"), finished()], id="a delta before Started"),
+        pytest.param([started(), started(), finished()], id="Started twice"),
+        pytest.param([started(), finished(), delta([1], "a")], id="a delta after Finished"),
+        pytest.param([started(), inference_pb2.GenerateEvent()], id="an unknown event"),
+        pytest.param([started(), finished(inference_pb2.FINISH_REASON_UNSPECIFIED)], id="an unknown reason"),
+    ],
+)
+async def test_a_server_that_breaks_the_order_is_an_internal_error(
+    server: ScriptedServer, either: EitherClient, script: list[Any]
+) -> None:
+    server.inference.script = script
+    with pytest.raises(errors.Internal) as caught:
+        await either.events("Hi")
+    assert caught.value.reason == "PROTOCOL"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"prompt": "a", "token_ids": [1]}, "prompt"),
+        ({}, "prompt"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"prompt": "a", "top_k": -1}, "top_k"),
+        ({"prompt": "a", "seed": 2**64}, "seed"),
+        ({"prompt": "a", "stop": "END"}, "stop"),
+        ({"prompt": "a", "logit_bias": {-1: 0.0}}, "logit_bias"),
+    ],
+)
+async def test_what_the_wire_cannot_carry_is_refused_by_name(
+    either: EitherClient, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        await either.events(**options)
+    assert caught.value.field == field
+
+
+async def test_an_option_that_does_not_exist_is_a_type_error(either: EitherClient) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        await either.events("Hi", temprature=1.0)
+
+
+def test_closing_the_stream_cancels_the_call(server: ScriptedServer, client: Client) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    with client.generate("Hi") as events:
+        next(events)
+        assert not server.inference.call_ended.is_set()
+    assert server.inference.call_ended.wait(BOUND_S)
+
+
+def test_dropping_the_stream_cancels_the_call(server: ScriptedServer, client: Client) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+
+    def read_one(events: Iterator[Event]) -> Event:
+        return next(events)
+
+    read_one(client.generate("Hi"))
+    assert server.inference.call_ended.wait(BOUND_S)
+
+
+async def test_closing_the_async_stream_cancels_the_call(server: ScriptedServer, async_client: AsyncClient) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    async with async_client.generate("Hi") as events:
+        await anext(events)
+        assert not server.inference.call_ended.is_set()
+    assert server.inference.call_ended.wait(BOUND_S)
+
+
+async def test_breaking_out_of_the_async_stream_cancels_the_call(
+    server: ScriptedServer, async_client: AsyncClient
+) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    async for _ in async_client.generate("Hi"):
+        break
+    assert server.inference.call_ended.wait(BOUND_S)
+
+
+async def test_reading_a_closed_stream_raises_cancelled(server: ScriptedServer, client: Client) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    events = client.generate("Hi")
+    next(events)
+    events.close()
+    with pytest.raises(errors.Cancelled):
+        next(events)
+
+
+async def test_an_unreachable_server_is_unavailable(either: EitherClient, server: ScriptedServer) -> None:
+    server.stop()
+    with pytest.raises(errors.Unavailable):
+        await either.events("Hi")

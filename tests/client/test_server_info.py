@@ -1,0 +1,66 @@
+"""What the clients learn about a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton import AsyncClient, Client, errors
+from baton.client.channel import channel_options
+from baton.server_info import HealthStatus, PoolLoad, PrefillReplica
+from tests.client.scripted_inference import ScriptedServer
+
+
+def test_model_info_counts_the_bytes_of_a_token(client: Client) -> None:
+    info = client.model_info()
+    assert (info.model, info.vocab_size, info.eos_token_ids) == ("demo", 49152, (2,))
+    assert info.layer_groups == {"target": 30 * 2 * 3 * 64 * 2}
+
+
+async def test_both_clients_say_the_same(client: Client, async_client: AsyncClient) -> None:
+    assert await async_client.model_info() == client.model_info()
+    assert await async_client.load() == client.load()
+
+
+def test_load_counts_rows_by_state(client: Client) -> None:
+    load = client.load()
+    assert load.rows == PoolLoad(total=4, free=1, reserved=1, transferring=1, running=1, quarantined=0)
+    assert load.prefill_replicas == (PrefillReplica("127.0.0.1:1", False, 0, "connection refused"),)
+    assert (load.instance_id, load.num_running, load.num_row_retries) == ("first", 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("service", "status"),
+    [
+        ("", HealthStatus.SERVING),
+        ("baton.v1.Inference", HealthStatus.NOT_SERVING),
+        ("baton.v1.Nothing", HealthStatus.UNKNOWN_SERVICE),
+    ],
+)
+async def test_health_tells_life_from_readiness(
+    client: Client, async_client: AsyncClient, service: str, status: HealthStatus
+) -> None:
+    assert client.health(service) is status
+    assert await async_client.health(service) is status
+
+
+async def test_a_server_that_is_gone_is_unavailable(
+    server: ScriptedServer, client: Client, async_client: AsyncClient
+) -> None:
+    server.stop()
+    for call in (client.health, client.load, client.model_info):
+        with pytest.raises(errors.Unavailable):
+            call()
+    for async_call in (async_client.health, async_client.load, async_client.model_info):
+        with pytest.raises(errors.Unavailable):
+            await async_call()
+
+
+def test_keepalive_stays_below_what_servers_answer_with_goaway() -> None:
+    options = dict(channel_options(None, None))
+    assert int(options["grpc.keepalive_time_ms"]) >= 60_000
+    assert options["grpc.keepalive_permit_without_calls"] == 0
+    assert 0 < int(options["grpc.max_receive_message_length"]) <= 64 * 1024 * 1024
+
+
+def test_channel_options_can_be_overridden() -> None:
+    assert dict(channel_options(None, {"grpc.enable_http_proxy": 1}))["grpc.enable_http_proxy"] == 1
