@@ -1,0 +1,29 @@
+"""The shape of one group of KV layers: what the pool allocates, a segment carries and the fingerprint compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroupSpec:
+    """`num_planes` is 2, keys and values. `dtype` is the name of a torch dtype: a key of DTYPE_BYTES."""
+
+    name: str
+    num_layers: int
+    num_planes: int
+    num_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """One token's bytes in one plane of one layer."""
+        return self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """One token's bytes in the whole group."""
+        return self.num_layers * self.num_planes * self.row_bytes

@@ -1,0 +1,46 @@
+"""What two services must agree on before KV may move between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from common.kv.layer_group import LayerGroupSpec
+
+PROTOCOL_VERSION = 1
+NO_SPECULATION = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class SeedColumnSpec:
+    """One column of the speculative seed in PrebuiltBatch. `dtype` is a numpy name; `row_shape` excludes the batch."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Equal fingerprints compute and lay out the same KV. A context limit is not part of it: that may differ."""
+
+    config_digest: str
+    target_weights_digest: str
+    tokenizer_digest: str
+    layer_groups: tuple[LayerGroupSpec, ...]
+    protocol_version: int = PROTOCOL_VERSION
+    draft_weights_digest: str = ""
+    algorithm: str = NO_SPECULATION
+    seed_columns: tuple[SeedColumnSpec, ...] = ()
+
+
+def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, str] | None:
+    """The first field in which they differ, with both values as text; None when KV may move.
+
+    The protocol version is compared first: with another version the other fields may not mean the same.
+    """
+    names = sorted((member.name for member in fields(Fingerprint)), key=lambda name: name != "protocol_version")
+    for name in names:
+        our_value, their_value = getattr(ours, name), getattr(theirs, name)
+        if our_value != their_value:
+            return name, str(our_value), str(their_value)
+    return None
