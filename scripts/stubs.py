@@ -3,8 +3,7 @@
     python -m scripts.stubs            write them
     python -m scripts.stubs --check    exit 1, naming each file that differs
 
-The compiler's version decides the oldest protobuf and grpcio that the stubs run with, so it is pinned (`PROTOC`) below
-the newest: code generated for protobuf 6 runs with 6 and 7, code generated for 7 with 7 only.
+The compiler decides the oldest protobuf and grpcio that the stubs run with: protoc-requirements.txt beside this file.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 
 from grpc_tools import protoc
@@ -20,8 +19,6 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_DIR = ROOT / "proto"
 PACKAGE = Path("baton/v1")
-PROTOC = ("grpcio-tools", "1.76.0")
-MYPY_PROTOBUF = ("mypy-protobuf", "5.1.0")
 
 
 def generate(out_dir: Path) -> None:
@@ -59,17 +56,10 @@ def _plugin(name: str) -> Path:
     return Path(sys.executable).parent / name
 
 
-def _require_pinned_tools() -> None:
-    for name, version in (PROTOC, MYPY_PROTOBUF):
-        if (found := metadata.version(name)) != version:
-            raise SystemExit(f"stubs need {name}=={version}, found {found}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the committed stubs, write nothing")
     check = parser.parse_args().check
-    _require_pinned_tools()
     with tempfile.TemporaryDirectory() as directory:
         generate(Path(directory))
         fresh, committed = Path(directory) / PACKAGE, ROOT / PACKAGE

@@ -1,0 +1,74 @@
+# Every target does its own set-up: a virtual environment in .venv, made again only when what it depends on changes.
+# PYTHON=/path/to/python3.11 picks the interpreter; pip's own settings (PIP_INDEX_URL, ...) pick where packages come from.
+
+BIN := .venv/bin
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# A stamp is written last, so an interrupted installation is taken up again by the next run.
+RUNTIME := .venv/.installed
+DEV := .venv/.installed-dev
+PYTEST_ARGS ?=
+
+.PHONY: help demo test check format stubs parity bench gpu clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo     serve SmolLM2-135M on a prefill and a decode process, stream an answer, print the figures'
+	@echo 'make test     the test suite                  (PYTEST_ARGS="tests/kv -k slots" for a part)'
+	@echo 'make check    format, lint, types, imports, stubs'
+	@echo 'make format   apply formatting and safe lint fixes'
+	@echo 'make stubs    generate baton/v1 from proto/'
+	@echo 'make parity   the long parity tables'
+	@echo 'make bench    the serving benchmark'
+	@echo 'make gpu      the GPU suite, with the python3 of this machine and no installation'
+	@echo 'make clean    remove .venv and caches'
+
+demo: $(RUNTIME)
+	$(BIN)/baton demo
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.stubs --check
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+stubs: $(DEV)
+	$(BIN)/python -m scripts.stubs
+
+parity: $(DEV)
+	$(BIN)/python -m benchmarks.parity
+
+bench: $(DEV)
+	$(BIN)/python -m benchmarks.serving
+
+gpu:
+	python3 -m pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+
+# torch goes first, by its range alone: pip then takes the newest build on offer (a CPU build where an index has one), and
+# nothing installed after it can bring in another.
+$(RUNTIME): pyproject.toml
+	@test -n "$(PYTHON)" || { echo 'Baton needs Python 3.11 or newer with venv; set PYTHON=/path/to/python3'; exit 1; }
+	@echo "==> .venv ($(PYTHON))"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@echo '==> torch (the largest download; minutes the first time)'
+	$(BIN)/python -m pip install "$$($(BIN)/python scripts/requirement.py torch)"
+	@echo '==> Baton and what it needs'
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+$(DEV): $(RUNTIME) scripts/protoc-requirements.txt
+	@echo '==> tools for checks and tests'
+	$(BIN)/python -m pip install --editable '.[dev]'
+	$(BIN)/python -m pip install --no-deps -r scripts/protoc-requirements.txt
+	@touch $@

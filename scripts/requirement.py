@@ -1,0 +1,10 @@
+"""Prints one requirement of pyproject.toml, for installing it ahead of the others: `python scripts/requirement.py torch`."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+name = sys.argv[1]
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+print(next(line for line in project["dependencies"] if re.match(r"[\w.-]+", line).group() == name))
