@@ -1,0 +1,99 @@
+"""A model's tokenizer: prompts to token ids, token ids to text.
+
+Any member may be used from any thread: nothing here changes after construction.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class TokenDecoder(Protocol):
+    """What turning output into text needs."""
+
+    @property
+    def skipped_ids(self) -> frozenset[int]:
+        """Special tokens: they have no text and do not separate what is around them."""
+
+    @property
+    def byte_ids(self) -> frozenset[int]:
+        """Byte-fallback tokens: a run of them is text only as a whole. Empty for byte-level tokenizers."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Special tokens skipped; bytes that are no character become U+FFFD."""
+
+
+class PromptEncoder(Protocol):
+    """What turning a prompt into token ids needs."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """With the special tokens the model's tokenizer adds by itself."""
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """(role, content) pairs through the model's chat template, ending where the assistant's turn begins.
+
+        Raises ValueError when there is no template or it refuses these messages.
+        """
+
+
+class TextTokenizer(TokenDecoder, PromptEncoder):
+    """A transformers tokenizer with a `tokenizers` backend."""
+
+    def __init__(self, pretrained: Any) -> None:
+        backend = getattr(pretrained, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(pretrained).__name__} has no `tokenizers` backend")
+        self._pretrained = pretrained
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._byte_ids = _byte_fallback_ids(backend)
+        pretrained("")  # resets truncation and padding now: later calls then only read the backend
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> TextTokenizer:
+        return cls(AutoTokenizer.from_pretrained(str(directory)))
+
+    @property
+    def skipped_ids(self) -> frozenset[int]:
+        return self._skipped_ids
+
+    @property
+    def byte_ids(self) -> frozenset[int]:
+        return self._byte_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._pretrained(text)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        if not self._pretrained.chat_template:
+            raise ValueError("the model has no chat template")
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        try:
+            token_ids = self._pretrained.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses it: {error}") from error
+        return tuple(token_ids)
+
+
+def _byte_fallback_ids(backend: Any) -> frozenset[int]:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    stages = decoder.get("decoders", [decoder])
+    if not any(stage.get("type") == "ByteFallback" for stage in stages):
+        return frozenset()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of, vocab_size
+
+from common.model.sampling_params import TokenLogprobs
+from common.tokenizer import TextTokenizer
+from decode_service.output import OutputProcessor, StopMatch
+
+TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+BYTES = TOKENIZERS["byte_level"]
+STOP_TEXTS = ("a", "ab", "abc", "bc", " a", "é", "€", "stop", "end", "\n\n", "aé", "b€a", "opst", "cab")
+
+
+def every_tokenizer() -> st.SearchStrategy[TextTokenizer]:
+    return st.sampled_from(list(TOKENIZERS.values()))
+
+
+def likely_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
+    """Words, special tokens and the bytes of a few characters often; any byte sometimes."""
+    some_bytes = sorted(set("ab c€é😀\n".encode()))
+    likely = some_bytes + list(range(256, vocab_size(tokenizer)))
+    return st.lists(st.sampled_from(likely) | st.integers(0, vocab_size(tokenizer) - 1), max_size=24)
+
+
+def reference(
+    tokenizer: TextTokenizer, token_ids: Sequence[int], stops: Sequence[str], min_tokens: int
+) -> tuple[int, str, str | None]:
+    """(number of ids, text, stop string), by decoding everything again after every token."""
+
+    def visible(num: int) -> str:
+        return tokenizer.decode(token_ids[:num]).rstrip("\ufffd")
+
+    exempt = len(visible(min_tokens))
+    for num in range(min_tokens + 1, len(token_ids) + 1):
+        text = visible(num)
+        found = [
+            (start + len(stop), start, stop)
+            for stop in stops
+            for start in range(len(text))
+            if text.startswith(stop, start) and start + len(stop) > exempt
+        ]
+        if found:
+            _, start, stop = min(found)
+            return num, text[:start], stop
+    return len(token_ids), tokenizer.decode(token_ids), None
+
+
+@given(st.data())
+def test_joined_texts_are_the_decoded_ids_however_the_tokens_cut_the_characters(data: st.DataObject) -> None:
+    tokenizer = data.draw(every_tokenizer())
+    token_ids = data.draw(likely_token_ids(tokenizer))
+    output = OutputProcessor(decoder=tokenizer)
+
+    texts = [output.push([token_id]).text for token_id in token_ids] + [output.finish()]
+
+    assert "".join(texts) == tokenizer.decode(token_ids)
+
+
+@given(st.data())
+def test_output_ends_at_the_first_stop_string_however_the_tokens_cut_it(data: st.DataObject) -> None:
+    tokenizer = data.draw(every_tokenizer())
+    token_ids = data.draw(likely_token_ids(tokenizer))
+    stops = data.draw(st.lists(st.sampled_from(STOP_TEXTS), min_size=1, max_size=3, unique=True))
+    min_tokens = data.draw(st.integers(0, 6))
+    output = OutputProcessor(decoder=tokenizer, stop_strings=stops, min_tokens=min_tokens)
+
+    pieces = [output.push([token_id]) for token_id in token_ids]
+    text = "".join(piece.text for piece in pieces) + output.finish()
+
+    num_ids, expected_text, stop = reference(tokenizer, token_ids, stops, min_tokens)
+    assert (sum(len(piece.token_ids) for piece in pieces), text) == (num_ids, expected_text)
+    assert (output.match.stop_string if output.match else None) == stop
+
+
+@given(st.data())
+def test_a_resumed_stream_continues_where_the_first_one_was_cut(data: st.DataObject) -> None:
+    tokenizer = data.draw(every_tokenizer())
+    token_ids = data.draw(likely_token_ids(tokenizer))
+    num_delivered = data.draw(st.integers(0, len(token_ids)))
+    whole = OutputProcessor(decoder=tokenizer, stop_strings=["never seen"])
+    before = "".join(whole.push([token_id]).text for token_id in token_ids[:num_delivered])
+
+    resumed = OutputProcessor(
+        decoder=tokenizer, stop_strings=["never seen"], generated_token_ids=token_ids[:num_delivered]
+    )
+    after = resumed.push(token_ids[num_delivered:]).text + resumed.finish()
+
+    assert before + after == tokenizer.decode(token_ids)
+    assert resumed.num_output_tokens == len(token_ids)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
+def test_no_text_holds_half_a_character(tokenizer: TextTokenizer) -> None:
+    output = OutputProcessor(decoder=tokenizer)
+
+    texts = [output.push([byte]).text for byte in "é😀".encode()]
+
+    assert all("\ufffd" not in text for text in texts)
+    assert "".join(texts) + output.finish() == "é😀"
+
+
+def test_a_character_is_sent_as_soon_as_its_last_byte_is_there() -> None:
+    output = OutputProcessor(decoder=BYTES)
+
+    assert [output.push([byte]).text for byte in "€".encode()] == ["", "", "€"]
+
+
+def test_bytes_that_never_became_a_character_are_text_at_the_end() -> None:
+    output = OutputProcessor(decoder=BYTES)
+    output.push(list("€".encode()[:2]))
+
+    assert output.finish() == "\ufffd"
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> None:
+    output = OutputProcessor(decoder=BYTES, stop_strings=["stop"])
+
+    assert [output.push([ord(char)]).text for char in "a sto"] == ["a", " ", "", "", ""]
+    assert output.push([ord("y")]).text == "stoy"
+
+
+def test_held_back_text_is_delivered_when_the_output_ends_without_the_stop_string() -> None:
+    output = OutputProcessor(decoder=BYTES, stop_strings=["stop"])
+    output.push([ord(char) for char in "sto"])
+
+    assert output.finish() == "sto"
+
+
+def test_ids_and_logprobs_end_with_the_token_that_completes_the_stop_string() -> None:
+    output = OutputProcessor(decoder=BYTES, stop_strings=["abc"])
+    token_ids = [ord(char) for char in "xabcde"]
+    logprobs = [TokenLogprobs(-float(index), (), ()) for index in range(6)]
+
+    piece = output.push(token_ids, logprobs)
+
+    assert piece.token_ids == tuple(token_ids[:4])
+    assert piece.logprobs == tuple(logprobs[:4])
+    assert piece.text == "x"
+    assert output.match == StopMatch("abc", num_output_tokens=4)
+
+
+def test_tokens_after_the_match_are_dropped() -> None:
+    output = OutputProcessor(decoder=BYTES, stop_strings=["b"])
+    output.push([ord("a"), ord("b")])
+
+    assert not output.push([ord("c")])
+    assert output.finish() == ""
+    assert output.num_output_tokens == 2
+
+
+def test_the_stop_string_completed_first_wins_whether_it_came_in_one_token_or_many() -> None:
+    by_chars = OutputProcessor(decoder=BYTES, stop_strings=["abc", "b"])
+    by_word = OutputProcessor(decoder=BYTES, stop_strings=["abc", "b"])
+
+    text_by_chars = by_chars.push([ord(char) for char in "abc"]).text
+    text_by_word = by_word.push(ids_of(BYTES, "abc")).text
+
+    assert text_by_chars == text_by_word == "a"
+    assert by_chars.match is not None and by_word.match is not None
+    assert by_chars.match.stop_string == by_word.match.stop_string == "b"
+
+
+def test_the_first_min_tokens_complete_no_stop_string_but_may_begin_one() -> None:
+    output = OutputProcessor(decoder=BYTES, stop_strings=["aa"], min_tokens=3)
+
+    piece = output.push([ord("a")] * 5)
+
+    assert piece.token_ids == (ord("a"),) * 4
+    assert piece.text == "aa"
+    assert output.match == StopMatch("aa", num_output_tokens=4)
+
+
+def test_an_ending_token_is_in_the_ids_and_not_in_the_text() -> None:
+    stop_token = ids_of(BYTES, "end")[0]
+    output = OutputProcessor(decoder=BYTES, stop_strings=["end"], end_token_ids={stop_token})
+
+    piece = output.push([ord("a"), stop_token])
+
+    assert piece.token_ids == (ord("a"), stop_token)
+    assert piece.text + output.finish() == "a"
+    assert output.match is None
+
+
+def test_special_tokens_without_end_do_not_slow_the_next_token_down() -> None:
+    """With EOS ignored a model may repeat it for thousands of tokens: no context may grow with them."""
+    decoded_lens: list[int] = []
+
+    class Counting(TextTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            decoded_lens.append(len(token_ids))
+            return super().decode(token_ids)
+
+    tokenizer = byte_level()
+    tokenizer.__class__ = Counting
+    output = OutputProcessor(decoder=tokenizer)
+
+    output.push([eos_id(tokenizer)] * 500 + [ord("a")] * 500)
+
+    assert max(decoded_lens) < 10

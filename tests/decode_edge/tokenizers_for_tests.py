@@ -1,0 +1,75 @@
+"""Tokenizers small enough to read: every byte is a token, and some tokens hold several characters or parts of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from common.tokenizer import TextTokenizer
+
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+WORDS = ("ab", "bc", "abc", " a", "é", "€", "end", "stop", "\n\n")
+
+
+def _byte_chars() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_ins = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in stand_ins:
+            stand_ins[byte] = chr(256 + len(stand_ins) - len(printable))
+    return stand_ins
+
+
+def byte_level() -> TextTokenizer:
+    """As Llama 3, Qwen and SmolLM2: ids 0..255 are the bytes, then words, then half characters, then special tokens."""
+    chars = _byte_chars()
+    vocabulary = {chars[byte]: byte for byte in range(256)}
+    parts = [word.encode() for word in WORDS] + ["€".encode()[:2], b"a" + "é".encode()[:1], "😀".encode()[1:]]
+    for part in parts:
+        vocabulary["".join(chars[byte] for byte in part)] = len(vocabulary)
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _wrapped(tokenizer)
+
+
+def byte_fallback() -> TextTokenizer:
+    """As Llama 2, Mistral and Phi-3: pieces with ▁ for a space, and byte tokens for what has no piece."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    pieces = ["▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", *(f"▁{word}" for word in ("ab", "x"))]
+    vocabulary |= {piece: 256 + index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token=None))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: Tokenizer) -> TextTokenizer:
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<pad>", special=True)])
+    tokenizer.add_tokens([AddedToken("<tool call>", special=False)])
+    pretrained: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    pretrained.chat_template = CHAT_TEMPLATE
+    return TextTokenizer(pretrained)
+
+
+def vocab_size(tokenizer: TextTokenizer) -> int:
+    return max(tokenizer.skipped_ids) + 2
+
+
+def eos_id(tokenizer: TextTokenizer) -> int:
+    return min(tokenizer.skipped_ids)
+
+
+def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
+    """One token for each text."""
+    token_ids = []
+    for text in texts:
+        (token_id,) = [i for i in range(vocab_size(tokenizer)) if tokenizer.decode([i]) == text]
+        token_ids.append(token_id)
+    return token_ids
