@@ -1,0 +1,87 @@
+"""One service as a child process: its log, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from baton.errors import ServiceDied
+
+Role = Literal["prefill", "decode"]
+READY_SERVICE: dict[Role, str] = {"prefill": "baton.v1.Prefill", "decode": "baton.v1.Inference"}
+LOG_TAIL_LINES = 20
+_WRAPPER = Path(__file__).with_name("die_with_parent.py")
+
+
+class ServiceProcess:
+    """Runs `arguments` with this interpreter in a session of its own, and dies with the thread that started it."""
+
+    def __init__(self, *, name: str, role: Role, address: str, arguments: Sequence[str], log_file: Path) -> None:
+        self.name = name
+        self.role = role
+        self.address = address
+        self.log_file = log_file
+        self._arguments = tuple(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Also starts it again after its end; the log is continued."""
+        assert not self.is_running, f"{self.name} is running"
+        wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*wrapper, sys.executable, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Raises ServiceDied when the process has ended."""
+        if self._process is not None and (returncode := self._process.poll()) is not None:
+            raise ServiceDied(self.name, returncode, self.log_tail())
+
+    def terminate(self) -> None:
+        """Ask it to drain and end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, and what it started, at once."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within `timeout_s`."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def log_tail(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)

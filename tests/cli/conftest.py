@@ -1,0 +1,39 @@
+"""Commands started in these tests find the fake services in place of the real ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FAKE_SERVICES = Path(__file__).with_name("fake_services")
+BOUND_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def fake_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FAKE_SERVICES), str(REPOSITORY))))
+    monkeypatch.chdir(tmp_path)
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie does not count: whoever adopted it just has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def await_end(pids: Iterable[int]) -> bool:
+    """Whether all of these processes end within BOUND_S."""
+    pids = list(pids)
+    deadline = time.monotonic() + BOUND_S
+    while any(map(is_alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        os.sched_yield()
+    return True

@@ -1,0 +1,1 @@
+"""Stands in for the decode service in tests of the command line."""

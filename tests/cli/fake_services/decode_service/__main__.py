@@ -1,0 +1,3 @@
+from fake_service import main
+
+main("baton.v1.Inference")

@@ -1,0 +1,93 @@
+"""A service process without a model: health, load and, for decode, an answer of `max_tokens` words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+
+ROWS = types_pb2.PoolLoad(total=4, free=4)
+
+
+class FakePrefill(prefill_pb2_grpc.PrefillServicer):
+    def Handoff(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def GetFingerprint(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def GetLoad(self, request: Any, context: Any) -> prefill_pb2.GetPrefillLoadResponse:
+        return prefill_pb2.GetPrefillLoadResponse(instance_id=str(os.getpid()), rows=ROWS, slots=ROWS)
+
+
+class FakeInference(inference_pb2_grpc.InferenceServicer):
+    """GetModelInfo says what command line the process got."""
+
+    def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
+        sampling = request.sampling
+        words = [message.content for message in request.chat.messages] or [request.text]
+        if sampling.top_p > 1:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "top_p: must be in (0, 1]")
+        yield inference_pb2.GenerateEvent(
+            started=inference_pb2.Started(request_id=request.request_id or "made", num_prompt_tokens=len(words), seed=1)
+        )
+        for token_id in range(sampling.max_tokens or 3):
+            text = f"{words[-1]}{token_id} "
+            yield inference_pb2.GenerateEvent(delta=inference_pb2.Delta(token_ids=[token_id], text=text))
+        yield inference_pb2.GenerateEvent(
+            finished=inference_pb2.Finished(
+                reason=inference_pb2.FINISH_REASON_LENGTH,
+                usage=inference_pb2.Usage(num_prompt_tokens=len(words), num_completion_tokens=sampling.max_tokens or 3),
+                timings=inference_pb2.Timings(
+                    prefill_s=0.25, transfer_s=0.25, kv_bytes=1_000_000, num_handoff_attempts=1
+                ),
+            )
+        )
+
+    def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
+        return inference_pb2.GetModelInfoResponse(
+            model=" ".join(sys.argv[1:]), vocab_size=1000, max_context_tokens=4096, version="0"
+        )
+
+    def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:
+        return inference_pb2.GetInferenceLoadResponse(instance_id=str(os.getpid()), rows=ROWS, slots=ROWS)
+
+
+def main(ready_service: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--fake-trouble", choices=["", "die", "never-ready", "ignore-sigterm"], default="")
+    options, _ = parser.parse_known_args()
+    if options.fake_trouble == "die":
+        print("first line\nno such model: nonesuch", flush=True)
+        sys.exit(3)
+    ended = threading.Event()
+    signal.signal(
+        signal.SIGTERM,
+        signal.SIG_IGN if options.fake_trouble == "ignore-sigterm" else lambda number, frame: ended.set(),
+    )
+    server = grpc.server(ThreadPoolExecutor(8))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    if options.fake_trouble == "never-ready":
+        servicer.set(ready_service, health_pb2.HealthCheckResponse.NOT_SERVING)
+    else:
+        servicer.set(ready_service, health_pb2.HealthCheckResponse.SERVING)
+    inference_pb2_grpc.add_InferenceServicer_to_server(FakeInference(), server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(FakePrefill(), server)
+    server.add_insecure_port(options.listen)
+    server.start()
+    while not ended.wait(1.0):
+        pass
+    print("drained", flush=True)
+    server.stop(grace=0).wait(5.0)

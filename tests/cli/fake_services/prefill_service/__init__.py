@@ -1,0 +1,1 @@
+"""Stands in for the prefill service in tests of the command line."""

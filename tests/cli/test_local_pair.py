@@ -1,0 +1,94 @@
+"""Service processes on this machine: they become ready together, and none is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton import Client, errors
+from baton.client import PrefillClient
+from baton.local_pair import LocalPair, Phase
+from baton.server_info import HealthStatus
+from tests.cli.conftest import await_end
+
+
+def test_a_pair_is_entered_ready_and_left_ended() -> None:
+    with LocalPair() as pair:
+        pids = [service.pid for service in pair.services]
+        with Client(pair.decode_addresses[0]) as client:
+            assert client.health("baton.v1.Inference") is HealthStatus.SERVING
+        with PrefillClient(pair.prefill_addresses[0]) as prefill:
+            assert prefill.load().rows.total == 4
+    assert len(pids) == 2
+    assert await_end(pids)
+    assert not pair.log_dir.exists()
+
+
+def test_every_decode_service_knows_every_prefill_service() -> None:
+    with LocalPair(num_prefill=2, num_decode=2, dtype="float32", decode_args=["--no-overlap"]) as pair:
+        assert len({*pair.prefill_addresses, *pair.decode_addresses}) == 4
+        for address in pair.decode_addresses:
+            with Client(address) as client:
+                arguments = client.model_info().model.split()
+            assert f"--prefill={','.join(pair.prefill_addresses)}" in arguments
+            assert f"--listen={address}" in arguments
+            assert {"--model=demo", "--dtype=float32", "--no-overlap", "--metrics-listen="} <= set(arguments)
+            assert not any(argument.startswith(("--device", "--config")) for argument in arguments)
+
+
+def test_a_service_that_dies_at_start_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    pair = LocalPair(decode_args=["--fake-trouble=die"], log_dir=tmp_path / "logs")
+    with pytest.raises(errors.ServiceDied, match="decode-0 ended with status 3") as caught, pair:
+        pytest.fail("entered")
+    assert caught.value.log_tail.endswith("no such model: nonesuch")
+    assert not any(service.is_running for service in pair.services)
+    assert (tmp_path / "logs" / "decode-0.log").exists()
+
+
+def test_a_service_that_never_becomes_ready_is_named() -> None:
+    pair = LocalPair(prefill_args=["--fake-trouble=never-ready"], start_timeout_s=2.0)
+    with pytest.raises(errors.StartTimedOut) as caught, pair:
+        pytest.fail("entered")
+    assert "prefill-0" in caught.value.waiting_for
+    assert not any(service.is_running for service in pair.services)
+
+
+def test_phases_are_reported_once_each() -> None:
+    seen: list[tuple[str, Phase]] = []
+    with LocalPair(on_phase=lambda service, phase: seen.append((service.name, phase))):
+        assert {("prefill-0", Phase.READY), ("decode-0", Phase.READY)} <= set(seen)
+        assert len(seen) == len(set(seen))
+
+
+def test_a_death_while_serving_is_noticed() -> None:
+    with LocalPair() as pair:
+        pair.check()
+        pair.prefill[0].kill()
+        assert pair.prefill[0].wait(10.0)
+        with pytest.raises(errors.ServiceDied, match="prefill-0"):
+            pair.check()
+
+
+def test_a_killed_service_starts_again_at_its_address() -> None:
+    with LocalPair() as pair:
+        first_pid = pair.decode[0].pid
+        pair.decode[0].kill()
+        assert pair.decode[0].wait(10.0)
+        pair.decode[0].start()
+        pair.wait_ready()
+        with Client(pair.decode_addresses[0]) as client:
+            assert client.load().instance_id == str(pair.decode[0].pid) != str(first_pid)
+
+
+def test_services_are_asked_to_drain_before_they_are_killed(tmp_path: Path) -> None:
+    with LocalPair(log_dir=tmp_path) as pair:
+        pass
+    for service in pair.services:
+        assert service.log_tail().endswith("drained")
+
+
+def test_a_service_that_ignores_sigterm_is_killed() -> None:
+    with LocalPair(decode_args=["--fake-trouble=ignore-sigterm"], stop_timeout_s=0.2) as pair:
+        pids = [service.pid for service in pair.services]
+    assert await_end(pids)
