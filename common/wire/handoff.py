@@ -1,6 +1,6 @@
 """The handoff's values: what the decode engine and a prefill replica exchange, on whichever transport.
 
-Frozen and picklable. A row is named by its index in its call's PrefillBatch; a retry is a new call. The codec maps these
+Frozen and picklable. A row is named by its index in its call's PrefillBatch; a retry is a new call. The codec maps them
 to `baton.v1` messages one to one; the in-process handoff passes them as they are.
 """
 
@@ -67,7 +67,7 @@ class PrebuiltBatch:
     """Finished rows as columns: entry i of each column belongs to rows[i]. May arrive before a row's last segment.
 
     Shapes: rows, seq_lens, first_token_ids [B] int64; bytes_sent: [B] int64 for each layer group; seed columns [B, ...]
-    (empty without speculation); queue_s, compute_s [B] float64. `first_token_logprobs` has one entry per row, None where
+    (empty without speculation); queue_s, compute_s [B] float64. `first_token_logprobs`: one entry per row, None where
     the request asked for none.
     """
 

@@ -1,0 +1,66 @@
+"""A call's commands to and from the bytes of `baton.v1.HandoffCommand`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.v1 import prefill_pb2
+from common.errors import RowFailure
+from common.wire.codec_checks import ProtocolError, parse, require
+from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_rows import decode_row, encode_row
+from common.wire.fingerprint import Fingerprint
+from common.wire.handoff import HandoffRow, RowFailed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """A call's first command. A row that cannot be understood is its failure, so that the others can be served."""
+
+    fingerprint: Fingerprint
+    rows: tuple[HandoffRow | RowFailed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRows:
+    rows: tuple[int, ...]
+
+
+HandoffCommand = PrefillBatch | CancelRows
+
+
+def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow]) -> bytes:
+    batch = prefill_pb2.PrefillBatch(
+        fingerprint=encode_fingerprint(fingerprint), rows=[encode_row(row) for row in rows]
+    )
+    return prefill_pb2.HandoffCommand(prefill_batch=batch).SerializeToString()
+
+
+def encode_cancel_rows(rows: Sequence[int]) -> bytes:
+    return prefill_pb2.HandoffCommand(cancel_rows=prefill_pb2.CancelRows(rows=rows)).SerializeToString()
+
+
+def decode_command(data: bytes) -> HandoffCommand:
+    """The command in `data`. Raises ProtocolError naming the field."""
+    message = parse(prefill_pb2.HandoffCommand, data)
+    match message.WhichOneof("command"):
+        case "prefill_batch":
+            batch = message.prefill_batch
+            require(batch.HasField("fingerprint"), "prefill_batch.fingerprint", "is absent")
+            require(len(batch.rows) > 0, "prefill_batch.rows", "is empty")
+            return PrefillBatch(
+                fingerprint=decode_fingerprint(batch.fingerprint),
+                rows=tuple(_decode_row(index, row) for index, row in enumerate(batch.rows)),
+            )
+        case "cancel_rows":
+            return CancelRows(rows=tuple(message.cancel_rows.rows))
+        case _:
+            raise ProtocolError("command", "is none of the known kinds")
+
+
+def _decode_row(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:
+    try:
+        return decode_row(message)
+    except ProtocolError as error:
+        return RowFailed(row=index, reason=RowFailure.INVALID_ROW, retryable=False, message=str(error))

@@ -1,0 +1,60 @@
+"""Fingerprint to and from `baton.v1`."""
+
+from __future__ import annotations
+
+from baton.v1 import types_pb2
+from common.kv.layer_group import LayerGroupSpec
+from common.wire.fingerprint import Fingerprint, SeedColumnSpec
+
+
+def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
+    return types_pb2.Fingerprint(
+        protocol_version=fingerprint.protocol_version,
+        config_digest=fingerprint.config_digest,
+        target_weights_digest=fingerprint.target_weights_digest,
+        draft_weights_digest=fingerprint.draft_weights_digest,
+        algorithm=fingerprint.algorithm,
+        layer_groups=[
+            types_pb2.LayerGroup(
+                name=group.name,
+                num_layers=group.num_layers,
+                num_planes=group.num_planes,
+                num_heads=group.num_heads,
+                head_dim=group.head_dim,
+                dtype=group.dtype,
+            )
+            for group in fingerprint.layer_groups
+        ],
+        tokenizer_digest=fingerprint.tokenizer_digest,
+        seed_columns=[
+            types_pb2.SeedColumn(name=column.name, dtype=column.dtype, row_shape=column.row_shape)
+            for column in fingerprint.seed_columns
+        ],
+    )
+
+
+def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
+    """Takes whatever it is given: a value nobody knows is a difference to report, not a broken message."""
+    return Fingerprint(
+        protocol_version=message.protocol_version,
+        config_digest=message.config_digest,
+        target_weights_digest=message.target_weights_digest,
+        draft_weights_digest=message.draft_weights_digest,
+        algorithm=message.algorithm,
+        layer_groups=tuple(
+            LayerGroupSpec(
+                name=group.name,
+                num_layers=group.num_layers,
+                num_planes=group.num_planes,
+                num_heads=group.num_heads,
+                head_dim=group.head_dim,
+                dtype=group.dtype,
+            )
+            for group in message.layer_groups
+        ),
+        tokenizer_digest=message.tokenizer_digest,
+        seed_columns=tuple(
+            SeedColumnSpec(name=column.name, dtype=column.dtype, row_shape=tuple(column.row_shape))
+            for column in message.seed_columns
+        ),
+    )

@@ -1,0 +1,91 @@
+"""A call's frames to and from the bytes of `baton.v1.HandoffFrame`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.v1 import prefill_pb2
+from common.errors import FingerprintMismatch, RowFailure
+from common.wire.codec_checks import ProtocolError, parse, require
+from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_prebuilt import decode_prebuilt, encode_prebuilt
+from common.wire.codec_segment import decode_segment, encode_segment
+from common.wire.fingerprint import Fingerprint, first_difference
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+
+# What a frame adds to the largest segment's payload.
+MAX_FRAME_OVERHEAD_BYTES = 1024
+
+
+class FrameCodec:
+    """Frames of calls between two services that share `fingerprint`."""
+
+    def __init__(self, *, fingerprint: Fingerprint, vocab_size: int) -> None:
+        self._fingerprint = fingerprint
+        self._groups = {group.name: group for group in fingerprint.layer_groups}
+        self._vocab_size = vocab_size
+
+    def encode(self, frame: Frame) -> bytes:
+        message = prefill_pb2.HandoffFrame()
+        match frame:
+            case Accepted():
+                message.accepted.fingerprint.CopyFrom(encode_fingerprint(self._fingerprint))
+                message.accepted.instance_id = frame.instance_id
+            case KvSegment():
+                encode_segment(frame, message.kv_segment)
+            case PrebuiltBatch():
+                encode_prebuilt(frame, message.prebuilt_batch)
+            case RowFailed():
+                message.row_failed.row = frame.row
+                message.row_failed.reason = prefill_pb2.RowFailure.Value(f"ROW_FAILURE_{frame.reason}")
+                message.row_failed.retryable = frame.retryable
+                message.row_failed.retry_after_ms = frame.retry_after_ms
+                message.row_failed.message = frame.message
+        return message.SerializeToString()
+
+    def decode(self, data: bytes, rows: Sequence[HandoffRow]) -> Frame:
+        """The frame in `data`, of a call over `rows`.
+
+        Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
+        """
+        message = parse(prefill_pb2.HandoffFrame, data)
+        match message.WhichOneof("frame"):
+            case "accepted":
+                return self._decode_accepted(message.accepted)
+            case "kv_segment":
+                return decode_segment(message.kv_segment, groups=self._groups, rows=rows)
+            case "prebuilt_batch":
+                return decode_prebuilt(
+                    message.prebuilt_batch,
+                    group_names=tuple(self._groups),
+                    seed_columns=self._fingerprint.seed_columns,
+                    rows=rows,
+                    vocab_size=self._vocab_size,
+                )
+            case "row_failed":
+                return _decode_row_failed(message.row_failed, rows)
+            case _:
+                raise ProtocolError("frame", "is none of the known kinds")
+
+    def _decode_accepted(self, message: prefill_pb2.Accepted) -> Accepted:
+        require(message.HasField("fingerprint"), "accepted.fingerprint", "is absent")
+        require(bool(message.instance_id), "accepted.instance_id", "is empty")
+        difference = first_difference(self._fingerprint, decode_fingerprint(message.fingerprint))
+        if difference is not None:
+            raise FingerprintMismatch(*difference)
+        return Accepted(instance_id=message.instance_id)
+
+
+def _decode_row_failed(message: prefill_pb2.RowFailed, rows: Sequence[HandoffRow]) -> RowFailed:
+    require(message.row < len(rows), "row_failed.row", f"{message.row} is not one of the call's {len(rows)} rows")
+    # Enums are open on the wire: the number may have no name.
+    value = prefill_pb2.RowFailure.DESCRIPTOR.values_by_number.get(message.reason)
+    name = value.name.removeprefix("ROW_FAILURE_") if value is not None else ""
+    require(name in RowFailure.__members__, "row_failed.reason", f"{message.reason} is none of the known reasons")
+    return RowFailed(
+        row=message.row,
+        reason=RowFailure(name),
+        retryable=message.retryable,
+        retry_after_ms=message.retry_after_ms,
+        message=message.message,
+    )

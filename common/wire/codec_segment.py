@@ -1,0 +1,61 @@
+"""KvSegment to and from `baton.v1`: sizes, bounds and checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import google_crc32c
+
+from baton.v1 import prefill_pb2
+from common.kv.layer_group import LayerGroupSpec
+from common.wire.codec_checks import ProtocolError, require
+from common.wire.handoff import MAX_SEGMENT_BYTES, HandoffRow, KvSegment
+
+
+def encode_segment(segment: KvSegment, into: prefill_pb2.KvSegment) -> None:
+    into.row = segment.row
+    into.layer_group = segment.layer_group
+    into.layer_start = segment.layer_start
+    into.num_layers = segment.num_layers
+    into.token_start = segment.token_start
+    into.num_tokens = segment.num_tokens
+    into.crc32c = google_crc32c.value(segment.payload)
+    into.payload = segment.payload
+    into.num_shards = 1
+
+
+def decode_segment(
+    message: prefill_pb2.KvSegment, *, groups: Mapping[str, LayerGroupSpec], rows: Sequence[HandoffRow]
+) -> KvSegment:
+    """The segment, with every bound and its checksum verified. Raises ProtocolError naming the field."""
+    require(message.row < len(rows), "kv_segment.row", f"{message.row} is not one of the call's {len(rows)} rows")
+    require((message.shard, message.num_shards) == (0, 1), "kv_segment.shard", "is not shard 0 of 1")
+    group = groups.get(message.layer_group)
+    if group is None:
+        raise ProtocolError("kv_segment.layer_group", f"{message.layer_group!r} is not in the fingerprint")
+    layer_end = message.layer_start + message.num_layers
+    require(
+        message.num_layers >= 1 and layer_end <= group.num_layers,
+        "kv_segment.num_layers",
+        f"layers {message.layer_start}..{layer_end} are not within the group's {group.num_layers}",
+    )
+    token_end, num_row_tokens = message.token_start + message.num_tokens, len(rows[message.row].token_ids)
+    require(
+        message.num_tokens >= 1 and token_end <= num_row_tokens,
+        "kv_segment.num_tokens",
+        f"tokens {message.token_start}..{token_end} are not within the row's {num_row_tokens}",
+    )
+    payload = message.payload
+    require(len(payload) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
+    num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
+    require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
+    require(google_crc32c.value(payload) == message.crc32c, "kv_segment.crc32c", "does not match the payload")
+    return KvSegment(
+        row=message.row,
+        layer_group=message.layer_group,
+        layer_start=message.layer_start,
+        num_layers=message.num_layers,
+        token_start=message.token_start,
+        num_tokens=message.num_tokens,
+        payload=payload,
+    )

@@ -1,0 +1,154 @@
+"""Hypothesis strategies for the handoff's values, and a small model's shapes to draw them for."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from common.errors import RowFailure
+from common.kv.layer_group import LayerGroupSpec
+from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.wire.fingerprint import Fingerprint, SeedColumnSpec
+from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+
+VOCAB_SIZE = 300
+TARGET = LayerGroupSpec("target", num_layers=3, num_planes=2, num_heads=2, head_dim=4, dtype="bfloat16")
+DRAFT = LayerGroupSpec("draft", num_layers=1, num_planes=2, num_heads=1, head_dim=4, dtype="float32")
+SEED_COLUMNS = (
+    SeedColumnSpec("topk_p", "float32", (4,)),
+    SeedColumnSpec("topk_index", "int64", (4,)),
+    SeedColumnSpec("hidden_states", "float16", (8,)),
+)
+PLAIN = Fingerprint(
+    config_digest="c0ffee",
+    target_weights_digest="beef",
+    tokenizer_digest="7e57",
+    layer_groups=(TARGET,),
+)
+SPECULATIVE = Fingerprint(
+    config_digest="c0ffee",
+    target_weights_digest="beef",
+    tokenizer_digest="7e57",
+    layer_groups=(TARGET, DRAFT),
+    draft_weights_digest="d4af",
+    algorithm="eagle",
+    seed_columns=SEED_COLUMNS,
+)
+
+_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+_uint32 = st.integers(0, 2**32 - 1)
+_uint64 = st.integers(0, 2**64 - 1)
+token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12).map(tuple)
+
+sampling = st.builds(
+    ResolvedSampling,
+    seed=_uint64,
+    max_tokens=st.integers(1, 2**32 - 1),
+    temperature=st.floats(0, 100, width=32),
+    top_p=st.floats(2**-10, 1, width=32),
+    top_k=_uint32,
+    min_p=st.floats(0, 1, width=32),
+    min_tokens=_uint32,
+    stop_token_ids=st.lists(_uint32, max_size=4).map(tuple),
+    eos_token_ids=st.lists(_uint32, max_size=4).map(tuple),
+    repetition_penalty=st.floats(2**-10, 8, width=32),
+    presence_penalty=st.floats(-2, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    logit_bias=st.dictionaries(_uint32, _float32, max_size=4).map(lambda bias: tuple(sorted(bias.items()))),
+    num_logprobs=st.none() | st.integers(0, 64),
+)
+
+
+@st.composite
+def handoff_rows(draw: st.DrawFn) -> HandoffRow:
+    ids = draw(token_ids)
+    return HandoffRow(
+        request_id=draw(st.text(min_size=1, max_size=8)),
+        attempt=draw(_uint32),
+        choice_index=draw(_uint32),
+        token_ids=ids,
+        prompt_len=draw(st.integers(1, len(ids))),
+        sampling=draw(sampling),
+        deadline_unix_ms=draw(_uint64),
+        traceparent=draw(st.text(max_size=8)),
+        num_held_tokens=draw(st.sampled_from(((), (("draft", 0), ("target", 0))))),
+    )
+
+
+@st.composite
+def segments(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerprint) -> KvSegment:
+    group = draw(st.sampled_from(fingerprint.layer_groups))
+    row = draw(st.integers(0, len(rows) - 1))
+    layer_start = draw(st.integers(0, group.num_layers - 1))
+    num_layers = draw(st.integers(1, group.num_layers - layer_start))
+    token_start = draw(st.integers(0, len(rows[row].token_ids) - 1))
+    num_tokens = draw(st.integers(1, len(rows[row].token_ids) - token_start))
+    num_bytes = num_layers * group.num_planes * num_tokens * group.row_bytes
+    payload = np.random.default_rng(draw(st.integers(0, 2**32 - 1))).bytes(num_bytes)
+    return KvSegment(row, group.name, layer_start, num_layers, token_start, num_tokens, payload)
+
+
+@st.composite
+def prebuilt_batches(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerprint) -> PrebuiltBatch:
+    indices = draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=len(rows), unique=True))
+    size = len(indices)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return PrebuiltBatch(
+        rows=np.array(indices, np.int64),
+        seq_lens=np.array([len(rows[index].token_ids) for index in indices], np.int64),
+        first_token_ids=rng.integers(0, VOCAB_SIZE, size),
+        bytes_sent={group.name: rng.integers(0, 2**63 - 1, size) for group in fingerprint.layer_groups},
+        queue_s=rng.random(size),
+        compute_s=rng.random(size),
+        first_token_logprobs=tuple(_logprobs(rows[index], rng) for index in indices),
+        seed_columns={
+            column.name: rng.integers(0, 9, (size, *column.row_shape)).astype(column.dtype)
+            for column in fingerprint.seed_columns
+        },
+    )
+
+
+def _logprobs(row: HandoffRow, rng: np.random.Generator) -> TokenLogprobs | None:
+    num_top = row.sampling.num_logprobs
+    if num_top is None:
+        return None
+    values = (-rng.random(num_top + 1)).astype(np.float32).tolist()
+    return TokenLogprobs(values[0], tuple(rng.integers(0, VOCAB_SIZE, num_top).tolist()), tuple(values[1:]))
+
+
+rows_of_a_call = st.lists(handoff_rows(), min_size=1, max_size=4).map(tuple)
+fingerprints = st.sampled_from((PLAIN, SPECULATIVE))
+
+
+@st.composite
+def frames(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerprint) -> object:
+    return draw(
+        st.builds(Accepted, instance_id=st.text(min_size=1, max_size=8))
+        | segments(rows, fingerprint)
+        | prebuilt_batches(rows, fingerprint)
+        | st.builds(
+            RowFailed,
+            row=st.integers(0, len(rows) - 1),
+            reason=st.sampled_from(RowFailure),
+            retryable=st.booleans(),
+            retry_after_ms=_uint32,
+            message=st.text(max_size=8),
+        )
+    )
+
+
+def comparable(value: object) -> object:
+    """`value` with numpy arrays replaced by something `==` compares, dtype and shape included."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tolist())
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value), {member.name: comparable(getattr(value, member.name)) for member in fields(value)})
+    if isinstance(value, dict):
+        return {key: comparable(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(comparable, value))
+    if isinstance(value, Exception):
+        return (type(value), value.args, vars(value))
+    return value

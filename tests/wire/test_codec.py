@@ -1,0 +1,216 @@
+"""The codec carries every value unchanged, and refuses everything else by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.v1 import prefill_pb2
+from common.errors import FingerprintMismatch
+from common.wire.codec_checks import ProtocolError
+from common.wire.codec_commands import (
+    CancelRows,
+    PrefillBatch,
+    decode_command,
+    encode_cancel_rows,
+    encode_prefill_batch,
+)
+from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_frames import FrameCodec
+from common.wire.fingerprint import Fingerprint
+from common.wire.handoff import Accepted, HandoffRow
+from tests.wire.strategies import (
+    DRAFT,
+    PLAIN,
+    SPECULATIVE,
+    TARGET,
+    VOCAB_SIZE,
+    comparable,
+    fingerprints,
+    frames,
+    handoff_rows,
+    rows_of_a_call,
+)
+from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_message, segment_message
+
+PLAIN_CODEC = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
+SPECULATIVE_CODEC = FrameCodec(fingerprint=SPECULATIVE, vocab_size=VOCAB_SIZE)
+ROWS = (PLAIN_ROW, LOGPROBS_ROW)
+
+
+@given(st.data(), rows_of_a_call, fingerprints)
+def test_every_frame_arrives_as_it_was_sent(
+    data: st.DataObject, rows: tuple[HandoffRow, ...], fingerprint: Fingerprint
+) -> None:
+    codec = FrameCodec(fingerprint=fingerprint, vocab_size=VOCAB_SIZE)
+    frame = data.draw(frames(rows, fingerprint))
+    assert comparable(codec.decode(codec.encode(frame), rows)) == comparable(frame)
+
+
+@given(rows_of_a_call, fingerprints)
+def test_every_prefill_batch_arrives_as_it_was_sent(rows: tuple[HandoffRow, ...], fingerprint: Fingerprint) -> None:
+    assert decode_command(encode_prefill_batch(fingerprint, rows)) == PrefillBatch(fingerprint, rows)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple))
+def test_every_cancellation_arrives_as_it_was_sent(rows: tuple[int, ...]) -> None:
+    assert decode_command(encode_cancel_rows(rows)) == CancelRows(rows)
+
+
+@given(fingerprints)
+def test_every_fingerprint_arrives_as_it_was_sent(fingerprint: Fingerprint) -> None:
+    assert decode_fingerprint(encode_fingerprint(fingerprint)) == fingerprint
+
+
+@given(st.binary(max_size=64))
+def test_random_bytes_are_a_protocol_error_or_a_value(data: bytes) -> None:
+    for decode in (lambda: SPECULATIVE_CODEC.decode(data, ROWS), lambda: decode_command(data)):
+        with contextlib.suppress(ProtocolError, FingerprintMismatch):
+            decode()
+
+
+@given(st.data(), rows_of_a_call)
+def test_damaged_frames_are_a_protocol_error_or_a_value(data: st.DataObject, rows: tuple[HandoffRow, ...]) -> None:
+    sent = bytearray(SPECULATIVE_CODEC.encode(data.draw(frames(rows, SPECULATIVE))))
+    position = data.draw(st.integers(0, len(sent) - 1))
+    sent[position] ^= data.draw(st.integers(1, 255))
+    del sent[data.draw(st.integers(position, len(sent))) :]
+    with contextlib.suppress(ProtocolError, FingerprintMismatch):
+        SPECULATIVE_CODEC.decode(bytes(sent), rows)
+
+
+@given(handoff_rows(), st.data())
+def test_a_damaged_segment_payload_never_passes(row: HandoffRow, data: st.DataObject) -> None:
+    message = segment_message(TARGET, row)
+    payload = bytearray(message.payload)
+    payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
+    message.payload = bytes(payload)
+    with pytest.raises(ProtocolError, match="crc32c"):
+        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row,))
+
+
+SEGMENT_FAULTS: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {
+    "kv_segment.row": lambda message: setattr(message, "row", len(ROWS)),
+    "kv_segment.layer_group": lambda message: setattr(message, "layer_group", "draft"),
+    "kv_segment.num_layers": lambda message: setattr(message, "layer_start", 1),
+    "kv_segment.num_tokens": lambda message: setattr(message, "token_start", 1),
+    "kv_segment.payload": lambda message: setattr(message, "payload", message.payload[:-1]),
+    "kv_segment.crc32c": lambda message: setattr(message, "crc32c", message.crc32c ^ 1),
+    "kv_segment.shard": lambda message: setattr(message, "num_shards", 2),
+}
+
+
+@pytest.mark.parametrize("field", SEGMENT_FAULTS)
+def test_a_segment_out_of_bounds_is_refused_naming_the_field(field: str) -> None:
+    message = segment_message(TARGET, PLAIN_ROW)
+    SEGMENT_FAULTS[field](message)
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), ROWS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("attribute", ["num_layers", "num_tokens"])
+def test_a_segment_of_nothing_is_refused(attribute: str) -> None:
+    message = segment_message(TARGET, PLAIN_ROW)
+    setattr(message, attribute, 0)
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), ROWS)
+    assert caught.value.field == f"kv_segment.{attribute}"
+
+
+def test_a_segment_beyond_the_size_bound_is_refused() -> None:
+    wide = replace(TARGET, head_dim=1 << 18)
+    row = replace(PLAIN_ROW, token_ids=(1, 2, 3), prompt_len=3)
+    message = segment_message(wide, row)
+    codec = FrameCodec(fingerprint=replace(PLAIN, layer_groups=(wide,)), vocab_size=VOCAB_SIZE)
+    with pytest.raises(ProtocolError, match="more than 4194304 bytes"):
+        codec.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row,))
+
+
+PREBUILT_FAULTS: dict[str, tuple[str, Callable[[prefill_pb2.PrebuiltBatch], object]]] = {
+    "a row out of range": ("rows", lambda message: message.rows.__setitem__(1, 2)),
+    "a row named twice": ("rows", lambda message: message.rows.__setitem__(1, 0)),
+    "no row at all": ("rows", lambda message: message.ClearField("rows")),
+    "a column too long": ("seq_lens", lambda message: message.seq_lens.append(1)),
+    "a length that is not the prompt's": ("seq_lens", lambda message: message.seq_lens.__setitem__(0, 99)),
+    "a token out of the vocabulary": (
+        "first_token_ids",
+        lambda message: message.first_token_ids.__setitem__(0, VOCAB_SIZE),
+    ),
+    "a column too short": ("first_token_ids", lambda message: message.first_token_ids.pop()),
+    "an absent layer group": ("bytes_sent", lambda message: message.bytes_sent.pop()),
+    "a layer group twice": ("bytes_sent", lambda message: message.bytes_sent.append(message.bytes_sent[0])),
+    "a short group column": ("bytes_sent[target]", lambda message: message.bytes_sent[0].bytes.pop()),
+    "bytes beyond 63 bits": ("bytes_sent[target]", lambda message: message.bytes_sent[0].bytes.__setitem__(0, 2**63)),
+    "an infinite time": ("queue_s", lambda message: message.queue_s.__setitem__(0, float("inf"))),
+    "a negative time": ("compute_s", lambda message: message.compute_s.__setitem__(0, -1.0)),
+    "asked logprobs absent": ("first_token_logprobs", lambda message: message.ClearField("first_token_logprobs")),
+    "too few top logprobs": ("top_logprobs", lambda message: message.top_logprobs[1].logprobs.pop()),
+    "a top logprob out of the vocabulary": (
+        "top_logprobs",
+        lambda message: message.top_logprobs[1].token_ids.__setitem__(0, VOCAB_SIZE),
+    ),
+    "a short seed column": ("topk_p", lambda message: setattr(message, "topk_p", message.topk_p[:-1])),
+    "an absent seed column": ("hidden_states", lambda message: message.ClearField("hidden_states")),
+}
+
+
+@pytest.mark.parametrize("fault", PREBUILT_FAULTS)
+def test_a_prebuilt_batch_with_a_fault_is_refused_naming_the_column(fault: str) -> None:
+    column, damage = PREBUILT_FAULTS[fault]
+    message = prebuilt_message(SPECULATIVE, ROWS)
+    damage(message)
+    with pytest.raises(ProtocolError) as caught:
+        SPECULATIVE_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), ROWS)
+    assert caught.value.field == f"prebuilt_batch.{column}"
+
+
+def test_a_seed_column_that_is_not_in_the_fingerprint_is_refused() -> None:
+    message = prebuilt_message(PLAIN, ROWS)
+    message.topk_p = b"\0\0\0\0"
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), ROWS)
+    assert caught.value.field == "prebuilt_batch.topk_p"
+
+
+def test_logprobs_nobody_asked_for_are_refused() -> None:
+    message = prebuilt_message(PLAIN, (PLAIN_ROW,))
+    message.first_token_logprobs.append(-1.0)
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), (PLAIN_ROW,))
+    assert caught.value.field == "prebuilt_batch.first_token_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (prefill_pb2.HandoffFrame(), "frame"),
+        (
+            prefill_pb2.HandoffFrame(row_failed=prefill_pb2.RowFailed(row=2, reason="ROW_FAILURE_COMPUTE")),
+            "row_failed.row",
+        ),
+        (prefill_pb2.HandoffFrame(row_failed=prefill_pb2.RowFailed(row=0)), "row_failed.reason"),
+        (prefill_pb2.HandoffFrame(row_failed=prefill_pb2.RowFailed(row=0, reason=77)), "row_failed.reason"),
+        (prefill_pb2.HandoffFrame(accepted=prefill_pb2.Accepted(instance_id="a")), "accepted.fingerprint"),
+        (
+            prefill_pb2.HandoffFrame(accepted=prefill_pb2.Accepted(fingerprint=encode_fingerprint(PLAIN))),
+            "accepted.instance_id",
+        ),
+    ],
+)
+def test_a_frame_with_a_fault_is_refused_naming_the_field(message: prefill_pb2.HandoffFrame, field: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(message.SerializeToString(), ROWS)
+    assert caught.value.field == field
+
+
+def test_an_acceptance_with_another_fingerprint_names_the_difference() -> None:
+    sent = FrameCodec(fingerprint=replace(PLAIN, layer_groups=(DRAFT,)), vocab_size=VOCAB_SIZE).encode(Accepted("a"))
+    with pytest.raises(FingerprintMismatch) as caught:
+        PLAIN_CODEC.decode(sent, ROWS)
+    assert caught.value.field == "layer_groups"

@@ -1,0 +1,74 @@
+"""A row that cannot be understood is that row's failure; the call's other rows are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from baton.v1 import prefill_pb2
+from common.errors import RowFailure
+from common.wire.codec_checks import ProtocolError
+from common.wire.codec_commands import PrefillBatch, decode_command
+from common.wire.codec_fingerprint import encode_fingerprint
+from common.wire.codec_rows import encode_row
+from common.wire.handoff import RowFailed
+from tests.wire.strategies import PLAIN
+from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
+
+ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
+    "request_id": lambda row: row.ClearField("request_id"),
+    "token_ids": lambda row: row.ClearField("token_ids"),
+    "prompt_len": lambda row: setattr(row, "prompt_len", len(row.token_ids) + 1),
+    "num_held_tokens": lambda row: row.num_held_tokens.update(target=1),
+    "sampling": lambda row: row.ClearField("sampling"),
+    "sampling.temperature": lambda row: setattr(row.sampling, "temperature", float("nan")),
+    "sampling.top_p": lambda row: setattr(row.sampling, "top_p", 0.0),
+    "sampling.min_p": lambda row: setattr(row.sampling, "min_p", 1.5),
+    "sampling.repetition_penalty": lambda row: setattr(row.sampling, "repetition_penalty", 0.0),
+    "sampling.presence_penalty": lambda row: setattr(row.sampling, "presence_penalty", float("inf")),
+    "sampling.frequency_penalty": lambda row: setattr(row.sampling, "frequency_penalty", float("-inf")),
+    "sampling.max_tokens": lambda row: setattr(row.sampling, "max_tokens", 0),
+    "sampling.stop_token_ids": lambda row: row.sampling.stop_token_ids.extend(range(65)),
+    "sampling.num_logprobs": lambda row: setattr(row.sampling, "num_logprobs", -2),
+    "sampling.logit_bias_values": lambda row: row.sampling.logit_bias_ids.append(1),
+    "sampling.logit_bias_ids": lambda row: (
+        row.sampling.logit_bias_ids.extend([2, 2]),
+        row.sampling.logit_bias_values.extend([1.0, 1.0]),
+    ),
+}
+
+
+def batch_message(*rows: prefill_pb2.PrefillRow) -> bytes:
+    batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=rows)
+    return prefill_pb2.HandoffCommand(prefill_batch=batch).SerializeToString()
+
+
+@pytest.mark.parametrize("field", ROW_FAULTS)
+def test_a_faulty_row_fails_alone_naming_the_field(field: str) -> None:
+    faulty = encode_row(PLAIN_ROW)
+    ROW_FAULTS[field](faulty)
+    command = decode_command(batch_message(faulty, encode_row(LOGPROBS_ROW)))
+    assert isinstance(command, PrefillBatch)
+    failed, served = command.rows
+    assert isinstance(failed, RowFailed)
+    assert (failed.row, failed.reason, failed.retryable) == (0, RowFailure.INVALID_ROW, False)
+    assert failed.message.startswith(f"{field}: ")
+    assert served == LOGPROBS_ROW
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (prefill_pb2.HandoffCommand(), "command"),
+        (prefill_pb2.HandoffCommand(prefill_batch=prefill_pb2.PrefillBatch()), "prefill_batch.fingerprint"),
+        (
+            prefill_pb2.HandoffCommand(prefill_batch=prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN))),
+            "prefill_batch.rows",
+        ),
+    ],
+)
+def test_a_command_with_a_fault_is_refused_naming_the_field(message: prefill_pb2.HandoffCommand, field: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode_command(message.SerializeToString())
+    assert caught.value.field == field

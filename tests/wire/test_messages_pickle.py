@@ -1,0 +1,65 @@
+"""Everything edges and engines exchange survives pickling, so that an engine can become its own process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import get_args
+
+import pytest
+
+import decode_service.messages as decode
+import prefill_service.messages as prefill
+from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
+from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.wire.handoff import Accepted, Frame, KvSegment, RowFailed
+from tests.wire.strategies import SPECULATIVE, comparable
+from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_batch
+
+ROWS = (PLAIN_ROW, LOGPROBS_ROW)
+SAMPLING = ResolvedSampling(seed=2**64 - 1, max_tokens=4, logit_bias=((1, -0.5),), num_logprobs=1)
+SEGMENT = KvSegment(0, "target", 0, 1, 0, 3, b"\x00\x01\x02")
+FRAMES = (
+    Accepted("instance"),
+    SEGMENT,
+    prebuilt_batch(SPECULATIVE, ROWS),
+    RowFailed(1, RowFailure.COMPUTE, True, 5, "why"),
+)
+SAMPLES: tuple[object, ...] = (
+    *FRAMES,
+    prefill.OpenCall("call", ROWS),
+    prefill.CancelCallRows("call", (0,)),
+    prefill.CloseCall("call"),
+    prefill.SegmentBytesSent("call", 3),
+    prefill.Drain(),
+    *(prefill.FrameReady("call", frame) for frame in FRAMES),
+    prefill.CallDone("call"),
+    decode.Submit("id", (1, 2), 2, SAMPLING),
+    decode.Abort("id"),
+    decode.FinishAtStop("id", 3, "stop"),
+    decode.Drain(),
+    decode.ReplicasChanged(
+        (decode.Replica("a:1", True, 3), decode.Replica("b:1", False, error=FingerprintMismatch("algorithm", "a", "b")))
+    ),
+    *(decode.FrameArrived("call", frame) for frame in FRAMES),
+    decode.CallEnded("call", None),
+    decode.CallEnded("call", FingerprintMismatch("algorithm", "eagle", "none")),
+    decode.Tokens("id", (1,), (TokenLogprobs(-0.5, (1,), (-0.5,)),)),
+    decode.Finished("id", decode.FinishReason.EOS, 2, 1, decode.RequestTimings(queue_s=1.0), stop_token_id=2),
+    decode.Failed("id", EngineFault("broken")),
+    decode.Failed("id", InvalidRequest("prompt", "is empty")),
+    decode.StartHandoff("call", "a:1", ROWS),
+    decode.CancelHandoffRows("call", (1,)),
+    decode.BreakCall("call", "why"),
+    decode.SegmentsLanded("call", 3),
+)
+
+
+@pytest.mark.parametrize("value", SAMPLES, ids=lambda value: type(value).__name__)
+def test_a_message_survives_pickling(value: object) -> None:
+    assert comparable(pickle.loads(pickle.dumps(value))) == comparable(value)
+
+
+def test_every_kind_of_message_has_a_sample() -> None:
+    exchanged = (prefill.Command, prefill.Event, decode.Command, decode.Event, Frame)
+    kinds = {kind for union in exchanged for kind in get_args(union)}
+    assert kinds == {type(value) for value in SAMPLES}

@@ -1,0 +1,65 @@
+"""Well-formed messages for a test to damage."""
+
+from __future__ import annotations
+
+import google_crc32c
+import numpy as np
+
+from baton.v1 import prefill_pb2
+from common.kv.layer_group import LayerGroupSpec
+from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.wire.codec_prebuilt import encode_prebuilt
+from common.wire.fingerprint import Fingerprint
+from common.wire.handoff import HandoffRow, PrebuiltBatch
+
+PLAIN_ROW = HandoffRow(
+    request_id="plain", attempt=0, token_ids=(1, 2, 3), prompt_len=3, sampling=ResolvedSampling(seed=1, max_tokens=8)
+)
+LOGPROBS_ROW = HandoffRow(
+    request_id="logprobs",
+    attempt=1,
+    token_ids=(4, 5),
+    prompt_len=1,
+    sampling=ResolvedSampling(seed=2, max_tokens=8, num_logprobs=2),
+)
+
+
+def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSegment:
+    """All of the group's KV of row 0."""
+    payload = bytes(index % 251 for index in range(group.token_bytes)) * len(row.token_ids)
+    return prefill_pb2.KvSegment(
+        row=0,
+        layer_group=group.name,
+        num_layers=group.num_layers,
+        num_tokens=len(row.token_ids),
+        crc32c=google_crc32c.value(payload),
+        payload=payload,
+        num_shards=1,
+    )
+
+
+def prebuilt_batch(fingerprint: Fingerprint, rows: tuple[HandoffRow, ...]) -> PrebuiltBatch:
+    size = len(rows)
+    return PrebuiltBatch(
+        rows=np.arange(size),
+        seq_lens=np.array([len(row.token_ids) for row in rows]),
+        first_token_ids=np.arange(size),
+        bytes_sent={
+            group.name: np.array([len(row.token_ids) * group.token_bytes for row in rows])
+            for group in fingerprint.layer_groups
+        },
+        queue_s=np.full(size, 0.5),
+        compute_s=np.full(size, 0.25),
+        first_token_logprobs=tuple(
+            None if row.sampling.num_logprobs is None else TokenLogprobs(-0.5, (1, 2), (-0.5, -1.5)) for row in rows
+        ),
+        seed_columns={
+            column.name: np.ones((size, *column.row_shape), column.dtype) for column in fingerprint.seed_columns
+        },
+    )
+
+
+def prebuilt_message(fingerprint: Fingerprint, rows: tuple[HandoffRow, ...]) -> prefill_pb2.PrebuiltBatch:
+    message = prefill_pb2.PrebuiltBatch()
+    encode_prebuilt(prebuilt_batch(fingerprint, rows), message)
+    return message
