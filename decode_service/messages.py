@@ -48,12 +48,15 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A prefill replica as the transport sees it. `num_outstanding` counts its queued and computing rows (GetLoad)."""
+    """A prefill replica as the transport sees it. `num_outstanding` counts its queued and computing rows (GetLoad).
+
+    `error` says why a replica that is not ready cannot serve; FingerprintMismatch outlasts every wait.
+    """
 
     address: str
     is_ready: bool
     num_outstanding: int = 0
-    reason: str = ""
+    error: BatonError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,11 @@ class LayerGroupSpec:
         return self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
+    def layer_token_bytes(self) -> int:
+        """One token's bytes in one layer."""
+        return self.num_planes * self.row_bytes
+
+    @property
     def token_bytes(self) -> int:
         """One token's bytes in the whole group."""
-        return self.num_layers * self.num_planes * self.row_bytes
+        return self.num_layers * self.layer_token_bytes

@@ -1,0 +1,184 @@
+"""The KV pool: storage, rows and slots, and the one owner of their release.
+
+     FREE ──reserve──▶ held by a RowLease ──release──▶ QUARANTINED ──reclaim──▶ FREE
+                        RESERVED, TRANSFERRING,          until no stream work that
+                        RUNNING (the engine says)        touches the row is left
+
+Only an engine's own thread calls this. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from common.device.stream import Event
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.row_table import ReqToTokenPool
+from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator
+from common.load import PoolCounts
+
+
+_Weight = Callable[["RowLease"], int]
+
+
+class LeaseState(Enum):
+    RESERVED = "reserved"
+    TRANSFERRING = "transferring"
+    RUNNING = "running"
+    QUARANTINED = "quarantined"
+    FREE = "free"
+
+
+class RowLease:
+    """A row and the slots it holds, from `KvPool.reserve` until reclaimed. `slots[t]` holds token t's KV.
+
+    `num_tokens` slots are reserved; how many of them hold committed KV is the request's `seq_len`, counted by the engine.
+    """
+
+    def __init__(self, row: int, slots: list[int]) -> None:
+        self.row = row
+        self.slots = slots
+        self.state = LeaseState.RESERVED
+        self._used_until: list[Event] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+    @property
+    def is_held(self) -> bool:
+        return self.state not in (LeaseState.QUARANTINED, LeaseState.FREE)
+
+    def use_until(self, event: Event) -> None:
+        """Stream work that reads or writes this row or its slots ends with `event`."""
+        self._used_until = [used for used in self._used_until if not used.is_done()]
+        self._used_until.append(event)
+
+    @property
+    def is_in_use(self) -> bool:
+        return not all(event.is_done() for event in self._used_until)
+
+
+class KvPool:
+    """Rows, token slots and the KV of every layer group, allocated once.
+
+    `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[LayerGroupSpec],
+        max_rows: int,
+        max_kv_tokens: int,
+        max_tokens_per_row: int,
+        torch_device: torch.device,
+    ) -> None:
+        self.groups = {group.name: group for group in groups}
+        self.buffers: dict[str, Tensor] = {
+            group.name: torch.zeros(
+                (group.num_layers, group.num_planes, max_kv_tokens + 1, group.num_heads, group.head_dim),
+                dtype=getattr(torch, group.dtype),
+                device=torch_device,
+            )
+            for group in groups
+        }
+        self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
+        self._slots = SlotAllocator(max_kv_tokens)
+        self._held: dict[int, RowLease] = {}
+        self._quarantined: dict[int, RowLease] = {}
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.rows.num_free
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def has_quarantined(self) -> bool:
+        return bool(self._quarantined)
+
+    def reserve(self, num_tokens: int) -> RowLease | None:
+        """A row with slots for its first `num_tokens` tokens, or None when either runs short."""
+        if self.rows.num_free == 0:
+            return None
+        slots = self._slots.take(num_tokens)
+        if slots is None:
+            return None
+        row = self.rows.take()
+        assert row is not None
+        self.rows.write(row, 0, slots)
+        lease = RowLease(row, slots)
+        self._held[row] = lease
+        return lease
+
+    def grow_each(self, leases: Sequence[RowLease]) -> list[int] | None:
+        """One further slot for each lease, all or none; the caller writes them into the table (`write_one_each`)."""
+        slots = self._slots.take(len(leases))
+        if slots is None:
+            return None
+        for lease, slot in zip(leases, slots, strict=True):
+            assert lease.is_held
+            lease.slots.append(slot)
+        return slots
+
+    def release(self, lease: RowLease) -> None:
+        """Give a row and its slots up. They stay in quarantine while stream work that uses them is left. Idempotent."""
+        if not lease.is_held:
+            return
+        lease.state = LeaseState.QUARANTINED
+        del self._held[lease.row]
+        self._quarantined[lease.row] = lease
+
+    def reclaim(self) -> int:
+        """Free what quarantine no longer needs to hold. Returns the number of rows freed."""
+        done = [lease for lease in self._quarantined.values() if not lease.is_in_use]
+        for lease in done:
+            del self._quarantined[lease.row]
+            lease.state = LeaseState.FREE
+            self._slots.give_back(lease.slots)
+            self.rows.give_back(lease.row)
+        return len(done)
+
+    def row_counts(self) -> PoolCounts:
+        return self._counts(self.rows.max_rows, self.rows.num_free, lambda lease: 1)
+
+    def slot_counts(self) -> PoolCounts:
+        return self._counts(self.num_slots, self.num_free_slots, lambda lease: lease.num_tokens)
+
+    def _counts(self, total: int, free: int, weight: _Weight) -> PoolCounts:
+        by_state = dict.fromkeys(LeaseState, 0)
+        for lease in (*self._held.values(), *self._quarantined.values()):
+            by_state[lease.state] += weight(lease)
+        return PoolCounts(
+            total=total,
+            free=free,
+            reserved=by_state[LeaseState.RESERVED],
+            transferring=by_state[LeaseState.TRANSFERRING],
+            running=by_state[LeaseState.RUNNING],
+            quarantined=by_state[LeaseState.QUARANTINED],
+        )
+
+    def check_conservation(self) -> None:
+        """Every row and slot is in exactly one place (AssertionError otherwise). O(slots)."""
+        leases = [*self._held.values(), *self._quarantined.values()]
+        places = [*self._slots.free, *(slot for lease in leases for slot in lease.slots)]
+        assert sorted(places) == list(range(PADDING_SLOT + 1, self.num_slots + 1)), (
+            f"slots are lost or held twice: {len(places)} in places, {len(set(places))} distinct, {self.num_slots} exist"
+        )
+        assert self.rows.num_free + len(leases) == self.rows.max_rows, (
+            f"rows: {self.rows.num_free} free + {len(leases)} held or quarantined != {self.rows.max_rows}"
+        )
+        for lease in leases:
+            table = self.rows.req_to_token[lease.row, : lease.num_tokens].tolist()
+            assert table == lease.slots, f"row {lease.row}: the table disagrees with the lease"

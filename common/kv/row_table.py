@@ -1,0 +1,43 @@
+"""The request rows' token table: which slot holds each token of each live row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PADDING_ROW = 0
+
+
+class ReqToTokenPool:
+    """`req_to_token` [max_rows + 1, max_tokens_per_row] int64: slot of each token. Row 0 is padding and is never given out.
+
+    A live row's entries only grow (a forward in flight may be reading its prefix); a freed row's are overwritten when it
+    is given out again, which quarantine delays until no forward can read them.
+    """
+
+    def __init__(self, *, max_rows: int, max_tokens_per_row: int, torch_device: torch.device) -> None:
+        self.req_to_token = torch.zeros((max_rows + 1, max_tokens_per_row), dtype=torch.int64, device=torch_device)
+        self.max_rows = max_rows
+        self._free = list(range(max_rows, PADDING_ROW, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def give_back(self, row: int) -> None:
+        assert row != PADDING_ROW and row not in self._free, f"row {row} freed twice"
+        self._free.append(row)
+
+    def write(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Append `slots` to one row at token `start`."""
+        table = self.req_to_token
+        table[row, start : start + len(slots)] = torch.tensor(slots, dtype=torch.int64, device=table.device)
+
+    def write_one_each(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Append one slot to each row. Shapes: all [B] int64, on the table's device."""
+        self.req_to_token[rows, positions] = slots

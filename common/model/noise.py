@@ -1,0 +1,61 @@
+"""Counter-based Gumbel noise: a function of (seed, choice index, position, token id) and of nothing else.
+
+A row's 64-bit key mixes seed, choice and position (splitmix64's finaliser after each); a token's 32 bits come from two
+rounds of a 32-bit mixing function keyed by the key's halves. Integer arithmetic only, so every device draws the same
+bits, and any subset of the vocabulary can be drawn alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
+_MIX64_A = _signed(0xBF58476D1CE4E5B9, 64)
+_MIX64_B = _signed(0x94D049BB133111EB, 64)
+_MIX32_A = _signed(0x7FEB352D, 32)
+_MIX32_B = _signed(0x846CA68B, 32)
+
+
+def _shift_right(x: Tensor, bits: int, width: int) -> Tensor:
+    """Logical shift; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (width - bits)) - 1)
+
+
+def _mix64(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30, 64)) * _MIX64_A
+    x = (x ^ _shift_right(x, 27, 64)) * _MIX64_B
+    return x ^ _shift_right(x, 31, 64)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 16, 32)).mul_(_MIX32_A)
+    x ^= _shift_right(x, 15, 32)
+    x = x.mul_(_MIX32_B)
+    x ^= _shift_right(x, 16, 32)
+    return x
+
+
+def row_keys(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+    """[B] int64 keys from [B] int64 seeds (the unsigned 64 bits), choice indices and absolute token positions."""
+    keys = _mix64(seeds + _GOLDEN)
+    keys = _mix64((keys ^ choice_indices) + _GOLDEN)
+    return _mix64((keys ^ positions) + _GOLDEN)
+
+
+def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32 [B, N], for keys [B] and token ids [N] or [B, N].
+
+    The upper tail, which decides who wins, is resolved to 2^-33; no value is infinite.
+    """
+    low = keys.to(torch.int32).unsqueeze(-1)
+    high = (keys >> 32).to(torch.int32).unsqueeze(-1)
+    bits = _mix32(_mix32(token_ids.to(torch.int32) ^ low) + high)
+    # The int32's value shifted to [0, 2^32), halved into a probability near 0 for the largest noise.
+    tail = bits.to(torch.float32).add_(2.0**31 + 0.5).mul_(2.0**-32)
+    return torch.log1p(tail.clamp_(2.0**-33, 1 - 2.0**-24).neg_()).neg_().log_().neg_()

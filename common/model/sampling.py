@@ -1,0 +1,133 @@
+"""Drawing tokens: penalties, bias and minimum length, temperature, top_k, top_p, min_p, then argmax with noise.
+
+The order is the one above. top_p keeps the smallest set of most likely tokens whose probability, after temperature and
+top_k, reaches p; min_p then drops tokens below min_p times the most likely one's. Log-probabilities are of the model's
+unmodified distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.device.stream import Device
+from common.model.noise import gumbel_noise, row_keys
+from common.model.sampling_state import SamplingBatch, SamplingState
+
+_DROPPED = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """`token_ids` [B] int64. `is_invalid` [B] bool: the logits held no finite value to choose.
+
+    With logprobs, for the entries of SamplingBatch.with_logprobs in order: `logprobs` [W] float32, `top_ids` [W, k] int64
+    and `top_logprobs` [W, k] float32; else None.
+    """
+
+    token_ids: Tensor
+    is_invalid: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+def sample(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch) -> Sampled:
+    """Draw the token at `positions` for each row, and count it.
+
+    Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64; a position
+    is the drawn token's own index in the sequence.
+    """
+    raw = logits.clone() if batch.with_logprobs else logits
+    shaped = shape_logits(logits, rows, positions, state, batch)
+    token_ids = shaped.argmax(dim=-1)
+    if batch.sampled:
+        entries = _index(batch.sampled, logits)
+        drawn = _draw(shaped, entries, rows, positions, state, batch)
+        token_ids[entries] = drawn
+    is_invalid = ~torch.isfinite(shaped.gather(1, token_ids.unsqueeze(1)).squeeze(1))
+    if batch.penalised:
+        entries = _index(batch.penalised, logits)
+        state.count(rows[entries], token_ids[entries])
+    if not batch.with_logprobs:
+        return Sampled(token_ids, is_invalid)
+    entries = _index(batch.with_logprobs, logits)
+    logprobs = torch.log_softmax(raw[entries], dim=-1)
+    chosen = logprobs.gather(1, token_ids[entries].unsqueeze(1)).squeeze(1)
+    top = logprobs.topk(batch.num_top_logprobs, dim=-1)
+    return Sampled(token_ids, is_invalid, chosen, top.indices, top.values)
+
+
+def shape_logits(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch) -> Tensor:
+    """Penalties, bias and minimum length, in place: what both a greedy and a sampled token are chosen from."""
+    if batch.penalised:
+        entries = _index(batch.penalised, logits)
+        logits[entries] = _penalise(logits[entries], rows[entries], state)
+    if batch.biased:
+        entries = _index(batch.biased, logits)
+        biased_rows = rows[entries]
+        logits[entries] = logits[entries].scatter_add(1, state.bias_ids[biased_rows], state.bias_values[biased_rows])
+    if batch.min_length:
+        entries = _index(batch.min_length, logits)
+        too_short = (positions[entries] < state.min_position[rows[entries]]).unsqueeze(1)
+        end_ids = state.end_ids[rows[entries]]
+        selected = logits[entries]
+        kept = torch.where(too_short, _DROPPED, selected.gather(1, end_ids))
+        logits[entries] = selected.scatter(1, end_ids, kept)
+    return logits
+
+
+def _penalise(logits: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
+    counts = state.output_counts[rows]
+    was_output = counts > 0
+    repetition = state.repetition_penalty[rows].unsqueeze(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(was_output | state.in_prompt[rows], repeated, logits)
+    logits = logits - counts * state.frequency_penalty[rows].unsqueeze(1)
+    return logits - was_output * state.presence_penalty[rows].unsqueeze(1)
+
+
+def _draw(
+    shaped: Tensor, entries: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
+) -> Tensor:
+    entry_rows = rows[entries]
+    scaled = shaped[entries] / state.temperature[entry_rows].unsqueeze(1)
+    if batch.truncated:
+        place = {entry: i for i, entry in enumerate(batch.sampled)}
+        truncated = _index(tuple(place[entry] for entry in batch.truncated), shaped)
+        scaled[truncated] = _truncate(scaled[truncated], entry_rows[truncated], state)
+    keys = row_keys(state.seed[entry_rows], state.choice_index[entry_rows], positions[entries])
+    return scaled.add_(gumbel_noise(keys, state.token_ids)).argmax(dim=-1)
+
+
+def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
+    """top_k, then top_p, then min_p, on [W, vocab] logits; dropped tokens become -inf. Ties fall to the lower id."""
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    kept = rank < state.top_k[rows].unsqueeze(1)
+    probs = torch.where(kept, ordered, _DROPPED).softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    kept &= (mass_before < state.top_p[rows].unsqueeze(1)) | (rank == 0)
+    kept &= probs >= probs[:, :1] * state.min_p[rows].unsqueeze(1)
+    return torch.full_like(scaled, _DROPPED).scatter(1, order, torch.where(kept, ordered, _DROPPED))
+
+
+def _index(entries: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.tensor(entries, dtype=torch.int64, device=like.device)
+
+
+def sampled_to_host(device: Device, sampled: Sampled) -> Sampled:
+    """The same on the host: read it behind an event recorded later on the running stream."""
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else device.to_host(tensor)
+
+    return Sampled(
+        device.to_host(sampled.token_ids),
+        device.to_host(sampled.is_invalid),
+        copy(sampled.logprobs),
+        copy(sampled.top_ids),
+        copy(sampled.top_logprobs),
+    )

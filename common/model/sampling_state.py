@@ -1,0 +1,133 @@
+"""What sampling remembers of each request, in tables addressed by pool row.
+
+Written only on the forward stream: seeded when a row is bootstrapped, counted when a token is drawn. Nothing here follows
+a row's place in a batch, so merges and filters have nothing to keep aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, ResolvedSampling
+
+
+@dataclass(frozen=True, slots=True)
+class RowSeed:
+    """What a row's sampling state starts from. `token_ids` past `prompt_len` are output."""
+
+    row: int
+    sampling: ResolvedSampling
+    choice_index: int
+    token_ids: tuple[int, ...]
+    prompt_len: int
+
+
+class SamplingState:
+    """Tables of max_rows + 1 rows on the device; row 0 is padding.
+
+    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows]; bias and end ids padded to fixed
+    widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first).
+    """
+
+    def __init__(self, *, max_rows: int, vocab_size: int, torch_device: torch.device) -> None:
+        rows = max_rows + 1
+
+        def column(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((rows, *shape), dtype=dtype, device=torch_device)
+
+        self.vocab_size = vocab_size
+        self.seed = column(torch.int64)
+        self.choice_index = column(torch.int64)
+        self.min_position = column(torch.int64)
+        self.temperature = column(torch.float32)
+        self.top_p = column(torch.float32)
+        self.top_k = column(torch.int64)
+        self.min_p = column(torch.float32)
+        self.repetition_penalty = column(torch.float32)
+        self.presence_penalty = column(torch.float32)
+        self.frequency_penalty = column(torch.float32)
+        self.bias_ids = column(torch.int64, MAX_LOGIT_BIAS_ENTRIES)
+        self.bias_values = column(torch.float32, MAX_LOGIT_BIAS_ENTRIES)
+        self.end_ids = column(torch.int64, MAX_END_TOKEN_IDS)
+        self.in_prompt = column(torch.bool, vocab_size)
+        self.output_counts = column(torch.int32, vocab_size)
+        self.token_ids = torch.arange(vocab_size, dtype=torch.int64, device=torch_device)
+
+    def reset(self, seeds: Sequence[RowSeed]) -> None:
+        """Forget the rows' earlier requests and start these. Runs on the forward stream."""
+        device = self.seed.device
+        rows = torch.tensor([seed.row for seed in seeds], dtype=torch.int64, device=device)
+        params = [seed.sampling for seed in seeds]
+
+        def fill(table: Tensor, values: Sequence[float]) -> None:
+            table[rows] = torch.tensor(values, dtype=table.dtype, device=device)
+
+        fill(self.seed, [p.seed - (1 << 64) if p.seed >> 63 else p.seed for p in params])
+        fill(self.choice_index, [seed.choice_index for seed in seeds])
+        fill(self.min_position, [seed.prompt_len + seed.sampling.min_tokens for seed in seeds])
+        fill(self.temperature, [p.temperature for p in params])
+        fill(self.top_p, [p.top_p for p in params])
+        fill(self.top_k, [min(p.top_k, self.vocab_size) if p.top_k else self.vocab_size for p in params])
+        fill(self.min_p, [p.min_p for p in params])
+        fill(self.repetition_penalty, [p.repetition_penalty for p in params])
+        fill(self.presence_penalty, [p.presence_penalty for p in params])
+        fill(self.frequency_penalty, [p.frequency_penalty for p in params])
+        for seed in seeds:
+            self._reset_ragged(seed, device)
+
+    def _reset_ragged(self, seed: RowSeed, device: torch.device) -> None:
+        sampling, row = seed.sampling, seed.row
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            self.bias_ids[row].zero_()
+            self.bias_values[row].zero_()
+            self.bias_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
+            self.bias_values[row, : len(ids)] = torch.tensor(values, dtype=torch.float32, device=device)
+        if sampling.min_tokens and sampling.end_token_ids:
+            ends = sampling.end_token_ids
+            padded = [*ends, *ends[:1] * (MAX_END_TOKEN_IDS - len(ends))]
+            self.end_ids[row] = torch.tensor(padded, dtype=torch.int64, device=device)
+        if sampling.has_penalties:
+            tokens = torch.tensor(seed.token_ids, dtype=torch.int64, device=device)
+            self.in_prompt[row].zero_()
+            self.in_prompt[row, tokens[: seed.prompt_len]] = True
+            self.output_counts[row] = torch.bincount(tokens[seed.prompt_len :], minlength=self.vocab_size)
+
+    def count(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Add one drawn token to each row's output counts. Shapes: both [B] int64, rows distinct."""
+        self.output_counts[rows, token_ids] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Which batch entries need which part of sampling: indices into the batch, known on the CPU, so that no part syncs.
+
+    An entry's parameters are in SamplingState at its row; a part that no entry needs costs nothing.
+    """
+
+    sampled: tuple[int, ...]
+    truncated: tuple[int, ...]  # top_k, top_p or min_p
+    penalised: tuple[int, ...]
+    biased: tuple[int, ...]
+    min_length: tuple[int, ...]
+    with_logprobs: tuple[int, ...]
+    num_top_logprobs: int
+
+    @classmethod
+    def of(cls, params: Sequence[ResolvedSampling]) -> SamplingBatch:
+        def entries(flags: Sequence[bool]) -> tuple[int, ...]:
+            return tuple(i for i, flag in enumerate(flags) if flag)
+
+        return cls(
+            sampled=entries([not p.is_greedy for p in params]),
+            truncated=entries([not p.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params]),
+            penalised=entries([p.has_penalties for p in params]),
+            biased=entries([bool(p.logit_bias) for p in params]),
+            min_length=entries([p.min_tokens > 0 and bool(p.end_token_ids) for p in params]),
+            with_logprobs=entries([p.num_logprobs is not None for p in params]),
+            num_top_logprobs=max((p.num_logprobs or 0 for p in params), default=0),
+        )

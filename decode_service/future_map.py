@@ -1,0 +1,152 @@
+"""The relay between iterations, addressed by `req_pool_indices`.
+
+          forward stream                                   schedule side (engine thread)
+step N    resolve_forward_inputs ◀── bootstrap ──────────── merge of a prebuilt batch
+          forward / verify
+          publish(new_seq_lens), publish_ready ───────────▶ resolve_seq_lens ──▶ step N+1 is prepared and launched
+          draft-extend
+          stash(tokens, seed)
+step N+1  resolve_forward_inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Device, Event, Scope, Stream
+from decode_service.schedule_batch import ScheduleBatch
+
+_POISON = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SeedColumnSpec:
+    """One column of the speculative seed: the shape and dtype of a row's entry."""
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class RelayPayload:
+    """What only the next forward reads: `tokens` [B] int64 (output, or bonus tokens) and the seed columns [B, ...]."""
+
+    tokens: Tensor
+    seeds: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedInputs:
+    """`tokens` [B] int64, all in the vocabulary; `is_invalid` [B] bool marks rows whose relayed token was not."""
+
+    tokens: Tensor
+    seeds: Mapping[str, Tensor]
+    is_invalid: Tensor
+
+
+class FutureMap:
+    """Every buffer has max_rows + 1 rows, allocated here; row 0 absorbs padding. There is no ring and no counter.
+
+    `relays_lengths`: the worker publishes lengths that the schedule side cannot know (speculation). Without it lengths
+    are schedule-deterministic and `resolve_seq_lens` does nothing. `poisons_consumed_rows` overwrites each token as it is
+    read, so that a row read twice, or before it was written, is caught as invalid.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        forward_stream: Stream,
+        max_rows: int,
+        vocab_size: int,
+        relays_lengths: bool,
+        seed_columns: tuple[SeedColumnSpec, ...],
+        poisons_consumed_rows: bool,
+        wait_timeout_s: float,
+    ) -> None:
+        def rows(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((max_rows + 1, *shape), dtype=dtype, device=device.torch_device)
+
+        self.relays_lengths = relays_lengths
+        self.output_tokens = rows(torch.int64)
+        self.new_seq_lens_buf = rows(torch.int64)
+        self.seeds = {column.name: rows(column.dtype, *column.row_shape) for column in seed_columns}
+        self.publish_ready: Event | None = None
+        self._schedule_stream = device.schedule_stream
+        self._forward_stream = forward_stream
+        self._vocab_size = vocab_size
+        self._poisons_consumed_rows = poisons_consumed_rows
+        self._wait_timeout_s = wait_timeout_s
+
+    def publish(self, req_pool_indices: Tensor, new_seq_lens: Cell[Tensor], scope: Scope) -> None:
+        """Write the lengths the next schedule step needs, and arm the fence it waits on.
+
+        Shapes: both [B] int64. Enqueues on the forward stream, between verify and draft-extend. B == 0 writes nothing and
+        arms nothing.
+        """
+        if req_pool_indices.shape[0] == 0:
+            return
+
+        def write() -> None:
+            self.new_seq_lens_buf[req_pool_indices] = new_seq_lens.get()
+
+        self._forward_stream.enqueue(write, scope)
+        self.publish_ready = self._forward_stream.record(scope)
+
+    def stash(self, req_pool_indices: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
+        """Write what only the next forward reads. Shapes: [B, ...]. Enqueues on the forward stream; B == 0 writes nothing.
+
+        No fence: the one reader is a later piece of the same stream.
+        """
+        if req_pool_indices.shape[0] == 0:
+            return
+
+        def write() -> None:
+            values = payload.get()
+            self.output_tokens[req_pool_indices] = values.tokens
+            for name, buffer in self.seeds.items():
+                buffer[req_pool_indices] = values.seeds[name]
+
+        self._forward_stream.enqueue(write, scope)
+
+    def resolve_seq_lens(self, batch: ScheduleBatch) -> None:
+        """Give the batch the lengths the last verify published, on the device and the CPU together.
+
+        Schedule side, before the next launch. Waits `publish_ready`, bounded. Rows bootstrapped since that verify keep the
+        lengths they came with, which bootstrap wrote to the same rows. Without relayed lengths it does nothing.
+        """
+        if not self.relays_lengths or batch.is_empty or self.publish_ready is None:
+            return
+        self._schedule_stream.wait(self.publish_ready)
+        self.publish_ready.synchronize(self._wait_timeout_s)
+        batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
+
+    def resolve_forward_inputs(self, req_pool_indices: Tensor) -> RelayedInputs:
+        """Gather the step's input tokens and seeds. Runs inside a piece on the forward stream, at the step's entry."""
+        tokens = self.output_tokens[req_pool_indices]
+        seeds = {name: buffer[req_pool_indices] for name, buffer in self.seeds.items()}
+        if self._poisons_consumed_rows and req_pool_indices.shape[0]:
+            self.output_tokens[req_pool_indices] = _POISON
+        is_invalid = (tokens < 0) | (tokens >= self._vocab_size)
+        return RelayedInputs(tokens.masked_fill(is_invalid, 0), seeds, is_invalid)
+
+    def bootstrap(self, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
+        """Seed rows that no forward has produced. Schedule side, when a prebuilt batch is merged; B == 0 writes nothing.
+
+        Safe beside a forward in flight: a row leaves quarantine only when no forward references it. The launch orders it
+        before the next forward. It never touches `publish_ready`, so it never waits for a draft-extend.
+        """
+        if prebuilt.is_empty:
+            return
+        rows = prebuilt.req_pool_indices
+        self.output_tokens[rows] = payload.tokens
+        if self.relays_lengths:
+            self.new_seq_lens_buf[rows] = prebuilt.seq_lens
+        for name, buffer in self.seeds.items():
+            buffer[rows] = payload.seeds[name]

@@ -1,0 +1,303 @@
+"""Where handed-off rows land: frames become KV in the pool, and rows become ready.
+
+KvSegment ──▶ checked against the row ──▶ copied into its slots on the landing stream ──▶ bytes returned to the budget
+READY = PrebuiltBatch entry + every token of every layer + the landing copies done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.device.stream import Device, Event, Scope, StreamKind
+from common.errors import BatonError, EngineFault, PrefillUnavailable, error_for_row_failure
+from common.kv.pool import KvPool, LeaseState, RowLease
+from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed
+from decode_service.request import Request
+from decode_service.schedule_batch import ReadyRows
+
+
+class FrameRejected(Exception):
+    """A frame that no correct replica sends: the row it named fails, its call is to be broken."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(f"row {row}: {message}")
+        self.row = row
+
+
+@dataclass(slots=True, eq=False)
+class _LandingRow:
+    req: Request
+    lease: RowLease
+    missing: dict[str, NDArray[np.bool_]]  # by layer group: [layers, tokens]
+    received_bytes: dict[str, int]
+    scope: Scope
+    columns: PrebuiltBatch | None = None
+    entry: int = 0
+    copies: list[Event] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.columns is not None and not any(group.any() for group in self.missing.values())
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    replica: str
+    rows: dict[int, _LandingRow]
+
+
+@dataclass(frozen=True, slots=True)
+class LostRow:
+    """A row whose handoff ended without it: retried elsewhere when `is_retryable`, else failed with `error`."""
+
+    req: Request
+    replica: str
+    error: BatonError
+    is_retryable: bool
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What became known since the last poll. `freed_bytes`: (call id, segment bytes that left host memory)."""
+
+    ready: tuple[ReadyRows, ...]
+    arrived: tuple[Request, ...]
+    lost: tuple[LostRow, ...]
+    freed_bytes: tuple[tuple[str, int], ...]
+
+
+class LandingZone:
+    """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks."""
+
+    def __init__(self, *, device: Device, pool: KvPool, vocab_size: int) -> None:
+        self._device = device
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._stream = device.new_stream("landing", StreamKind.COPY)
+        self._calls: dict[str, _Call] = {}
+        self._complete: dict[_LandingRow, None] = {}
+        self._arrived: list[Request] = []
+        self._copying: list[tuple[str, int, Event]] = []
+        self._dropped_bytes: dict[str, int] = {}
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._copying or self._complete)
+
+    def rows_at(self, replica: str) -> int:
+        return sum(len(call.rows) for call in self._calls.values() if call.replica == replica)
+
+    def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
+        rows: dict[int, _LandingRow] = {}
+        for index, req in enumerate(reqs):
+            assert req.lease is not None
+            rows[index] = _LandingRow(
+                req=req,
+                lease=req.lease,
+                missing={
+                    name: np.ones((group.num_layers, len(req.token_ids)), dtype=np.bool_)
+                    for name, group in self._pool.groups.items()
+                },
+                received_bytes=dict.fromkeys(self._pool.groups, 0),
+                scope=Scope(f"landing {req.request_id}"),
+            )
+        self._calls[call_id] = _Call(replica, rows)
+
+    def request_of(self, call_id: str, index: int) -> Request | None:
+        row = self._row(call_id, index)
+        return row.req if row else None
+
+    def forget(self, req: Request) -> tuple[str, int] | None:
+        """Drop whatever still arrives for the request. Returns the call and row to cancel, if it had one."""
+        for call_id, call in self._calls.items():
+            for index, row in call.rows.items():
+                if row.req is req:
+                    del call.rows[index]
+                    self._complete.pop(row, None)
+                    return call_id, index
+        for row in self._complete:
+            if row.req is req:
+                del self._complete[row]
+                break
+        return None
+
+    def take_frame(self, call_id: str, frame: Frame) -> list[LostRow]:
+        """Apply one frame. Raises FrameRejected when it fits no row that it could be about."""
+        if isinstance(frame, KvSegment):
+            self._take_segment(call_id, frame)
+        elif isinstance(frame, PrebuiltBatch):
+            self._take_prebuilt(call_id, frame)
+        elif isinstance(frame, RowFailed):
+            return self._take_failure(call_id, frame)
+        else:
+            assert isinstance(frame, Accepted)
+        return []
+
+    def end_call(self, call_id: str, error: BatonError | None) -> list[LostRow]:
+        """No frame of the call follows: rows that still miss something are lost."""
+        call = self._calls.pop(call_id, None)
+        if call is None:
+            return []
+        cause = error or PrefillUnavailable("the replica ended the call before this row was complete")
+        return [
+            LostRow(row.req, call.replica, cause, isinstance(cause, PrefillUnavailable))
+            for row in call.rows.values()
+            if not row.is_complete
+        ]
+
+    def poll(self) -> Landed:
+        """Collect what the landing stream has finished."""
+        freed = self._dropped_bytes
+        self._dropped_bytes = {}
+        still_copying = []
+        for call_id, num_bytes, event in self._copying:
+            if event.is_done():
+                freed[call_id] = freed.get(call_id, 0) + num_bytes
+            else:
+                still_copying.append((call_id, num_bytes, event))
+        self._copying = still_copying
+        landed = [row for row in self._complete if all(event.is_done() for event in row.copies)]
+        lost = []
+        ready: list[_LandingRow] = []
+        for row in landed:
+            del self._complete[row]
+            self._detach(row)
+            error = row.scope.error or self._miscount(row)
+            if error is None:
+                ready.append(row)
+            else:
+                fault = EngineFault(f"landing KV failed: {error}")
+                lost.append(LostRow(row.req, "", fault, is_retryable=False))
+        arrived, self._arrived = self._arrived, []
+        return Landed(tuple(_group(ready)), tuple(arrived), tuple(lost), tuple(freed.items()))
+
+    def close(self, timeout_s: float) -> None:
+        self._stream.close(timeout_s)
+
+    def _detach(self, row: _LandingRow) -> None:
+        for call in self._calls.values():
+            for index, other in call.rows.items():
+                if other is row:
+                    del call.rows[index]
+                    return
+
+    def _miscount(self, row: _LandingRow) -> str | None:
+        assert row.columns is not None
+        for name, received in row.received_bytes.items():
+            sent = int(row.columns.bytes_sent[name][row.entry])
+            if sent != received:
+                return f"{name}: {sent} bytes were sent, {received} received"
+        return None
+
+    def _row(self, call_id: str, index: int) -> _LandingRow | None:
+        call = self._calls.get(call_id)
+        return call.rows.get(index) if call else None
+
+    def _take_segment(self, call_id: str, segment: KvSegment) -> None:
+        row = self._row(call_id, segment.row)
+        if row is None:
+            self._dropped_bytes[call_id] = self._dropped_bytes.get(call_id, 0) + segment.num_bytes
+            return
+        try:
+            target = self._claim(row, segment)
+        except FrameRejected:
+            self._dropped_bytes[call_id] = self._dropped_bytes.get(call_id, 0) + segment.num_bytes
+            raise
+        row.lease.state = LeaseState.TRANSFERRING
+        slots = torch.tensor(target, dtype=torch.int64)
+
+        def land() -> None:
+            self._copy_in(segment, slots)
+
+        self._stream.wait(self._device.schedule_stream.record())
+        self._stream.enqueue(land, row.scope)
+        event = self._stream.record(row.scope)
+        row.copies.append(event)
+        row.lease.use_until(event)
+        self._copying.append((call_id, segment.num_bytes, event))
+        self._note_if_complete(row)
+
+    def _claim(self, row: _LandingRow, segment: KvSegment) -> list[int]:
+        """Mark the segment's tokens as received. Returns their slots."""
+        name = f"group {segment.layer_group!r}"
+        missing = row.missing.get(segment.layer_group)
+        if missing is None:
+            raise FrameRejected(segment.row, f"{name}: there is no such layer group")
+        layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
+        tokens = slice(segment.token_start, segment.token_start + segment.num_tokens)
+        if segment.num_layers < 1 or segment.num_tokens < 1:
+            raise FrameRejected(segment.row, f"{name}: an empty segment")
+        if layers.stop > missing.shape[0] or tokens.stop > missing.shape[1]:
+            raise FrameRejected(segment.row, f"{name}: layers {layers} or tokens {tokens} are outside the row")
+        if not missing[layers, tokens].all():
+            raise FrameRejected(segment.row, f"{name}: layers {layers}, tokens {tokens} came twice")
+        group = self._pool.groups[segment.layer_group]
+        if segment.num_bytes != group.layer_token_bytes * segment.num_layers * segment.num_tokens:
+            raise FrameRejected(segment.row, f"{name}: {segment.num_bytes} payload bytes do not fill the segment")
+        missing[layers, tokens] = False
+        row.received_bytes[segment.layer_group] += segment.num_bytes
+        row.req.kv_bytes += segment.num_bytes
+        return row.lease.slots[tokens]
+
+    def _copy_in(self, segment: KvSegment, slots: torch.Tensor) -> None:
+        group = self._pool.groups[segment.layer_group]
+        buffer = self._pool.buffers[segment.layer_group]
+        staged = self._device.host_buffer((segment.num_bytes,), torch.uint8)
+        staged.numpy()[:] = np.frombuffer(segment.payload, dtype=np.uint8)
+        values = staged.view(buffer.dtype).view(
+            segment.num_layers, group.num_planes, segment.num_tokens, group.num_heads, group.head_dim
+        )
+        layers = buffer[segment.layer_start : segment.layer_start + segment.num_layers]
+        layers.index_copy_(2, self._device.to_device(slots), self._device.to_device(values))
+
+    def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> None:
+        for entry, index in enumerate(columns.rows.tolist()):
+            row = self._row(call_id, index)
+            if row is None:
+                continue
+            if row.columns is not None:
+                raise FrameRejected(index, f"a second PrebuiltBatch entry")
+            if columns.seq_lens[entry] != len(row.req.token_ids):
+                raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
+            if not 0 <= columns.first_token_ids[entry] < self._vocab_size:
+                raise FrameRejected(index, f"first token {columns.first_token_ids[entry]} is not in the vocabulary")
+            if columns.bytes_sent.keys() != self._pool.groups.keys():
+                raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
+            row.columns = columns
+            row.entry = entry
+            row.lease.state = LeaseState.TRANSFERRING
+            self._arrived.append(row.req)
+            self._note_if_complete(row)
+
+    def _take_failure(self, call_id: str, failed: RowFailed) -> list[LostRow]:
+        call = self._calls.get(call_id)
+        row = call.rows.pop(failed.row, None) if call else None
+        if call is None or row is None:
+            return []
+        self._complete.pop(row, None)
+        error = error_for_row_failure(failed.reason, failed.message)
+        return [LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000)]
+
+    def _note_if_complete(self, row: _LandingRow) -> None:
+        if row.is_complete:
+            self._complete[row] = None
+
+
+def _group(rows: Iterable[_LandingRow]) -> list[ReadyRows]:
+    """Rows by the PrebuiltBatch they came with, so that columns become tensors by one index each."""
+    by_batch: dict[int, list[_LandingRow]] = {}
+    for row in rows:
+        by_batch.setdefault(id(row.columns), []).append(row)
+    grouped = []
+    for members in by_batch.values():
+        columns = members[0].columns
+        assert columns is not None
+        entries = np.array([row.entry for row in members], dtype=np.int64)
+        grouped.append(ReadyRows(columns, entries, tuple(row.req for row in members)))
+    return grouped

@@ -1,0 +1,116 @@
+"""The engine's record of one request, from admission to its terminal event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from common.kv.pool import RowLease
+from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_state import RowSeed
+from decode_service.messages import FinishReason, RequestTimings, Submit
+
+
+class Phase(Enum):
+    WAITING = auto()  # holds nothing
+    HANDED_OFF = auto()  # row and slots reserved, a prefill replica works on it
+    READY = auto()  # everything landed, not merged yet
+    RUNNING = auto()
+    RETRACTING = auto()  # out of the batch; a step in flight still carries its row
+    ENDED = auto()
+
+
+@dataclass(slots=True)
+class PhaseClock:
+    """Adds up the seconds spent in each phase, over every attempt and retraction."""
+
+    since_s: float
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    first_decode_s: float = 0.0
+    decode_s: float = 0.0
+
+    def close(self, phase: str, now_s: float) -> None:
+        """Book the time since the last call to `phase`."""
+        setattr(self, phase, getattr(self, phase) + now_s - self.since_s)
+        self.since_s = now_s
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`token_ids` is prompt and output; its length past `prompt_len` is the output so far.
+
+    `num_launched` counts the output tokens that exist or are in flight. `arrival` orders requests by age.
+    """
+
+    request_id: str
+    arrival: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: ResolvedSampling
+    clock: PhaseClock
+    deadline_unix_ms: int = 0
+    traceparent: str = ""
+    phase: Phase = Phase.WAITING
+    lease: RowLease | None = None
+    num_launched: int = 0
+    num_attempts: int = 0
+    num_failures: int = 0
+    num_retractions: int = 0
+    kv_bytes: int = 0
+    avoid_replica: str = ""
+    not_before_s: float = 0.0
+    has_decoded: bool = False
+    end_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @classmethod
+    def of(cls, submit: Submit, *, arrival: int, now_s: float) -> Request:
+        return cls(
+            request_id=submit.request_id,
+            arrival=arrival,
+            token_ids=list(submit.token_ids),
+            prompt_len=submit.prompt_len,
+            sampling=submit.sampling,
+            clock=PhaseClock(since_s=now_s),
+            deadline_unix_ms=submit.deadline_unix_ms,
+            traceparent=submit.traceparent,
+            end_ids=frozenset(submit.sampling.end_token_ids),
+        )
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def wants_launch(self) -> bool:
+        """Whether a further decode step can still add a token."""
+        return self.phase is Phase.RUNNING and self.num_launched < self.sampling.max_tokens
+
+    @property
+    def row_seed(self) -> RowSeed:
+        assert self.lease is not None
+        return RowSeed(self.lease.row, self.sampling, 0, tuple(self.token_ids), self.prompt_len)
+
+    def ending(self) -> tuple[FinishReason, int | None] | None:
+        """Why the output ends at its last token, with the stop token's id; None when it goes on."""
+        last = self.token_ids[-1]
+        if last in self.end_ids:
+            if last in self.sampling.eos_token_ids:
+                return FinishReason.EOS, None
+            return FinishReason.STOP_TOKEN, last
+        if self.num_output >= self.sampling.max_tokens:
+            return FinishReason.LENGTH, None
+        return None
+
+    def timings(self) -> RequestTimings:
+        return RequestTimings(
+            queue_s=self.clock.queue_s,
+            prefill_s=self.clock.prefill_s,
+            transfer_s=self.clock.transfer_s,
+            first_decode_s=self.clock.first_decode_s,
+            decode_s=self.clock.decode_s,
+            kv_bytes=self.kv_bytes,
+            num_handoff_attempts=self.num_attempts,
+            num_retractions=self.num_retractions,
+        )

@@ -1,0 +1,206 @@
+"""The decode batch on the schedule side, and the snapshot of it that a forward owns.
+
+PrebuiltBatch columns ──prepare_for_prebuilt──▶ PREBUILT batch ──process_prebuilt──▶ merge_batch into the running one
+running batch ──filter_batch──▶ prepare_for_decode ──ForwardBatch.snapshot──▶ worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.kv.pool import KvPool
+from common.model.sampling_state import SamplingBatch
+from common.wire.handoff import PrebuiltBatch
+from decode_service.request import Request
+
+
+class ForwardMode(Enum):
+    PREBUILT = auto()  # bootstrapped from a handoff: no forward of its own
+    DECODE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRows:
+    """Rows of one PrebuiltBatch whose KV has landed: entry i of `columns` indices belongs to reqs[i]."""
+
+    columns: PrebuiltBatch
+    entries: NDArray[np.int64]
+    reqs: tuple[Request, ...]
+
+
+class ScheduleBatch:
+    """Entry i of `reqs` and of every column is one request; order is kept by every operation.
+
+    `req_pool_indices`, `seq_lens` [B] int64 on the device, `*_cpu` their twins on the host, which never share storage with
+    them. A tensor here is replaced, never written in place: a forward in flight may read it. `spec_info` is None without
+    speculation.
+    """
+
+    def __init__(
+        self,
+        *,
+        reqs: list[Request],
+        req_pool_indices: Tensor,
+        req_pool_indices_cpu: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor,
+        forward_mode: ForwardMode,
+    ) -> None:
+        self.reqs = reqs
+        self.req_pool_indices = req_pool_indices
+        self.req_pool_indices_cpu = req_pool_indices_cpu
+        self.seq_lens = seq_lens
+        self.seq_lens_cpu = seq_lens_cpu
+        self.forward_mode = forward_mode
+        self.out_cache_loc: Tensor | None = None
+        self.spec_info: object | None = None
+
+    @classmethod
+    def empty(cls, torch_device: torch.device) -> ScheduleBatch:
+        def nothing(device: torch.device) -> Tensor:
+            return torch.empty(0, dtype=torch.int64, device=device)
+
+        host = torch.device("cpu")
+        return cls(
+            reqs=[],
+            req_pool_indices=nothing(torch_device),
+            req_pool_indices_cpu=nothing(host),
+            seq_lens=nothing(torch_device),
+            seq_lens_cpu=nothing(host),
+            forward_mode=ForwardMode.DECODE,
+        )
+
+    @classmethod
+    def prepare_for_prebuilt(cls, parts: Sequence[ReadyRows], torch_device: torch.device) -> ScheduleBatch:
+        """The rows of `parts` as one batch whose lengths are the KV lengths that came with them."""
+        reqs = [req for part in parts for req in part.reqs]
+        rows = torch.tensor([req.lease.row for req in reqs if req.lease is not None], dtype=torch.int64)
+        assert rows.shape[0] == len(reqs), "a ready request holds a row"
+        seq_lens_cpu = torch.from_numpy(np.concatenate([part.columns.seq_lens[part.entries] for part in parts]))
+        return cls(
+            reqs=reqs,
+            req_pool_indices=_device_copy(rows, torch_device),
+            req_pool_indices_cpu=rows,
+            seq_lens=_device_copy(seq_lens_cpu, torch_device),
+            seq_lens_cpu=seq_lens_cpu,
+            forward_mode=ForwardMode.PREBUILT,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    @property
+    def sampling(self) -> SamplingBatch:
+        """What the entries need of sampling; their parameters are on the device, by row."""
+        return SamplingBatch.of([req.sampling for req in self.reqs])
+
+    def set_seq_lens(self, seq_lens: Tensor) -> None:
+        """Replace the lengths on the device and the CPU together. `seq_lens` [B] int64 is copied to the host."""
+        self.seq_lens = seq_lens
+        self.seq_lens_cpu = _host_copy(seq_lens)
+
+    def prepare_for_decode(self, pool: KvPool) -> bool:
+        """One further token for each entry: its slot, and lengths one longer, as new tensors.
+
+        False, and nothing changed, when the pool has too few slots.
+        """
+        slots = pool.grow_each([req.lease for req in self.reqs if req.lease is not None])
+        if slots is None:
+            return False
+        device = self.seq_lens.device
+        out_cache_loc = torch.tensor(slots, dtype=torch.int64, device=device)
+        pool.rows.write_one_each(self.req_pool_indices, self.seq_lens, out_cache_loc)
+        self.out_cache_loc = out_cache_loc
+        self.seq_lens = self.seq_lens + 1
+        self.seq_lens_cpu = self.seq_lens_cpu + 1
+        self.forward_mode = ForwardMode.DECODE
+        return True
+
+    def filter_batch(self, keep: Sequence[int]) -> None:
+        """Keep the entries at these indices, ascending."""
+        if len(keep) == len(self.reqs):
+            return
+        keep_cpu = torch.tensor(keep, dtype=torch.int64)
+        keep_device = _device_copy(keep_cpu, self.seq_lens.device)
+        self.reqs = [self.reqs[i] for i in keep]
+        self.req_pool_indices = self.req_pool_indices[keep_device]
+        self.req_pool_indices_cpu = self.req_pool_indices_cpu[keep_cpu]
+        self.seq_lens = self.seq_lens[keep_device]
+        self.seq_lens_cpu = self.seq_lens_cpu[keep_cpu]
+        self.out_cache_loc = None
+
+    def merge_batch(self, other: ScheduleBatch) -> None:
+        """Append the other batch's entries after this one's."""
+        self.reqs = [*self.reqs, *other.reqs]
+        self.req_pool_indices = torch.cat([self.req_pool_indices, other.req_pool_indices])
+        self.req_pool_indices_cpu = torch.cat([self.req_pool_indices_cpu, other.req_pool_indices_cpu])
+        self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
+        self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
+        self.out_cache_loc = None
+
+    def check_lengths(self) -> None:
+        """I1, by AssertionError. Synchronises with the device: for debug builds and tests."""
+        assert self.seq_lens.data_ptr() != self.seq_lens_cpu.data_ptr() or self.is_empty, "the twins share storage"
+        assert torch.equal(self.seq_lens.cpu(), self.seq_lens_cpu), "seq_lens and seq_lens_cpu differ"
+        assert torch.equal(self.req_pool_indices.cpu(), self.req_pool_indices_cpu), "req_pool_indices twins differ"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What one forward reads. It owns its tensors and refers to no request and no ScheduleBatch.
+
+    `seq_lens` [B] counts the token this forward writes; `positions` [B] is that token's own. `seq_lens_sum` and
+    `max_seq_len` are derived here and nowhere else.
+    """
+
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: tuple[int, ...]
+    seq_lens_sum: int
+    max_seq_len: int
+    positions: Tensor
+    out_cache_loc: Tensor
+    sampling: SamplingBatch
+    forward_mode: ForwardMode
+
+    @classmethod
+    def snapshot(cls, batch: ScheduleBatch) -> ForwardBatch:
+        assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
+        seq_lens_cpu = tuple(batch.seq_lens_cpu.tolist())
+        assert all(seq_len > 0 for seq_len in seq_lens_cpu), f"a length is not positive: {seq_lens_cpu}"
+        return cls(
+            req_pool_indices=batch.req_pool_indices.clone(),
+            seq_lens=batch.seq_lens.clone(),
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=sum(seq_lens_cpu),
+            max_seq_len=max(seq_lens_cpu, default=0),
+            positions=batch.seq_lens - 1,
+            out_cache_loc=batch.out_cache_loc.clone(),
+            sampling=batch.sampling,
+            forward_mode=batch.forward_mode,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.seq_lens_cpu)
+
+
+def _device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
+    """On `torch_device`, never sharing storage with `host`."""
+    return host.to(torch_device, copy=True)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)

@@ -1,0 +1,507 @@
+"""The decode engine: one overlap iteration a step.
+
+step:   commands ─▶ landed rows ─▶ hand-offs ─▶ merge, retract, prepare ─▶ launch N+1 ─▶ finish N ─▶ events
+stream:            [ ........... forward N ........... ][ ........... forward N+1 ........... ]
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.errors import PieceFailed
+from common.device.stream import Device, Scope
+from common.errors import BatonError, Draining, EngineFault, InvalidRequest, PrefillUnavailable
+from common.kv.pool import KvPool, LeaseState
+from common.load import EngineLoad
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from common.telemetry.step_stats import StepStats
+from common.wire.handoff import HandoffRow
+from decode_service.future_map import FutureMap, RelayPayload
+from decode_service.landing import FrameRejected, LandingZone, LostRow, ReadyRows
+from decode_service.messages import (
+    Abort,
+    BreakCall,
+    CallEnded,
+    CancelHandoffRows,
+    Command,
+    Drain,
+    Event,
+    Failed,
+    Finished,
+    FinishAtStop,
+    FinishReason,
+    FrameArrived,
+    ReplicasChanged,
+    SegmentsLanded,
+    StartHandoff,
+    Submit,
+    Tokens,
+)
+from decode_service.request import Phase, Request
+from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.step_in_flight import RowResult, StepInFlight, first_token_payload
+from decode_service.waiting_queue import ReplicaSet, WaitingQueue
+from decode_service.worker import PlainWorker
+
+_HEADROOM_TOKENS = 16
+"""Slots left free for each row at admission, so that one just admitted does not soon cause a retraction."""
+_STEP_TIMEOUT_S = 300.0
+_IDLE_WAIT_S = 0.5
+_COPY_WAIT_S = 0.001
+
+
+class DecodeEngine:
+    """Owns every request, row and slot of the decode service. Only its own thread may call it.
+
+    `max_rows` bounds rows reserved, transferring and running together. `overlap=False` finishes each step before the next
+    is scheduled, by the same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
+    """
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        device: Device,
+        max_rows: int,
+        max_kv_tokens: int,
+        max_context_tokens: int,
+        overlap: bool = True,
+        max_handoff_attempts: int = 3,
+        prefill_timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[StepStats], None] = lambda stats: None,
+        debug_checks: bool = False,
+    ) -> None:
+        self._device = device
+        self._overlap = overlap
+        self._max_handoff_attempts = max_handoff_attempts
+        self._prefill_timeout_s = prefill_timeout_s
+        self._clock = clock
+        self._on_step = on_step
+        self._debug_checks = debug_checks
+        self._max_context_tokens = max_context_tokens
+        self.pool = KvPool(
+            groups=[model.layer_group],
+            max_rows=max_rows,
+            max_kv_tokens=max_kv_tokens,
+            max_tokens_per_row=max_context_tokens,
+            torch_device=device.torch_device,
+        )
+        self._sampling_state = SamplingState(
+            max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
+        )
+        self._forward_stream = device.new_stream("forward")
+        self._worker = PlainWorker(
+            model=model, pool=self.pool, sampling_state=self._sampling_state, stream=self._forward_stream
+        )
+        self.future_map = FutureMap(
+            device=device,
+            forward_stream=self._forward_stream,
+            max_rows=max_rows,
+            vocab_size=model.vocab_size,
+            relays_lengths=self._worker.relays_lengths,
+            seed_columns=self._worker.seed_columns,
+            poisons_consumed_rows=debug_checks,
+            wait_timeout_s=_STEP_TIMEOUT_S,
+        )
+        self._landing = LandingZone(device=device, pool=self.pool, vocab_size=model.vocab_size)
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._replicas = ReplicaSet(clock())
+        self._running = ScheduleBatch.empty(device.torch_device)
+        self._unseeded: list[Request] = []
+        self._in_flight: StepInFlight | None = None
+        self._outbox: list[Event] = []
+        self._arrivals = itertools.count()
+        self._call_numbers = itertools.count()
+        self._is_draining = False
+        self._num_steps = 0
+        self._num_row_retries = 0
+        self._num_retractions = 0
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self, commands: Sequence[Command]) -> Sequence[Event]:
+        """One overlap iteration: launch the next batch, then finish the previous one."""
+        for command in commands:
+            self._apply(command)
+        ready = self._collect_landed()
+        self.pool.reclaim()
+        self._hand_off_waiting()
+        batch = self._next_batch(ready)
+        launched = self._launch(batch) if batch is not None else None
+        if launched is not None or self._in_flight is not None:
+            self._num_steps += 1
+        self._finish(self._in_flight)
+        self._in_flight = launched
+        if not self._overlap:
+            self._finish(self._in_flight)
+            self._in_flight = None
+        self.pool.reclaim()
+        if self._debug_checks:
+            self.pool.check_conservation()
+            self._running.check_lengths()
+        events, self._outbox = self._outbox, []
+        return events
+
+    def idle_timeout_s(self) -> float:
+        if self._in_flight is not None or any(req.wants_launch for req in self._running.reqs):
+            return 0.0
+        if self._landing.is_copying or self.pool.has_quarantined:
+            return _COPY_WAIT_S
+        return _IDLE_WAIT_S
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            rows=self.pool.row_counts(),
+            slots=self.pool.slot_counts(),
+            num_queued=len(self._waiting),
+            num_running=self._running.batch_size,
+            num_steps=self._num_steps,
+            num_row_retries=self._num_row_retries,
+            num_retractions=self._num_retractions,
+        )
+
+    def close(self) -> None:
+        """Finish the step in flight and stop the streams; requests still live get no event."""
+        self._finish(self._in_flight)
+        self._in_flight = None
+        self._landing.close(_STEP_TIMEOUT_S)
+        self._forward_stream.close(_STEP_TIMEOUT_S)
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort(request_id):
+                if (req := self._requests.get(request_id)) is not None:
+                    self._end(req)
+            case FinishAtStop():
+                self._finish_at_stop(command)
+            case FrameArrived(call_id, frame):
+                try:
+                    self._handle_lost(self._landing.take_frame(call_id, frame))
+                except FrameRejected as rejected:
+                    self._break_call(call_id, rejected)
+            case CallEnded(call_id, error):
+                self._handle_lost(self._landing.end_call(call_id, error))
+            case ReplicasChanged(replicas):
+                self._replicas.update(replicas, self._clock())
+            case Drain():
+                self._is_draining = True
+
+    def _submit(self, submit: Submit) -> None:
+        assert submit.request_id not in self._requests, "the edge refuses duplicates"
+        total = submit.prompt_len + submit.sampling.max_tokens
+        if self._is_draining:
+            self._outbox.append(Failed(submit.request_id, Draining("the service is stopping")))
+            return
+        if total > min(self._max_context_tokens, self.pool.num_slots):
+            limit = min(self._max_context_tokens, self.pool.num_slots)
+            message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
+            self._outbox.append(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
+            return
+        req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
+        self._requests[req.request_id] = req
+        self._waiting.add(req)
+
+    def _finish_at_stop(self, command: FinishAtStop) -> None:
+        req = self._requests.get(command.request_id)
+        if req is None:
+            return
+        self._post_finished(req, FinishReason.STOP_STRING, command.num_output_tokens, None, command.stop_string)
+        self._end(req)
+
+    def _break_call(self, call_id: str, rejected: FrameRejected) -> None:
+        self._outbox.append(BreakCall(call_id, str(rejected)))
+        cause = PrefillUnavailable(f"the replica broke the protocol: {rejected}")
+        guilty = self._landing.request_of(call_id, rejected.row)
+        for lost in self._landing.end_call(call_id, cause):
+            if lost.req is guilty:
+                self._fail(lost.req, EngineFault(f"the handoff broke the protocol: {rejected}"))
+            else:
+                self._handle_lost([lost])
+
+    # ---- handing off --------------------------------------------------------------------------------------------
+
+    def _hand_off_waiting(self) -> None:
+        now_s = self._clock()
+        by_replica: dict[str, list[Request]] = {}
+
+        def rows_at(replica: str) -> int:
+            return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
+
+        for req in self._waiting:
+            if req.not_before_s > now_s:
+                continue
+            replica = self._replicas.least_loaded(rows_at, req.avoid_replica)
+            if replica is None or not self._reserve(req):
+                break
+            by_replica.setdefault(replica, []).append(req)
+        for replica, reqs in by_replica.items():
+            self._start_call(replica, reqs, now_s)
+        self._expire_waiting(now_s)
+
+    def _reserve(self, req: Request) -> bool:
+        num_tokens = len(req.token_ids)
+        num_held = self.pool.rows.max_rows - self.pool.num_free_rows
+        if num_held and self.pool.num_free_slots < num_tokens + (num_held + 1) * _HEADROOM_TOKENS:
+            return False
+        req.lease = self.pool.reserve(num_tokens)
+        return req.lease is not None
+
+    def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
+        call_id = f"call-{next(self._call_numbers)}"
+        rows = []
+        for req in reqs:
+            self._waiting.remove(req)
+            req.phase = Phase.HANDED_OFF
+            req.clock.close("queue_s", now_s)
+            rows.append(
+                HandoffRow(
+                    request_id=req.request_id,
+                    attempt=req.num_attempts,
+                    token_ids=tuple(req.token_ids),
+                    prompt_len=req.prompt_len,
+                    sampling=req.sampling,
+                    deadline_unix_ms=req.deadline_unix_ms,
+                    traceparent=req.traceparent,
+                )
+            )
+            req.num_attempts += 1
+        self._landing.open(call_id, replica, reqs)
+        self._outbox.append(StartHandoff(call_id, replica, tuple(rows)))
+
+    def _expire_waiting(self, now_s: float) -> None:
+        since_s = self._replicas.none_ready_since_s
+        if since_s is None:
+            return
+        for req in self._waiting:
+            if now_s - max(since_s, req.clock.since_s) >= self._prefill_timeout_s:
+                self._fail(req, self._replicas.unavailable_error())
+
+    def _handle_lost(self, lost: Sequence[LostRow]) -> None:
+        """Retry rows elsewhere while attempts are left; what they reserved is given up first."""
+        now_s = self._clock()
+        for row in lost:
+            req = row.req
+            req.num_failures += 1
+            if not row.is_retryable or req.num_failures >= self._max_handoff_attempts:
+                self._fail(req, row.error)
+                continue
+            self._num_row_retries += 1
+            self._landing.forget(req)
+            req.avoid_replica = row.replica
+            req.not_before_s = now_s + row.retry_after_s
+            req.clock.close("prefill_s", now_s)
+            self._requeue(req)
+
+    def _requeue(self, req: Request) -> None:
+        assert req.lease is not None
+        self.pool.release(req.lease)
+        req.lease = None
+        req.phase = Phase.WAITING
+        self._waiting.add(req)
+
+    def _collect_landed(self) -> tuple[ReadyRows, ...]:
+        landed = self._landing.poll()
+        now_s = self._clock()
+        for req in landed.arrived:
+            req.clock.close("prefill_s", now_s)
+        self._handle_lost(landed.lost)
+        self._outbox.extend(SegmentsLanded(call_id, num_bytes) for call_id, num_bytes in landed.freed_bytes)
+        for part in landed.ready:
+            for req in part.reqs:
+                req.phase = Phase.READY
+                req.clock.close("transfer_s", now_s)
+        return landed.ready
+
+    # ---- scheduling ---------------------------------------------------------------------------------------------
+
+    def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
+        """The batch to launch, prepared; None when there is none, or its slots come free only later."""
+        running = self._running
+        running.filter_batch([i for i, req in enumerate(running.reqs) if req.wants_launch])
+        self.future_map.resolve_seq_lens(running)
+        if ready:
+            self._merge_prebuilt(ready)
+        if running.is_empty or not self._secure_slots():
+            return None
+        prepared = running.prepare_for_decode(self.pool)
+        assert prepared, "_secure_slots left enough"
+        return running
+
+    def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
+        prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)
+        payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
+        self.future_map.bootstrap(prebuilt, payload)
+        self._process_prebuilt(ready)
+        self._unseeded += [req for req in prebuilt.reqs if req.wants_launch]
+        prebuilt.filter_batch([i for i, req in enumerate(prebuilt.reqs) if req.wants_launch])
+        self._running.merge_batch(prebuilt)
+
+    def _process_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
+        """Deliver the first tokens; requests that end with theirs never enter the batch."""
+        for part in ready:
+            tokens = part.columns.first_token_ids[part.entries].tolist()
+            for req, entry, token in zip(part.reqs, part.entries.tolist(), tokens, strict=True):
+                assert req.lease is not None
+                req.phase = Phase.RUNNING
+                req.lease.state = LeaseState.RUNNING
+                req.num_launched = req.num_output + 1
+                self._append(req, RowResult(token, False, part.columns.first_token_logprobs[entry]))
+
+    def _secure_slots(self) -> bool:
+        """Make sure one slot for each running row is free, retracting the youngest rows as needed.
+
+        False when slots are on their way but a forward in flight still holds them: nothing is launched this time.
+        """
+        running = self._running
+        while (shortage := running.batch_size - self.pool.num_free_slots) > 0:
+            coming = self.pool.slot_counts().quarantined + sum(
+                req.lease.num_tokens
+                for req in self._requests.values()
+                if req.lease is not None and (req.phase is Phase.RETRACTING or self._is_waiting_for_result(req))
+            )
+            if coming >= shortage:
+                return False
+            self._retract_youngest()
+        return not running.is_empty
+
+    def _is_waiting_for_result(self, req: Request) -> bool:
+        return req.phase is Phase.RUNNING and not req.wants_launch
+
+    def _retract_youngest(self) -> None:
+        running = self._running
+        place = max(range(running.batch_size), key=lambda i: running.reqs[i].arrival)
+        req = running.reqs[place]
+        running.filter_batch([i for i in range(running.batch_size) if i != place])
+        self._unseeded = [other for other in self._unseeded if other is not req]
+        self._num_retractions += 1
+        req.num_retractions += 1
+        req.phase = Phase.RETRACTING
+        if req.num_launched == req.num_output:
+            self._requeue_retracted(req)
+
+    def _requeue_retracted(self, req: Request) -> None:
+        req.clock.close("decode_s", self._clock())
+        self._requeue(req)
+
+    # ---- launching and finishing --------------------------------------------------------------------------------
+
+    def _launch(self, batch: ScheduleBatch) -> StepInFlight:
+        scope = Scope(f"step {self._num_steps}")
+        forward_batch = ForwardBatch.snapshot(batch)
+        self._forward_stream.wait(self._device.schedule_stream.record())
+        if self._unseeded:
+            seeds = [req.row_seed for req in self._unseeded]
+            self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
+            self._unseeded = []
+        on_publish = partial(self._publish, forward_batch.req_pool_indices, scope)
+        output = self._worker.forward(forward_batch, future_map=self.future_map, scope=scope, on_publish=on_publish)
+        self.future_map.stash(forward_batch.req_pool_indices, output.payload, scope)
+        step = StepInFlight.seal(
+            device=self._device,
+            stream=self._forward_stream,
+            scope=scope,
+            batch=forward_batch,
+            reqs=tuple(batch.reqs),
+            output=output,
+            launched_s=self._clock(),
+        )
+        for req in batch.reqs:
+            assert req.lease is not None
+            req.lease.use_until(step.end)
+            req.num_launched += 1
+        return step
+
+    def _publish(self, rows: Tensor, scope: Scope, new_seq_lens: Cell[Tensor]) -> None:
+        self.future_map.publish(rows, new_seq_lens, scope)
+
+    def _finish(self, step: StepInFlight | None) -> None:
+        """Wait for the step's end and hand its results to the requests that still hold the rows they ran with."""
+        if step is None:
+            return
+        try:
+            step.end.synchronize(_STEP_TIMEOUT_S)
+        except PieceFailed as failure:
+            for req, lease in zip(step.reqs, step.leases, strict=True):
+                if req.lease is lease:
+                    self._fail(req, EngineFault(f"a decode step failed: {failure.__cause__}"))
+            return
+        for req, lease, result in zip(step.reqs, step.leases, step.results(), strict=True):
+            if req.lease is not lease:
+                continue
+            self._append(req, result)
+            if req.phase is Phase.RETRACTING:
+                self._requeue_retracted(req)
+        self._on_step(StepStats(len(step.reqs), len(step.reqs), self._clock() - step.launched_s))
+
+    def _append(self, req: Request, result: RowResult) -> None:
+        """Give a running or retracting request its next token; end it where that token does."""
+        if result.is_invalid:
+            self._fail(req, EngineFault("a decode step relayed or produced no valid token"))
+            return
+        now_s = self._clock()
+        if req.num_output > 0:
+            req.clock.close("decode_s" if req.has_decoded else "first_decode_s", now_s)
+            req.has_decoded = True
+        req.token_ids.append(result.token_id)
+        logprobs = () if result.logprobs is None else (result.logprobs,)
+        self._outbox.append(Tokens(req.request_id, (result.token_id,), logprobs))
+        ending = req.ending()
+        if ending is not None:
+            reason, stop_token_id = ending
+            self._post_finished(req, reason, req.num_output, stop_token_id, None)
+            self._end(req)
+
+    # ---- endings ------------------------------------------------------------------------------------------------
+
+    def _post_finished(
+        self,
+        req: Request,
+        reason: FinishReason,
+        num_output: int,
+        stop_token_id: int | None,
+        stop_string: str | None,
+    ) -> None:
+        self._outbox.append(
+            Finished(
+                request_id=req.request_id,
+                reason=reason,
+                num_prompt_tokens=req.prompt_len,
+                num_completion_tokens=num_output,
+                timings=req.timings(),
+                stop_token_id=stop_token_id,
+                stop_string=stop_string,
+            )
+        )
+
+    def _fail(self, req: Request, error: BatonError) -> None:
+        self._outbox.append(Failed(req.request_id, error))
+        self._end(req)
+
+    def _end(self, req: Request) -> None:
+        """The one owner of release: whatever the request held is given up, wherever it was. Idempotent."""
+        if req.phase is Phase.ENDED:
+            return
+        req.phase = Phase.ENDED
+        del self._requests[req.request_id]
+        self._waiting.remove(req)
+        self._unseeded = [other for other in self._unseeded if other is not req]
+        cancelled = self._landing.forget(req)
+        if cancelled is not None:
+            call_id, row = cancelled
+            self._outbox.append(CancelHandoffRows(call_id, (row,)))
+        if req.lease is not None:
+            self.pool.release(req.lease)
+            req.lease = None

@@ -1,0 +1,98 @@
+"""A launched step until its results are taken, and the form in which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Device, Event, Scope, Stream
+from common.kv.pool import RowLease
+from common.model.logprobs import unpack_logprobs
+from common.model.sampling import Sampled, sampled_to_host
+from common.model.sampling_params import TokenLogprobs
+from decode_service.future_map import RelayPayload
+from decode_service.request import Request
+from decode_service.schedule_batch import ForwardBatch, ReadyRows
+from decode_service.worker import WorkerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """One row's outcome of a step. `is_invalid`: its relayed input or its logits were not usable."""
+
+    token_id: int
+    is_invalid: bool
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class _HostResults:
+    sampled: Sampled
+    is_invalid: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """Holds every tensor and cell handed to the stream until `end`, after stash and the results' copy to the host.
+
+    `leases[i]` is the row `reqs[i]` ran with: a request that no longer holds it has no part in the results.
+    """
+
+    batch: ForwardBatch
+    reqs: tuple[Request, ...]
+    leases: tuple[RowLease, ...]
+    output: WorkerOutput
+    host: Cell[_HostResults]
+    end: Event
+    launched_s: float
+
+    @classmethod
+    def seal(
+        cls,
+        *,
+        device: Device,
+        stream: Stream,
+        scope: Scope,
+        batch: ForwardBatch,
+        reqs: tuple[Request, ...],
+        output: WorkerOutput,
+        launched_s: float,
+    ) -> StepInFlight:
+        """Enqueue the copy of the results behind the step's other pieces, and its end event."""
+        host: Cell[_HostResults] = Cell()
+
+        def copy_results() -> None:
+            sampled = output.sampled.get()
+            host.set(_HostResults(sampled_to_host(device, sampled), device.to_host(output.is_invalid.get())))
+
+        stream.enqueue(copy_results, scope)
+        leases = tuple(req.lease for req in reqs if req.lease is not None)
+        assert len(leases) == len(reqs)
+        return cls(batch, reqs, leases, output, host, stream.record(scope), launched_s)
+
+    def results(self) -> list[RowResult]:
+        """Behind `end` only."""
+        host = self.host.get()
+        logprobs = unpack_logprobs(host.sampled, self.batch.sampling, [req.sampling.num_logprobs for req in self.reqs])
+        tokens = host.sampled.token_ids.tolist()
+        invalid = host.is_invalid.tolist()
+        return [RowResult(*row) for row in zip(tokens, invalid, logprobs, strict=True)]
+
+
+def first_token_payload(
+    parts: Sequence[ReadyRows], seeds: Mapping[str, Tensor], torch_device: torch.device
+) -> RelayPayload:
+    """What bootstrap writes for the rows of `parts`, in their order: first tokens and seed columns."""
+    tokens = np.concatenate([part.columns.first_token_ids[part.entries] for part in parts])
+    columns = {
+        name: torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts])).to(
+            torch_device
+        )
+        for name in seeds
+    }
+    return RelayPayload(torch.from_numpy(tokens).to(torch_device), columns)

@@ -1,0 +1,65 @@
+"""Requests that hold nothing yet, oldest first, and which replica each goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
+from decode_service.messages import Replica
+from decode_service.request import Request
+
+
+class WaitingQueue:
+    """Ordered by arrival: a retried or retracted request returns to its own place, ahead of younger ones."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._waiting.values()))
+
+    def add(self, req: Request) -> None:
+        self._waiting[req.arrival] = req
+        if len(self._waiting) > 1 and next(reversed(self._waiting)) != max(self._waiting):
+            self._waiting = dict(sorted(self._waiting.items()))
+
+    def remove(self, req: Request) -> None:
+        self._waiting.pop(req.arrival, None)
+
+
+class ReplicaSet:
+    """The prefill replicas as last reported, and since when none of them was ready."""
+
+    def __init__(self, now_s: float) -> None:
+        self._replicas: tuple[Replica, ...] = ()
+        self._none_ready_since_s: float | None = now_s
+
+    def update(self, replicas: tuple[Replica, ...], now_s: float) -> None:
+        self._replicas = replicas
+        if any(replica.is_ready for replica in replicas):
+            self._none_ready_since_s = None
+        elif self._none_ready_since_s is None:
+            self._none_ready_since_s = now_s
+
+    @property
+    def none_ready_since_s(self) -> float | None:
+        return self._none_ready_since_s
+
+    def least_loaded(self, num_rows_at: Callable[[str], int], avoid: str) -> str | None:
+        """The ready replica with the fewest rows of ours and of others; `avoid` only when it is the only one."""
+        ready = [replica for replica in self._replicas if replica.is_ready]
+        preferred = [replica for replica in ready if replica.address != avoid] or ready
+        if not preferred:
+            return None
+        return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
+
+    def unavailable_error(self) -> BatonError:
+        """Why nothing can be handed off: a mismatch is named, since waiting does not mend it."""
+        for replica in self._replicas:
+            if isinstance(replica.error, FingerprintMismatch):
+                return replica.error
+        causes = [f"{r.address}: {r.error}" for r in self._replicas if r.error is not None]
+        return PrefillUnavailable("no prefill replica is ready" + (f" ({'; '.join(causes)})" if causes else ""))

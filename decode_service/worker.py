@@ -1,0 +1,102 @@
+"""What the scheduler asks of a worker, and the plain worker: one token per row and step, no speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Scope, Stream
+from common.kv.pool import KvPool
+from common.model.attention import ForwardInput
+from common.model.sampling import Sampled, sample
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload, SeedColumnSpec
+from decode_service.schedule_batch import ForwardBatch
+
+OnPublish = Callable[[Cell[Tensor]], None]
+"""Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]: bound to the batch's rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOutput:
+    """Cells that the step's pieces fill.
+
+    `payload`: what to stash. `sampled`: the step's tokens. `is_invalid` [B] bool: rows whose relayed input or logits were
+    not usable.
+    """
+
+    payload: Cell[RelayPayload]
+    sampled: Cell[Sampled]
+    is_invalid: Cell[Tensor]
+
+
+class Worker(Protocol):
+    """Its Python runs on the engine thread and only enqueues pieces on the forward stream."""
+
+    @property
+    def relays_lengths(self) -> bool:
+        """Whether it publishes lengths that only the device knows."""
+
+    @property
+    def seed_columns(self) -> tuple[SeedColumnSpec, ...]: ...
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput: ...
+
+
+class PlainWorker:
+    """Resolve inputs, forward, sample. Lengths grow by one each step, so it publishes nothing (I5)."""
+
+    relays_lengths = False
+    seed_columns: tuple[SeedColumnSpec, ...] = ()
+
+    def __init__(self, *, model: TargetModel, pool: KvPool, sampling_state: SamplingState, stream: Stream) -> None:
+        self._model = model
+        self._pool = pool
+        self._sampling_state = sampling_state
+        self._stream = stream
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput:
+        relayed: Cell[RelayedInputs] = Cell()
+        output = WorkerOutput(payload=Cell(), sampled=Cell(), is_invalid=Cell())
+
+        def resolve() -> None:
+            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices))
+
+        def decode() -> None:
+            inputs = relayed.get()
+            with torch.inference_mode():
+                logits = self._model.forward(self._input(batch, inputs.tokens))
+                sampled = sample(logits, batch.req_pool_indices, batch.seq_lens, self._sampling_state, batch.sampling)
+                output.sampled.set(sampled)
+                output.is_invalid.set(inputs.is_invalid | sampled.is_invalid)
+                output.payload.set(RelayPayload(sampled.token_ids))
+
+        self._stream.enqueue(resolve, scope)
+        self._stream.enqueue(decode, scope)
+        return output
+
+    def _input(self, batch: ForwardBatch, tokens: Tensor) -> ForwardInput:
+        group = self._model.layer_group
+        return ForwardInput(
+            input_ids=tokens,
+            positions=batch.positions,
+            out_cache_loc=batch.out_cache_loc,
+            req_to_token=self._pool.rows.req_to_token,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            prefix_lens=None,
+            extend_lens=None,
+            max_seq_len=batch.max_seq_len,
+            kv=self._pool.buffers[group.name],
+            logits_rows=None,
+        )

@@ -1,0 +1,45 @@
+"""The prefill engine's record of one row of a Handoff call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.kv.pool import RowLease
+from common.model.sampling_state import RowSeed
+from common.wire.handoff import HandoffRow
+
+
+class PromptPhase(Enum):
+    QUEUED = auto()  # holds nothing
+    COMPUTING = auto()  # chunks are left to launch, or the last one is in flight
+    SENDING = auto()  # its PrebuiltBatch entry is out, KV is still leaving the pool
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """`num_launched_tokens` of `row.token_ids` have been given to a forward; `index` is the row's in its call."""
+
+    call_id: str
+    index: int
+    row: HandoffRow
+    arrived_s: float
+    phase: PromptPhase = PromptPhase.QUEUED
+    lease: RowLease | None = None
+    num_launched_tokens: int = 0
+    started_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.row.token_ids)
+
+    @property
+    def num_left(self) -> int:
+        return self.num_tokens - self.num_launched_tokens
+
+    @property
+    def row_seed(self) -> RowSeed:
+        assert self.lease is not None
+        row = self.row
+        return RowSeed(self.lease.row, row.sampling, row.choice_index, row.token_ids, row.prompt_len)

@@ -1,0 +1,354 @@
+"""The prefill engine: chunked prefill of many prompts a forward, KV leaving while the next chunks compute.
+
+step:   commands ─▶ admit ─▶ launch chunks N+1 ─▶ finish chunks N ─▶ first tokens and segments ─▶ events
+stream:            [ ...... chunks N ...... ][ ...... chunks N+1 ...... ]
+sending:                                     [ KV of chunks N ]
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from common.device.cell import Cell
+from common.device.errors import DeviceTimeout, PieceFailed
+from common.device.stream import Device, Scope
+from common.device.stream import Event as DeviceEvent
+from common.errors import RowFailure
+from common.kv.pool import KvPool, LeaseState
+from common.load import EngineLoad
+from common.model.logprobs import unpack_logprobs
+from common.model.sampling import Sampled, sample, sampled_to_host
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from common.telemetry.step_stats import StepStats
+from common.wire.handoff import PrebuiltBatch, RowFailed
+from prefill_service.chunk_batch import ChunkBatch, cut_chunks
+from prefill_service.messages import (
+    CallDone,
+    CancelCallRows,
+    CloseCall,
+    Command,
+    Drain,
+    Event,
+    FrameReady,
+    OpenCall,
+    SegmentBytesSent,
+)
+from prefill_service.prompt import Prompt, PromptPhase
+from prefill_service.sender import KvSender
+
+_STEP_TIMEOUT_S = 300.0
+_IDLE_WAIT_S = 0.5
+_POLL_WAIT_S = 0.001
+_RETRY_AFTER_MS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """Holds what its pieces use until `end`."""
+
+    batch: ChunkBatch
+    sampled: Cell[Sampled]
+    end: DeviceEvent
+    launched_s: float
+
+
+class PrefillEngine:
+    """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
+
+    A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds prompts
+    that wait for a row. `clock` is in monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        device: Device,
+        max_rows: int,
+        max_kv_tokens: int,
+        max_context_tokens: int,
+        chunk_tokens: int = 512,
+        max_batch_tokens: int = 2048,
+        send_budget_bytes: int = 64 << 20,
+        max_segment_bytes: int = 4 << 20,
+        max_queued_rows: int = 1024,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[StepStats], None] = lambda stats: None,
+        debug_checks: bool = False,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._chunk_tokens = chunk_tokens
+        self._max_batch_tokens = max_batch_tokens
+        self._max_queued_rows = max_queued_rows
+        self._max_in_flight = 2 if overlap else 1
+        self._clock = clock
+        self._on_step = on_step
+        self._debug_checks = debug_checks
+        self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
+        self.pool = KvPool(
+            groups=[model.layer_group],
+            max_rows=max_rows,
+            max_kv_tokens=max_kv_tokens,
+            max_tokens_per_row=max_context_tokens,
+            torch_device=device.torch_device,
+        )
+        self._sampling_state = SamplingState(
+            max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
+        )
+        self._forward_stream = device.new_stream("forward")
+        self._sender = KvSender(
+            device=device, pool=self.pool, budget_bytes=send_budget_bytes, max_segment_bytes=max_segment_bytes
+        )
+        self._calls: dict[str, dict[int, Prompt]] = {}
+        self._queued: dict[Prompt, None] = {}
+        self._computing: dict[Prompt, None] = {}
+        self._sending: dict[Prompt, None] = {}
+        self._unseeded: list[Prompt] = []
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._outbox: list[Event] = []
+        self._is_draining = False
+        self._num_steps = 0
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self, commands: Sequence[Command]) -> Sequence[Event]:
+        """One iteration: launch the next chunks, then finish those that are done.
+
+        It never waits for a forward: cancellations and sent segments are handled while chunks compute.
+        """
+        for command in commands:
+            self._apply(command)
+        self.pool.reclaim()
+        self._admit()
+        while len(self._in_flight) < self._max_in_flight and (launched := self._launch()) is not None:
+            self._in_flight.append(launched)
+        self._finish_done()
+        self._send()
+        self.pool.reclaim()
+        if self._debug_checks:
+            self.pool.check_conservation()
+        events, self._outbox = self._outbox, []
+        return events
+
+    def idle_timeout_s(self) -> float:
+        has_room = len(self._in_flight) < self._max_in_flight
+        if has_room and any(prompt.num_left for prompt in self._computing):
+            return 0.0
+        if self._in_flight or self._sender.is_copying or self.pool.has_quarantined:
+            return _POLL_WAIT_S
+        return _IDLE_WAIT_S
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            rows=self.pool.row_counts(),
+            slots=self.pool.slot_counts(),
+            num_queued=len(self._queued),
+            num_running=len(self._computing),
+            num_steps=self._num_steps,
+            unsent_bytes=self._sender.unsent_bytes,
+        )
+
+    def close(self) -> None:
+        """Let the forwards in flight end and stop the streams; calls still open get no further frame."""
+        while self._in_flight:
+            with suppress(PieceFailed):
+                self._in_flight.popleft().end.synchronize(_STEP_TIMEOUT_S)
+        self._sender.close(_STEP_TIMEOUT_S)
+        self._forward_stream.close(_STEP_TIMEOUT_S)
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case OpenCall():
+                self._open_call(command)
+            case CancelCallRows(call_id, rows):
+                prompts = self._calls.get(call_id, {})
+                for prompt in [prompts[index] for index in rows if index in prompts]:
+                    self._fail(prompt, RowFailure.CANCELLED, "cancelled by the decode service", retryable=False)
+                self._end_call_if_done(call_id)
+            case CloseCall(call_id):
+                for prompt in list(self._calls.get(call_id, {}).values()):
+                    self._end(prompt)
+                self._calls.pop(call_id, None)
+                self._sender.forget_call(call_id)
+            case SegmentBytesSent(call_id, num_bytes):
+                if call_id in self._calls or self._sender.owes(call_id):
+                    self._sender.return_budget(call_id, num_bytes)
+            case Drain():
+                self._is_draining = True
+
+    def _open_call(self, command: OpenCall) -> None:
+        assert command.call_id not in self._calls, "call ids are new"
+        prompts = self._calls[command.call_id] = {}
+        for index, row in enumerate(command.rows):
+            prompt = Prompt(command.call_id, index, row, arrived_s=self._clock())
+            prompts[index] = prompt
+            if self._is_draining:
+                self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
+            elif prompt.num_tokens > self._max_tokens_per_row:
+                message = f"{prompt.num_tokens} tokens do not fit this replica's {self._max_tokens_per_row}"
+                self._fail(prompt, RowFailure.INVALID_ROW, message, retryable=False)
+            elif len(self._queued) >= self._max_queued_rows:
+                self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
+            else:
+                self._queued[prompt] = None
+        self._end_call_if_done(command.call_id)
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        for prompt in list(self._queued):
+            prompt.lease = self.pool.reserve(prompt.num_tokens)
+            if prompt.lease is None:
+                return
+            prompt.lease.state = LeaseState.RUNNING
+            prompt.phase = PromptPhase.COMPUTING
+            prompt.started_s = self._clock()
+            del self._queued[prompt]
+            self._computing[prompt] = None
+            self._unseeded.append(prompt)
+
+    def _launch(self) -> _StepInFlight | None:
+        chunks = cut_chunks(
+            list(self._computing), chunk_tokens=self._chunk_tokens, max_batch_tokens=self._max_batch_tokens
+        )
+        if not chunks:
+            return None
+        batch = ChunkBatch.of(chunks, pool=self.pool, layer_group=self._model.layer_group.name)
+        scope = Scope(f"prefill step {self._num_steps}")
+        stream = self._forward_stream
+        stream.wait(self._device.schedule_stream.record())
+        if self._unseeded:
+            seeds = [prompt.row_seed for prompt in self._unseeded]
+            stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
+            self._unseeded = []
+        sampled: Cell[Sampled] = Cell()
+
+        def forward() -> None:
+            with torch.inference_mode():
+                logits = self._model.forward(batch.forward_input)
+                first = sample(
+                    logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
+                )
+                sampled.set(sampled_to_host(self._device, first))
+
+        stream.enqueue(forward, scope)
+        step = _StepInFlight(batch, sampled, stream.record(scope), self._clock())
+        for chunk in chunks:
+            prompt = chunk.prompt
+            assert prompt.lease is not None
+            prompt.lease.use_until(step.end)
+            prompt.num_launched_tokens = chunk.stop
+            self._sender.queue(prompt, chunk.start, chunk.stop, step.end)
+        return step
+
+    def _finish_done(self) -> None:
+        while self._in_flight and self._in_flight[0].end.is_done():
+            self._finish(self._in_flight.popleft())
+            self._num_steps += 1
+        if self._in_flight and self._clock() - self._in_flight[0].launched_s > _STEP_TIMEOUT_S:
+            raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
+
+    def _finish(self, step: _StepInFlight) -> None:
+        if (error := step.end.error) is not None:
+            for chunk in step.batch.chunks:
+                if chunk.prompt.phase is not PromptPhase.ENDED:
+                    self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)
+                    self._end_call_if_done(chunk.prompt.call_id)
+            return
+        self._post_first_tokens(step)
+        self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
+
+    def _post_first_tokens(self, step: _StepInFlight) -> None:
+        batch, sampled = step.batch, step.sampled.get()
+        prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
+        invalid = sampled.is_invalid.tolist()
+        by_call: dict[str, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            if prompt.phase is PromptPhase.ENDED:
+                continue
+            if invalid[place]:
+                message = "the model produced no finite logit"
+                self._fail(prompt, RowFailure.COMPUTE, message, retryable=False)
+                self._end_call_if_done(prompt.call_id)
+                continue
+            assert prompt.lease is not None
+            prompt.phase = PromptPhase.SENDING
+            prompt.lease.state = LeaseState.TRANSFERRING
+            del self._computing[prompt]
+            self._sending[prompt] = None
+            by_call.setdefault(prompt.call_id, []).append(place)
+        for call_id, places in by_call.items():
+            columns = self._columns([prompts[place] for place in places], places, batch, sampled)
+            self._outbox.append(FrameReady(call_id, columns))
+
+    def _columns(
+        self, prompts: Sequence[Prompt], places: Sequence[int], batch: ChunkBatch, sampled: Sampled
+    ) -> PrebuiltBatch:
+        now_s = self._clock()
+        wanted = [batch.chunks[entry].prompt.row.sampling.num_logprobs for entry in batch.sampled_entries]
+        logprobs = unpack_logprobs(sampled, batch.sampling, wanted)
+        sizes = [self._sender.bytes_of(prompt) for prompt in prompts]
+        return PrebuiltBatch(
+            rows=np.array([prompt.index for prompt in prompts], dtype=np.int64),
+            seq_lens=np.array([prompt.num_tokens for prompt in prompts], dtype=np.int64),
+            first_token_ids=sampled.token_ids.numpy()[list(places)],
+            bytes_sent={name: np.array([size[name] for size in sizes], dtype=np.int64) for name in self.pool.groups},
+            queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
+            compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
+            first_token_logprobs=tuple(logprobs[place] for place in places),
+        )
+
+    # ---- sending ------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        self._sender.start_copies()
+        for sent in self._sender.poll():
+            if sent.segment is not None:
+                self._outbox.append(FrameReady(sent.prompt.call_id, sent.segment))
+            elif sent.prompt.phase is not PromptPhase.ENDED:
+                self._fail(sent.prompt, RowFailure.COMPUTE, f"copying KV failed: {sent.error}", retryable=True)
+                self._end_call_if_done(sent.prompt.call_id)
+        for prompt in [prompt for prompt in self._sending if not self._sender.num_pieces(prompt)]:
+            self._end(prompt)
+            self._end_call_if_done(prompt.call_id)
+
+    # ---- endings ------------------------------------------------------------------------------------------------
+
+    def _fail(self, prompt: Prompt, reason: RowFailure, message: str, *, retryable: bool) -> None:
+        if prompt.phase is not PromptPhase.SENDING:
+            retry_after_ms = _RETRY_AFTER_MS if retryable else 0
+            failed = RowFailed(prompt.index, reason, retryable, retry_after_ms, message)
+            self._outbox.append(FrameReady(prompt.call_id, failed))
+        self._end(prompt)
+
+    def _end(self, prompt: Prompt) -> None:
+        """The one owner of release. Idempotent; quarantine holds what a stream still uses."""
+        if prompt.phase is PromptPhase.ENDED:
+            return
+        prompt.phase = PromptPhase.ENDED
+        self._calls[prompt.call_id].pop(prompt.index)
+        self._queued.pop(prompt, None)
+        self._computing.pop(prompt, None)
+        self._sending.pop(prompt, None)
+        self._unseeded = [other for other in self._unseeded if other is not prompt]
+        self._sender.forget(prompt)
+        if prompt.lease is not None:
+            self.pool.release(prompt.lease)
+
+    def _end_call_if_done(self, call_id: str) -> None:
+        if call_id in self._calls and not self._calls[call_id]:
+            del self._calls[call_id]
+            self._outbox.append(CallDone(call_id))

@@ -1,0 +1,219 @@
+"""KV on its way out: chunk by chunk, while the next chunk computes, within a byte budget.
+
+chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
+                               ◀────────── SegmentBytesSent returns the budget ──────────────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from common.device.cell import Cell
+from common.device.stream import Device, Event, Scope, StreamKind
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool, RowLease
+from common.wire.handoff import KvSegment
+from prefill_service.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of one prompt's KV that fits one segment; its copy waits for `computed`."""
+
+    prompt: Prompt
+    lease: RowLease
+    group: LayerGroupSpec
+    layer_start: int
+    num_layers: int
+    token_start: int
+    num_tokens: int
+    computed: Event
+
+    @property
+    def num_bytes(self) -> int:
+        return self.group.layer_token_bytes * self.num_layers * self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    piece: _Piece
+    scope: Scope
+    payload: Cell[torch.Tensor]
+    done: Event
+
+
+@dataclass(frozen=True, slots=True)
+class SentPiece:
+    """A segment ready for the call's transport, or why its copy failed."""
+
+    prompt: Prompt
+    segment: KvSegment | None
+    error: BaseException | None
+
+
+class KvSender:
+    """Only the engine thread calls it; nothing here blocks.
+
+    Bytes copied out and not yet taken by a transport never exceed `budget_bytes` (one segment is always allowed). No call
+    takes more than a quarter of it while others wait, so that one slow receiver does not starve the rest.
+    """
+
+    def __init__(self, *, device: Device, pool: KvPool, budget_bytes: int, max_segment_bytes: int) -> None:
+        self._device = device
+        self._pool = pool
+        self._budget_bytes = budget_bytes
+        self._max_segment_bytes = max_segment_bytes
+        self._stream = device.new_stream("sending", StreamKind.COPY)
+        self._queued: dict[str, deque[_Piece]] = {}
+        self._copying: deque[_Copy] = deque()
+        self._num_pieces: dict[Prompt, int] = {}
+        self._unsent: dict[str, int] = {}
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Copied out of the pool, or being copied, and not yet taken by a transport."""
+        return sum(self._unsent.values())
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._copying)
+
+    def num_pieces(self, prompt: Prompt) -> int:
+        """Segments of the prompt that have not become frames yet."""
+        return self._num_pieces.get(prompt, 0)
+
+    def queue(self, prompt: Prompt, start: int, stop: int, computed: Event) -> None:
+        """Send tokens [start, stop) of a prompt once `computed`: the end of the forward that writes them."""
+        assert prompt.lease is not None
+        pieces = self._queued.setdefault(prompt.call_id, deque())
+        for group in self._pool.groups.values():
+            num_layers, num_tokens = segment_shape(group, self._max_segment_bytes)
+            for token in range(start, stop, num_tokens):
+                for layer in range(0, group.num_layers, num_layers):
+                    pieces.append(
+                        _Piece(
+                            prompt=prompt,
+                            lease=prompt.lease,
+                            group=group,
+                            layer_start=layer,
+                            num_layers=min(num_layers, group.num_layers - layer),
+                            token_start=token,
+                            num_tokens=min(num_tokens, stop - token),
+                            computed=computed,
+                        )
+                    )
+                    self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + 1
+
+    def bytes_of(self, prompt: Prompt) -> dict[str, int]:
+        """KV bytes of the whole prompt in each layer group."""
+        return {name: group.token_bytes * prompt.num_tokens for name, group in self._pool.groups.items()}
+
+    def owes(self, call_id: str) -> bool:
+        """Whether the call's transport holds bytes that it has not returned."""
+        return call_id in self._unsent
+
+    def return_budget(self, call_id: str, num_bytes: int) -> None:
+        left = self._unsent.get(call_id, 0) - num_bytes
+        assert left >= 0, f"call {call_id} returned {-left} bytes more than it was given"
+        self._set_unsent(call_id, left)
+
+    def forget(self, prompt: Prompt) -> None:
+        """Send no more of this prompt. Copies under way end and are dropped."""
+        pieces = self._queued.get(prompt.call_id)
+        if pieces is not None:
+            self._queued[prompt.call_id] = deque(piece for piece in pieces if piece.prompt is not prompt)
+        self._num_pieces.pop(prompt, None)
+
+    def forget_call(self, call_id: str) -> None:
+        """The call's transport is gone: what it had not taken is dropped, and its budget is free."""
+        self._queued.pop(call_id, None)
+        self._unsent.pop(call_id, None)
+
+    def start_copies(self) -> None:
+        """Start as many copies as the budget allows, the calls taking turns."""
+        progressing = True
+        while progressing:
+            progressing = False
+            for call_id, pieces in list(self._queued.items()):
+                if not pieces:
+                    del self._queued[call_id]
+                elif self._may_copy(call_id, pieces[0].num_bytes):
+                    self._copy(pieces.popleft())
+                    progressing = True
+
+    def poll(self) -> list[SentPiece]:
+        """The segments whose copies have ended, in order."""
+        sent = []
+        while self._copying and self._copying[0].done.is_done():
+            copy = self._copying.popleft()
+            piece = copy.piece
+            if piece.prompt not in self._num_pieces:
+                if piece.prompt.call_id in self._unsent:
+                    self.return_budget(piece.prompt.call_id, piece.num_bytes)
+                continue
+            self._num_pieces[piece.prompt] -= 1
+            if copy.scope.error is not None:
+                sent.append(SentPiece(piece.prompt, None, copy.scope.error))
+                continue
+            sent.append(SentPiece(piece.prompt, _segment(piece, copy.payload.get()), None))
+        return sent
+
+    def close(self, timeout_s: float) -> None:
+        self._stream.close(timeout_s)
+
+    def _may_copy(self, call_id: str, num_bytes: int) -> bool:
+        unsent = self.unsent_bytes
+        if unsent + num_bytes > self._budget_bytes:
+            return unsent == 0
+        mine = self._unsent.get(call_id, 0)
+        share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
+        return mine == 0 or mine + num_bytes <= share
+
+    def _copy(self, piece: _Piece) -> None:
+        scope = Scope(f"send {piece.prompt.row.request_id}")
+        payload: Cell[torch.Tensor] = Cell()
+
+        def copy_out() -> None:
+            buffer = self._pool.buffers[piece.group.name]
+            layers = buffer[piece.layer_start : piece.layer_start + piece.num_layers]
+            slots = torch.tensor(
+                piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens], dtype=torch.int64
+            )
+            gathered = layers.index_select(2, self._device.to_device(slots))
+            payload.set(self._device.to_host(gathered.view(torch.uint8)))
+
+        self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
+        self._stream.wait(piece.computed)
+        self._stream.enqueue(copy_out, scope)
+        done = self._stream.record(scope)
+        piece.lease.use_until(done)
+        self._copying.append(_Copy(piece, scope, payload, done))
+
+    def _set_unsent(self, call_id: str, num_bytes: int) -> None:
+        if num_bytes:
+            self._unsent[call_id] = num_bytes
+        else:
+            self._unsent.pop(call_id, None)
+
+
+def segment_shape(group: LayerGroupSpec, max_segment_bytes: int) -> tuple[int, int]:
+    """(layers, tokens) of the largest segment: all layers of as many tokens as fit, else one token of fewer layers."""
+    num_tokens = max_segment_bytes // group.token_bytes
+    if num_tokens:
+        return group.num_layers, num_tokens
+    return max(1, max_segment_bytes // group.layer_token_bytes), 1
+
+
+def _segment(piece: _Piece, payload: torch.Tensor) -> KvSegment:
+    return KvSegment(
+        row=piece.prompt.index,
+        layer_group=piece.group.name,
+        layer_start=piece.layer_start,
+        num_layers=piece.num_layers,
+        token_start=piece.token_start,
+        num_tokens=piece.num_tokens,
+        payload=payload.numpy().tobytes(),
+    )
