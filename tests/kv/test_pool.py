@@ -1,0 +1,189 @@
+"""Rows and slots are conserved whatever happens, and nothing in use is given out again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool, LeaseState, RowLease
+
+MAX_ROWS = 4
+MAX_TOKENS = 24
+
+
+class ManualEvent:
+    """An event that a test completes by hand."""
+
+    error: BaseException | None = None
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def complete(self) -> None:
+        self._is_done = True
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def synchronize(self, timeout_s: float) -> None:
+        assert self._is_done, "the test waits on an event it has not completed"
+
+
+def make_pool(*, max_rows: int = MAX_ROWS, max_kv_tokens: int = MAX_TOKENS) -> KvPool:
+    group = LayerGroupSpec(name="target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
+    return KvPool(
+        groups=[group],
+        max_rows=max_rows,
+        max_kv_tokens=max_kv_tokens,
+        max_tokens_per_row=max_kv_tokens,
+        torch_device=torch.device("cpu"),
+    )
+
+
+def grow(pool: KvPool, lease: RowLease) -> bool:
+    slots = pool.grow_each([lease])
+    if slots is None:
+        return False
+    row = torch.tensor([lease.row])
+    pool.rows.write_one_each(row, torch.tensor([lease.num_tokens - 1]), torch.tensor(slots))
+    return True
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Reserve, grow, use, release, complete and reclaim in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool()
+        self.held: list[RowLease] = []
+        self.released: list[RowLease] = []
+        self.events: list[ManualEvent] = []
+        self.used_until: dict[int, list[ManualEvent]] = {}
+
+    @rule(num_tokens=st.integers(0, MAX_TOKENS))
+    def reserve(self, num_tokens: int) -> None:
+        fits = num_tokens <= self.pool.num_free_slots and self.pool.num_free_rows > 0
+        lease = self.pool.reserve(num_tokens)
+        assert (lease is not None) == fits
+        if lease is None:
+            return
+        still_used = [event for event in self.used_until.pop(lease.row, []) if not event.is_done()]
+        assert not still_used, f"row {lease.row} was given out while a forward may use it"
+        in_use = {slot for other in (*self.held, *self.released) if not self.is_free(other) for slot in other.slots}
+        assert not in_use & set(lease.slots)
+        self.held.append(lease)
+
+    @staticmethod
+    def is_free(lease: RowLease) -> bool:
+        return lease.state is LeaseState.FREE
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.held))
+        before = list(lease.slots)
+        had_room = self.pool.num_free_slots > 0
+        assert grow(self.pool, lease) == had_room
+        assert lease.slots[: len(before)] == before, "a live row's table only grows"
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def launch(self, data: st.DataObject) -> None:
+        event = ManualEvent()
+        self.events.append(event)
+        for lease in data.draw(st.lists(st.sampled_from(self.held), unique=True, min_size=1)):
+            lease.use_until(event)
+            self.used_until.setdefault(lease.row, []).append(event)
+
+    @precondition(lambda self: self.events)
+    @rule()
+    def complete_oldest(self) -> None:
+        self.events.pop(0).complete()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.held))
+        self.held.remove(lease)
+        self.released.append(lease)
+        self.pool.release(lease)
+        self.pool.release(lease)
+
+    @rule()
+    def reclaim(self) -> None:
+        self.pool.reclaim()
+
+    @invariant()
+    def conserved(self) -> None:
+        self.pool.check_conservation()
+        for counts in (self.pool.row_counts(), self.pool.slot_counts()):
+            parts = counts.free + counts.reserved + counts.transferring + counts.running + counts.quarantined
+            assert parts == counts.total
+
+    def teardown(self) -> None:
+        for lease in self.held:
+            self.pool.release(lease)
+        for event in self.events:
+            event.complete()
+        self.pool.reclaim()
+        assert self.pool.row_counts().free == MAX_ROWS
+        assert self.pool.slot_counts().free == MAX_TOKENS
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_released_row_is_quarantined_until_its_last_event() -> None:
+    pool = make_pool(max_rows=1)
+    first = pool.reserve(3)
+    assert first is not None
+    landing, forward = ManualEvent(), ManualEvent()
+    first.use_until(landing)
+    first.use_until(forward)
+    pool.release(first)
+    assert pool.reclaim() == 0
+    assert pool.reserve(1) is None
+    landing.complete()
+    assert pool.reclaim() == 0
+    forward.complete()
+    assert pool.reclaim() == 1
+    assert pool.reserve(1) is not None
+
+
+def test_padding_row_and_slot_are_never_given_out() -> None:
+    pool = make_pool()
+    leases = [pool.reserve(MAX_TOKENS // MAX_ROWS) for _ in range(MAX_ROWS)]
+    assert all(lease is not None and lease.row != 0 and 0 not in lease.slots for lease in leases)
+    assert pool.num_free_rows == 0 and pool.num_free_slots == 0
+
+
+def test_a_lost_slot_is_found() -> None:
+    pool = make_pool()
+    lease = pool.reserve(4)
+    assert lease is not None
+    lease.slots.pop()
+    with pytest.raises(AssertionError, match="slots are lost"):
+        pool.check_conservation()
+
+
+def test_a_slot_held_twice_is_found() -> None:
+    pool = make_pool()
+    first, second = pool.reserve(2), pool.reserve(2)
+    assert first is not None and second is not None
+    second.slots[0] = first.slots[0]
+    with pytest.raises(AssertionError, match="held twice"):
+        pool.check_conservation()
+
+
+def test_a_table_that_lost_an_entry_is_found() -> None:
+    pool = make_pool()
+    lease = pool.reserve(3)
+    assert lease is not None
+    pool.rows.req_to_token[lease.row, 1] = 0
+    with pytest.raises(AssertionError, match="table disagrees"):
+        pool.check_conservation()
