@@ -1,0 +1,219 @@
+"""Drawing tokens: each rule against an independent reference, and noise keyed by the request alone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from common.model.noise import gumbel_noise, row_keys
+from common.model.sampling import Sampled, sample, shape_logits
+from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
+
+VOCAB = 50
+CPU = torch.device("cpu")
+
+
+def params(**options: object) -> ResolvedSampling:
+    return ResolvedSampling(**{"seed": 7, "max_tokens": 64, **options})  # type: ignore[arg-type]
+
+
+def state_of(*seeds: RowSeed) -> SamplingState:
+    state = SamplingState(max_rows=64, vocab_size=VOCAB, torch_device=CPU)
+    state.reset(seeds)
+    return state
+
+
+def draw(
+    logits: Tensor, requests: list[ResolvedSampling], positions: list[int], rows: list[int] | None = None
+) -> Sampled:
+    rows = rows or list(range(1, len(requests) + 1))
+    state = state_of(*(RowSeed(row, request, 0, (1,), 1) for row, request in zip(rows, requests, strict=True)))
+    return sample(logits.clone(), torch.tensor(rows), torch.tensor(positions), state, SamplingBatch.of(requests))
+
+
+def random_logits(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_greedy_takes_the_most_likely_token() -> None:
+    logits = random_logits(4)
+    assert torch.equal(draw(logits, [params(temperature=0.0)] * 4, [9] * 4).token_ids, logits.argmax(1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 12, "top_p": 0.8, "min_p": 0.05}],
+    ids=str,
+)
+def test_draws_follow_the_exact_distribution(options: dict[str, float]) -> None:
+    logits = random_logits(1, seed=3)
+    num_draws = 40_000
+    request = params(**options)
+    state = state_of(RowSeed(1, request, 0, (1,), 1))
+    batch = SamplingBatch.of([request] * num_draws)
+    drawn = sample(
+        logits.expand(num_draws, VOCAB).clone(),
+        torch.ones(num_draws, dtype=torch.int64),
+        torch.arange(num_draws),
+        state,
+        batch,
+    )
+    expected = reference_distribution(logits.double(), options)[0].numpy() * num_draws
+    counts = np.bincount(drawn.token_ids.numpy(), minlength=VOCAB)
+    assert counts[expected == 0].sum() == 0, "a token outside the filters was drawn"
+    often = expected >= 5
+    rest = expected[~often].sum()
+    observed = np.append(counts[often], counts[~often].sum()) if rest > 0 else counts[often]
+    wanted = np.append(expected[often], rest) if rest > 0 else expected[often]
+    assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-6
+
+
+def reference_distribution(logits: Tensor, options: dict[str, float]) -> Tensor:
+    """transformers' own warpers, in the documented order."""
+    scores = logits / options.get("temperature", 1.0)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    if "top_k" in options:
+        scores = TopKLogitsWarper(int(options["top_k"]))(ids, scores)
+    if "top_p" in options:
+        scores = TopPLogitsWarper(options["top_p"])(ids, scores)
+    if "min_p" in options:
+        scores = MinPLogitsWarper(options["min_p"])(ids, scores)
+    return scores.softmax(-1)
+
+
+def test_the_same_request_draws_the_same_token_at_any_row_and_in_any_batch() -> None:
+    logits = random_logits(1, seed=5)
+    request = params(seed=123)
+    alone = [int(draw(logits, [request], [p], rows=[1]).token_ids[0]) for p in range(40)]
+    crowd = [params(seed=s, temperature=0.5 if s % 3 else 0.0) for s in range(15)]
+    for place in (0, 8, 15):
+        requests = [*crowd[:place], request, *crowd[place:]]
+        rows = list(reversed(range(20, 36)))
+        many = random_logits(16, seed=6)
+        many[place] = logits[0]
+        together = [int(draw(many, requests, [p] * 16, rows=rows).token_ids[place]) for p in range(40)]
+        assert together == alone
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("changed", ["seed", "choice", "position"])
+def test_noise_differs_when_any_part_of_its_key_differs(changed: str) -> None:
+    one, two = torch.tensor([1]), torch.tensor([2])
+    base = row_keys(one, one, one)
+    other = row_keys(
+        two if changed == "seed" else one, two if changed == "choice" else one, two if changed == "position" else one
+    )
+    tokens = torch.arange(10_000)
+    first, second = gumbel_noise(base, tokens)[0], gumbel_noise(other, tokens)[0]
+    assert abs(float(np.corrcoef(first.numpy(), second.numpy())[0, 1])) < 0.05
+    assert not torch.equal(first, second)
+
+
+def test_noise_is_standard_gumbel_and_finite() -> None:
+    noise = gumbel_noise(
+        row_keys(torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.arange(8)), torch.arange(50_000)
+    )
+    assert torch.isfinite(noise).all()
+    assert stats.kstest(noise.flatten().double().numpy(), "gumbel_r").pvalue > 1e-6
+
+
+def test_noise_of_a_subset_of_the_vocabulary_is_that_subset_of_the_noise() -> None:
+    keys = row_keys(torch.tensor([9, 10]), torch.zeros(2, dtype=torch.int64), torch.tensor([4, 4]))
+    subset = torch.tensor([3, 17, 40])
+    assert torch.equal(gumbel_noise(keys, torch.arange(VOCAB))[:, subset], gumbel_noise(keys, subset))
+
+
+def test_a_64_bit_seed_is_used_whole() -> None:
+    logits = torch.zeros(1, VOCAB)
+    seeds = [1, 1 + (1 << 40), 1 + (1 << 63)]
+    runs = {tuple(int(draw(logits, [params(seed=s)], [p]).token_ids[0]) for p in range(30)) for s in seeds}
+    assert len(runs) == 3
+
+
+def shaped(logits: Tensor, request: ResolvedSampling, token_ids: tuple[int, ...], prompt_len: int) -> Tensor:
+    state = state_of(RowSeed(1, request, 0, token_ids, prompt_len))
+    position = torch.tensor([len(token_ids)])
+    return shape_logits(logits.clone(), torch.tensor([1]), position, state, SamplingBatch.of([request]))
+
+
+def test_repetition_penalty_counts_prompt_and_output() -> None:
+    logits = random_logits(1)
+    expected = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[1, 2, 3, 3]]), logits.clone())
+    assert torch.allclose(shaped(logits, params(repetition_penalty=1.4), (1, 2, 3, 3), 2), expected)
+
+
+def test_presence_and_frequency_penalties_count_output_only() -> None:
+    logits = random_logits(1)
+    out = shaped(logits, params(presence_penalty=0.5, frequency_penalty=0.25), (1, 2, 3, 3), 2)
+    expected = logits.clone()
+    expected[0, 3] -= 0.5 + 2 * 0.25
+    assert torch.allclose(out, expected)
+
+
+def test_drawn_tokens_are_counted() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 1.0
+    request = params(temperature=0.0, frequency_penalty=0.75)
+    state = state_of(RowSeed(1, request, 0, (1,), 1))
+    row, batch = torch.tensor([1]), SamplingBatch.of([request])
+    drawn = [int(sample(logits.clone(), row, torch.tensor([p]), state, batch).token_ids[0]) for p in range(1, 4)]
+    assert drawn[0] == drawn[1] == 4
+    assert drawn[2] != 4
+
+
+def test_logit_bias_moves_only_its_tokens() -> None:
+    logits = random_logits(1)
+    out = shaped(logits, params(logit_bias=((2, -100.0), (5, 1.5))), (1,), 1)
+    expected = logits.clone()
+    expected[0, 2] -= 100.0
+    expected[0, 5] += 1.5
+    assert torch.allclose(out, expected)
+
+
+def test_end_tokens_cannot_be_drawn_before_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 9]] = 5.0
+    request = params(min_tokens=2, eos_token_ids=(3,), stop_token_ids=(9,))
+    for num_output, is_blocked in ((0, True), (1, True), (2, False)):
+        out = shaped(logits, request, (1,) * (4 + num_output), 4)
+        assert bool(torch.isinf(out[0, [3, 9]]).all()) == is_blocked
+        assert torch.isfinite(out[0, 4])
+
+
+def test_logprobs_are_of_the_unmodified_distribution() -> None:
+    logits = random_logits(3)
+    requests = [params(), params(num_logprobs=3, temperature=0.1, logit_bias=((1, 50.0),)), params(num_logprobs=0)]
+    drawn = draw(logits, requests, [5, 5, 5])
+    expected = logits.log_softmax(-1)
+    assert drawn.logprobs is not None and drawn.top_ids is not None and drawn.top_logprobs is not None
+    assert int(drawn.token_ids[1]) == 1
+    assert torch.allclose(drawn.logprobs, expected[[1, 2], drawn.token_ids[1:]])
+    assert torch.allclose(drawn.top_logprobs[0], expected[1].topk(3).values)
+    assert drawn.top_ids[0].tolist() == expected[1].topk(3).indices.tolist()
+
+
+def test_logits_without_a_finite_value_are_reported() -> None:
+    logits = random_logits(2)
+    logits[1] = math.nan
+    assert draw(logits, [params(), params(temperature=0.0)], [3, 3]).is_invalid.tolist() == [False, True]
+
+
+def test_a_reused_row_remembers_nothing() -> None:
+    logits = random_logits(1)
+    state = state_of(RowSeed(1, params(repetition_penalty=2.0, logit_bias=((3, 9.0),)), 0, (1, 2, 3), 1))
+    second = params(repetition_penalty=1.5, logit_bias=((4, 1.0),))
+    state.reset([RowSeed(1, second, 0, (7,), 1)])
+    out = shape_logits(logits.clone(), torch.tensor([1]), torch.tensor([1]), state, SamplingBatch.of([second]))
+    assert torch.allclose(out, shaped(logits, second, (7,), 1))
