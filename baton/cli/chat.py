@@ -1,0 +1,70 @@
+"""`baton chat`: a conversation, streamed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from baton.cli import options
+from baton.cli.output import reported_errors, text_console
+from baton.cli.stream import show
+from baton.client import Client
+from baton.requests import ChatMessage
+
+
+def chat(
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    max_tokens: options.MaxTokens = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    address: options.Address = options.DEFAULT_ADDRESS,
+    use_tls: options.UseTls = False,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    server_name: options.ServerName = None,
+    as_json: options.Json = False,
+) -> None:
+    """Talk with the model. One line is one message; /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    first = [] if system is None else [ChatMessage("system", system)]
+    messages = list(first)
+    console = text_console()
+    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
+    with reported_errors(as_json), Client(address, tls=tls) as client:
+        while (line := _read_line()) is not None and line != "/exit":
+            if line == "/reset":
+                messages = list(first)
+                continue
+            if not line:
+                continue
+            asked = [*messages, ChatMessage("user", line)]
+            events = client.generate(
+                chat=asked,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                seed=seed,
+                max_tokens=max_tokens,
+                repetition_penalty=repetition_penalty,
+            )
+            try:
+                shown = show(events, as_json=as_json)
+            except KeyboardInterrupt:
+                console.print("(stopped; this turn is forgotten)", style="dim")
+                continue
+            messages = [*asked, ChatMessage("assistant", shown.completion.text)]
+
+
+def _read_line() -> str | None:
+    """None at the end of the input."""
+    if sys.stdin.isatty():
+        text_console().print("you> ", end="", style="bold")
+    line = sys.stdin.readline()
+    return line.strip() if line else None

@@ -1,0 +1,84 @@
+"""`baton generate`: one prompt, streamed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from baton.cli import options
+from baton.cli.output import reported_errors, text_console
+from baton.cli.stream import show
+from baton.client import Client
+from baton.requests import ChatMessage
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help='The prompt; "-" reads standard input.')] = None,
+    token_ids: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's chat message.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
+    generated_token_ids: Annotated[
+        str | None, typer.Option(help="Output that an earlier stream delivered: go on after it.")
+    ] = None,
+    request_id: Annotated[str | None, typer.Option()] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    max_tokens: options.MaxTokens = None,
+    min_tokens: options.MinTokens = None,
+    stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    logit_bias: options.LogitBias = None,
+    logprobs: options.Logprobs = None,
+    address: options.Address = options.DEFAULT_ADDRESS,
+    use_tls: options.UseTls = False,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    server_name: options.ServerName = None,
+    as_json: options.Json = False,
+) -> None:
+    """Stream the answer to a prompt."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    messages = None
+    if (chat or system is not None) and text is not None:
+        messages = [ChatMessage("user", text)]
+        if system is not None:
+            messages.insert(0, ChatMessage("system", system))
+    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
+    with reported_errors(as_json), Client(address, tls=tls) as client:
+        events = client.generate(
+            text if messages is None else None,
+            chat=messages,
+            token_ids=options.parse_token_ids(token_ids, "--token-ids"),
+            generated_token_ids=options.parse_token_ids(generated_token_ids, "--generated-token-ids") or (),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=options.parse_logit_bias(logit_bias),
+            logprobs=logprobs,
+        )
+        shown = show(events, as_json=as_json)
+    if not as_json:
+        text_console().print(shown.summary(), style="dim")

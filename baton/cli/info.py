@@ -1,0 +1,48 @@
+"""`baton info`: the model and the load of a running decode service."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli import options
+from baton.cli.load_table import pool_text
+from baton.cli.output import print_json, reported_errors
+from baton.client import Client
+from baton.server_info import InferenceLoad, ModelInfo
+
+
+def info(
+    address: options.Address = options.DEFAULT_ADDRESS,
+    use_tls: options.UseTls = False,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    server_name: options.ServerName = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show which model is served, by which prefill replicas, and the load."""
+    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
+    with reported_errors(as_json), Client(address, tls=tls) as client:
+        model, load = client.model_info(), client.load()
+    if as_json:
+        print_json("info", address=address, model=model, load=load)
+    else:
+        _print_table(model, load)
+
+
+def _print_table(model: ModelInfo, load: InferenceLoad) -> None:
+    table = Table(show_header=False, box=None)
+    table.add_row("model", f"{model.model} ({model.architecture})")
+    table.add_row("runs on", f"{model.device}, {model.dtype}")
+    table.add_row("context", f"{model.max_context_tokens} tokens, vocabulary {model.vocab_size}")
+    for group, num_bytes in model.layer_groups.items():
+        table.add_row(f"KV ({group})", f"{num_bytes} bytes per token")
+    table.add_row("version", model.version)
+    table.add_row("rows", pool_text(load.rows))
+    table.add_row("slots", pool_text(load.slots))
+    table.add_row("requests", f"{load.num_running} running, {load.num_queued} queued")
+    for replica in load.prefill_replicas:
+        state = "ready" if replica.is_ready else f"not ready: {replica.reason}"
+        table.add_row("prefill", f"{replica.address} {state}, {replica.num_rows} rows")
+    Console(highlight=False, markup=False).print(table)

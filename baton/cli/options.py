@@ -1,0 +1,90 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.client import Tls
+
+DEFAULT_ADDRESS = "127.0.0.1:50052"
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+Address = Annotated[
+    str, typer.Option("--address", "-a", envvar="BATON_ADDRESS", help="HOST:PORT of the decode service.")
+]
+
+_TLS = "Connection"
+UseTls = Annotated[bool, typer.Option("--tls", help="Use TLS.", rich_help_panel=_TLS)]
+CaFile = Annotated[Path | None, typer.Option(help="Trust these roots (PEM).", rich_help_panel=_TLS)]
+CertFile = Annotated[Path | None, typer.Option(help="Certificate for mutual TLS (PEM).", rich_help_panel=_TLS)]
+KeyFile = Annotated[Path | None, typer.Option(help="Key of --cert-file (PEM).", rich_help_panel=_TLS)]
+ServerName = Annotated[str | None, typer.Option(help="Name in the server's certificate.", rich_help_panel=_TLS)]
+
+_SAMPLING = "Sampling"
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
+TopK = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
+MinP = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
+Seed = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
+MaxTokens = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
+MinTokens = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", rich_help_panel=_SAMPLING)]
+StopTokenIds = Annotated[
+    list[int] | None, typer.Option("--stop-token-id", help="Repeatable.", rich_help_panel=_SAMPLING)
+]
+IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING)]
+RepetitionPenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
+PresencePenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
+FrequencyPenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ID=VALUE", help="Added to a token's logit; repeatable.", rich_help_panel=_SAMPLING),
+]
+Logprobs = Annotated[
+    int | None, typer.Option(help="Report log-probabilities and this many alternatives.", rich_help_panel=_SAMPLING)
+]
+
+_PAIR = "Services"
+Model = Annotated[str, typer.Option(help='"demo", a directory, a hub id or a GGUF file.', rich_help_panel=_PAIR)]
+NumPrefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processes.", rich_help_panel=_PAIR)]
+NumDecode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.", rich_help_panel=_PAIR)]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", rich_help_panel=_PAIR)]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=_PAIR)]
+PrefillArgs = Annotated[
+    list[str] | None,
+    typer.Option("--prefill-arg", help="Passed to prefill services, as --prefill-arg=--flag=value; repeatable."),
+]
+DecodeArgs = Annotated[
+    list[str] | None,
+    typer.Option("--decode-arg", help="Passed to decode services, as --decode-arg=--flag=value; repeatable."),
+]
+
+
+def tls_options(
+    use_tls: bool, ca_file: Path | None, cert_file: Path | None, key_file: Path | None, server_name: str | None
+) -> Tls | None:
+    """TLS when asked for, or when any of its files is given."""
+    if not (use_tls or ca_file or cert_file or key_file):
+        return None
+    return Tls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
+
+
+def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:
+    if not entries:
+        return None
+    try:
+        return {int(token_id): float(value) for token_id, value in (entry.split("=") for entry in entries)}
+    except ValueError:
+        raise typer.BadParameter("give ID=VALUE", param_hint="--logit-bias") from None
+
+
+def parse_token_ids(text: str | None, flag: str) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(token_id) for token_id in text.split(",") if token_id.strip()]
+    except ValueError:
+        raise typer.BadParameter("give numbers with commas between them", param_hint=flag) from None

@@ -1,0 +1,62 @@
+"""What commands print: text for people, or one JSON object a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from baton.errors import BatonError
+
+
+def print_json(event: str, **fields: Any) -> None:
+    """One line on standard output, written at once."""
+    print(json.dumps({"event": event, **fields}, default=_plain, ensure_ascii=False), flush=True)
+
+
+def print_event(value: Any) -> None:
+    """A dataclass as one line; its type's name is the event."""
+    print_json(type(value).__name__.lower(), **dataclasses.asdict(value))
+
+
+def text_console() -> Console:
+    """Everything that is not the answer itself goes to standard error, so that answers can be piped."""
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def reported_errors(as_json: bool) -> Iterator[None]:
+    """Ends the command with status 1 on a BatonError, which is printed without a traceback."""
+    try:
+        yield
+    except BatonError as error:
+        if as_json:
+            print_json(
+                "error",
+                code=error.code.name,
+                reason=error.reason,
+                metadata=error.metadata,
+                message=str(error),
+            )
+        else:
+            sys.stdout.flush()
+            text_console().print(f"{error.code.name}: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    raise TypeError(f"cannot print {type(value).__name__} as JSON")

@@ -1,0 +1,59 @@
+"""Shows one generation while it runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from baton.cli.output import print_event
+from baton.client import EventStream
+from baton.client.event_order import CompletionBuilder
+from baton.events import Completion, Delta, Event, Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A generation that was shown to its end. Times are the client's; `ttft_s` is None without a token."""
+
+    completion: Completion
+    ttft_s: float | None
+    wall_s: float
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first, over the seconds since the first."""
+        if self.ttft_s is None or self.wall_s <= self.ttft_s:
+            return 0.0
+        return (len(self.completion.token_ids) - 1) / (self.wall_s - self.ttft_s)
+
+    def summary(self) -> str:
+        tokens = len(self.completion.token_ids)
+        ttft = "no token" if self.ttft_s is None else f"first after {self.ttft_s:.3f} s"
+        return (
+            f"{tokens} tokens ({self.completion.finish_reason.value}), {ttft}, {self.decode_tokens_per_s:.1f} tokens/s"
+        )
+
+
+def show(events: EventStream, *, as_json: bool) -> Shown:
+    """Print text as it arrives, or every event as a JSON line."""
+    start_s = time.perf_counter()
+    ttft_s: float | None = None
+    builder = CompletionBuilder()
+    completion: Completion | None = None
+    with events:
+        for event in events:
+            if ttft_s is None and isinstance(event, Delta) and event.token_ids:
+                ttft_s = time.perf_counter() - start_s
+            _print(event, as_json)
+            completion = builder.add(event) or completion
+    assert completion is not None  # EventStream ends without Finished only by raising
+    return Shown(completion, ttft_s, time.perf_counter() - start_s)
+
+
+def _print(event: Event, as_json: bool) -> None:
+    if as_json:
+        print_event(event)
+    elif isinstance(event, Delta):
+        print(event.text, end="", flush=True)
+    elif isinstance(event, Finished):
+        print(flush=True)

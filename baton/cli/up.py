@@ -1,0 +1,117 @@
+"""`baton up`: a pair on this machine."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from baton.cli import options
+from baton.cli.load_table import LoadReader, load_table
+from baton.cli.output import print_json, reported_errors, text_console
+from baton.cli.prepare_model import prepare_model
+from baton.errors import BatonError
+from baton.local_pair import LocalPair, Phase
+from baton.service_process import ServiceProcess
+
+_TUNING = "Tuning"
+
+
+def up(
+    model: options.Model = "demo",
+    num_prefill: options.NumPrefill = 1,
+    num_decode: options.NumDecode = 1,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    chunk_tokens: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
+    max_rows: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
+    max_kv_tokens: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
+    num_threads: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
+    overlap: Annotated[bool | None, typer.Option("--overlap/--no-overlap", rich_help_panel=_TUNING)] = None,
+    prefill_args: options.PrefillArgs = None,
+    decode_args: options.DecodeArgs = None,
+    prefill_config: Annotated[Path | None, typer.Option(help="YAML file for prefill services.")] = None,
+    decode_config: Annotated[Path | None, typer.Option(help="YAML file for decode services.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the services' logs here.")] = None,
+    start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 300.0,
+    stop_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to drain, for each kind of service.")] = 30.0,
+    refresh_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the load.")] = 1.0,
+    as_json: options.Json = False,
+) -> None:
+    """Start prefill and decode services here, and keep them until Ctrl-C."""
+    shared = _flags(max_rows=max_rows, max_kv_tokens=max_kv_tokens, num_threads=num_threads)
+    overlap_flag = [] if overlap is None else ["--overlap" if overlap else "--no-overlap"]
+    console = text_console()
+
+    def on_phase(service: ServiceProcess, phase: Phase) -> None:
+        if as_json:
+            print_json("phase", name=service.name, address=service.address, phase=phase)
+        else:
+            console.print(f"{service.name} ({service.address}) is {phase.value}")
+
+    with reported_errors(as_json):
+        prepare_model(model, as_json=as_json)
+        pair = LocalPair(
+            model=model,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            device=device,
+            dtype=dtype,
+            prefill_args=[*shared, *_flags(chunk_tokens=chunk_tokens), *(prefill_args or ())],
+            decode_args=[*shared, *overlap_flag, *(decode_args or ())],
+            prefill_config=prefill_config,
+            decode_config=decode_config,
+            log_dir=log_dir,
+            start_timeout_s=start_timeout_s,
+            stop_timeout_s=stop_timeout_s,
+            on_phase=on_phase,
+        )
+        try:
+            with pair, LoadReader(pair) as loads:
+                if as_json:
+                    _follow_as_json(pair, loads, refresh_s)
+                else:
+                    _follow(pair, loads, refresh_s)
+        except KeyboardInterrupt:
+            pass  # how `up` is meant to end; the pair has been stopped
+    if as_json:
+        print_json("stopped")
+    else:
+        console.print("stopped")
+
+
+def _follow(pair: LocalPair, loads: LoadReader, refresh_s: float) -> None:
+    console = text_console()
+    console.print(f"logs: {pair.log_dir}", style="dim")
+    console.print(f"ready: baton generate --chat --address {pair.decode_addresses[0]} 'Hello'   (Ctrl-C stops)")
+    addresses = {service.name: service.address for service in pair.services}
+    idle = threading.Event()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            pair.check()
+            live.update(load_table(addresses, loads.read()), refresh=console.is_terminal)
+            idle.wait(refresh_s)
+
+
+def _follow_as_json(pair: LocalPair, loads: LoadReader, refresh_s: float) -> None:
+    services = [
+        {"name": each.name, "role": each.role, "address": each.address, "pid": each.pid, "log": each.log_file}
+        for each in pair.services
+    ]
+    print_json("ready", prefill=pair.prefill_addresses, decode=pair.decode_addresses, services=services)
+    idle = threading.Event()
+    while True:
+        pair.check()
+        for name, load in loads.read().items():
+            if isinstance(load, BatonError):
+                print_json("load", name=name, error=str(load))
+            else:
+                print_json("load", name=name, load=load)
+        idle.wait(refresh_s)
+
+
+def _flags(**values: object) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]

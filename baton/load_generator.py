@@ -1,0 +1,183 @@
+"""Sends requests to decode services and measures what comes back, as a client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.events import Delta, Finished, Timings
+
+FIRST_PROMPT_TOKEN_ID = 100  # below it, vocabularies keep their special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`num_requests` greedy requests of fixed lengths, at most `concurrency` of them at a time."""
+
+    concurrency: int
+    num_requests: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    prompt_seed: int = 0
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """Random token ids: no two requests share a prefix."""
+        random_numbers = random.Random(self.prompt_seed)
+        first = min(FIRST_PROMPT_TOKEN_ID, vocab_size - 1)
+        return [
+            [random_numbers.randrange(first, vocab_size) for _ in range(self.num_prompt_tokens)]
+            for _ in range(self.num_requests)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request by the client's clock. `token_times_s` holds every token's arrival, tokens of one delta alike."""
+
+    sent_s: float
+    token_times_s: tuple[float, ...]
+    ended_s: float
+    timings: Timings | None
+    error: BatonError | None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0] - self.sent_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one workload measured. Rates count tokens of requests that succeeded.
+
+    `decode_tokens_per_s` leaves out first tokens and counts from the earliest first token to the last token.
+    `handoff_mb_per_s` is the KV of a request over its prefill and transfer seconds (KV leaves while the prompt is still
+    being computed), the median over requests; `exposed_transfer_s` is what the transfer adds after the prefill's end.
+    """
+
+    concurrency: int
+    num_requests: int
+    num_failed: int
+    num_tokens: int
+    wall_s: float
+    tokens_per_s: float
+    decode_tokens_per_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    inter_token_p50_s: float
+    inter_token_p99_s: float
+    kv_bytes: int
+    handoff_mb_per_s: float
+    exposed_transfer_p50_s: float
+    exposed_transfer_p99_s: float
+    first_error: str | None
+
+
+async def run_workload(
+    clients: Sequence[AsyncClient],
+    workload: Workload,
+    *,
+    vocab_size: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[RequestRecord]:
+    """Run `workload`, its requests spread over `clients` in turn. Failures are recorded, not raised."""
+    turns = zip(itertools.cycle(clients), workload.prompts(vocab_size), strict=False)
+
+    async def send_in_turn() -> list[RequestRecord]:
+        return [
+            await _send(client, token_ids, workload.num_new_tokens, clock)
+            for client, token_ids in turns  # shared: every sender takes the next one
+        ]
+
+    per_sender = await asyncio.gather(*(send_in_turn() for _ in range(workload.concurrency)))
+    return sorted(itertools.chain.from_iterable(per_sender), key=lambda record: record.sent_s)
+
+
+async def _send(
+    client: AsyncClient, token_ids: Sequence[int], num_new_tokens: int, clock: Callable[[], float]
+) -> RequestRecord:
+    sent_s = clock()
+    token_times_s: list[float] = []
+    timings: Timings | None = None
+    error: BatonError | None = None
+    try:
+        events = client.generate(token_ids=token_ids, max_tokens=num_new_tokens, temperature=0.0, ignore_eos=True)
+        async with events:
+            async for event in events:
+                match event:
+                    case Delta():
+                        token_times_s.extend([clock()] * len(event.token_ids))
+                    case Finished():
+                        timings = event.timings
+    except BatonError as caught:
+        error = caught
+    return RequestRecord(sent_s, tuple(token_times_s), clock(), timings, error)
+
+
+def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadReport:
+    """Raises ValueError when there is no record. Figures that no request can give are 0."""
+    if not records:
+        raise ValueError("no request was sent")
+    done = [record for record in records if record.error is None and record.token_times_s]
+    errors = [record.error for record in records if record.error is not None]
+    wall_s = max(record.ended_s for record in records) - min(record.sent_s for record in records)
+    num_tokens = sum(len(record.token_times_s) for record in done)
+    decode_s = (
+        max(record.token_times_s[-1] for record in done) - min(record.token_times_s[0] for record in done)
+        if done
+        else 0.0
+    )
+    ttft_s = [record.ttft_s for record in done]
+    gaps_s = [gap for record in done for gap in _gaps_s(record.token_times_s)]
+    timings = [record.timings for record in done if record.timings is not None]
+    handoff_rates = [
+        each.kv_bytes / (each.prefill_s + each.transfer_s) / 1e6
+        for each in timings
+        if each.prefill_s + each.transfer_s > 0
+    ]
+    transfers_s = [each.transfer_s for each in timings]
+    return LoadReport(
+        concurrency=workload.concurrency,
+        num_requests=len(records),
+        num_failed=len(records) - len(done),
+        num_tokens=num_tokens,
+        wall_s=wall_s,
+        tokens_per_s=_rate(num_tokens, wall_s),
+        decode_tokens_per_s=_rate(num_tokens - len(done), decode_s),
+        ttft_p50_s=percentile(ttft_s, 50),
+        ttft_p99_s=percentile(ttft_s, 99),
+        inter_token_p50_s=percentile(gaps_s, 50),
+        inter_token_p99_s=percentile(gaps_s, 99),
+        kv_bytes=sum(each.kv_bytes for each in timings),
+        handoff_mb_per_s=percentile(handoff_rates, 50),
+        exposed_transfer_p50_s=percentile(transfers_s, 50),
+        exposed_transfer_p99_s=percentile(transfers_s, 99),
+        first_error=str(errors[0]) if errors else None,
+    )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of the values do not exceed; 0 without values."""
+    if not values:
+        return 0.0
+    rank = -(-len(values) * percent // 100)
+    return sorted(values)[max(0, int(rank) - 1)]
+
+
+def _gaps_s(token_times_s: Sequence[float]) -> list[float]:
+    """Seconds between tokens; tokens that arrive together share their delta's gap evenly."""
+    arrivals = [(time_s, len(list(group))) for time_s, group in itertools.groupby(token_times_s)]
+    return [
+        (time_s - previous_s) / count
+        for (previous_s, _), (time_s, count) in itertools.pairwise(arrivals)
+        for _ in range(count)
+    ]
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
