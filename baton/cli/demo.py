@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from importlib import resources
 from typing import Annotated
 
 import typer
 
 from baton.cli import options
+from baton.cli.demo_answer import QUESTION, TOKEN_IDS
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.cli.prepare_model import DEMO_MODEL, prepare_model
 from baton.cli.stream import Shown, show
@@ -27,9 +26,6 @@ def demo(
     as_json: options.Json = False,
 ) -> None:
     """Serve SmolLM2-135M on a prefill and a decode process, stream an answer, print what it took."""
-    answer = json.loads(resources.files("baton.cli").joinpath("demo_answer.json").read_text())
-    question: str = answer["question"]
-    expected: list[int] = answer["token_ids"]
     console = text_console()
     with reported_errors(as_json):
         prepare_model(DEMO_MODEL, as_json=as_json)
@@ -47,15 +43,15 @@ def demo(
             if not as_json:
                 pids = ", ".join(f"{each.name} (pid {each.pid}, {each.address})" for each in pair.services)
                 console.print(pids, style="dim")
-                console.print(f"\n> {question}\n", markup=False)
+                console.print(f"\n> {QUESTION}\n", markup=False)
             events = client.generate(
-                chat=[ChatMessage("user", question)], temperature=0.0, max_tokens=len(expected), timeout_s=120.0
+                chat=[ChatMessage("user", QUESTION)], temperature=0.0, max_tokens=len(TOKEN_IDS), timeout_s=120.0
             )
             shown = show(events, as_json=as_json)
-        matches = list(shown.completion.token_ids) == expected
+        matches = shown.completion.token_ids == TOKEN_IDS
         _print_figures(shown, matches, as_json)
         if not matches:
-            raise Internal(_first_difference(expected, shown.completion.token_ids), reason="DEMO_ANSWER_DIFFERS")
+            raise Internal(_first_difference(shown.completion.token_ids), reason="DEMO_ANSWER_DIFFERS")
 
 
 def _print_figures(shown: Shown, matches: bool, as_json: bool) -> None:
@@ -87,8 +83,8 @@ def _print_figures(shown: Shown, matches: bool, as_json: bool) -> None:
         console.print(f"the {len(shown.completion.token_ids)} tokens are the committed ones", style="green")
 
 
-def _first_difference(expected: list[int], got: tuple[int, ...]) -> str:
-    for position, (want, have) in enumerate(zip(expected, got, strict=False)):
-        if want != have:
-            return f"token {position} is {have}, committed is {want}"
-    return f"{len(got)} tokens, committed are {len(expected)}"
+def _first_difference(token_ids: tuple[int, ...]) -> str:
+    for position, (committed, streamed) in enumerate(zip(TOKEN_IDS, token_ids, strict=False)):
+        if committed != streamed:
+            return f"token {position} is {streamed}, committed is {committed}"
+    return f"{len(token_ids)} tokens were streamed, {len(TOKEN_IDS)} are committed"

@@ -48,7 +48,7 @@ def up(
 
     def on_phase(service: ServiceProcess, phase: Phase) -> None:
         if as_json:
-            print_json("phase", name=service.name, address=service.address, phase=phase)
+            print_json("phase", name=service.name, address=service.address, pid=service.pid, phase=phase)
         else:
             console.print(f"{service.name} ({service.address}) is {phase.value}")
 

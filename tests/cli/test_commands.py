@@ -1,0 +1,169 @@
+"""What the commands print, and the status they end with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from baton.cli.main import app
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    server.inference.script = [started(), delta([5], "Hel"), delta([6], "lo"), finished(num_completion_tokens=2)]
+    yield server
+    server.stop()
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+def json_lines(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_generate_writes_only_the_text_to_standard_output(server: ScriptedServer) -> None:
+    result = run("generate", "Hi", "--address", server.address)
+    assert (result.exit_code, result.stdout) == (0, "Hello\n")
+    assert "2 tokens (length)" in result.stderr
+
+
+def test_generate_prints_one_event_a_line(server: ScriptedServer) -> None:
+    result = run("generate", "Hi", "--address", server.address, "--json")
+    first, *deltas, last = json_lines(result)
+    assert first == {"event": "started", "request_id": "r1", "num_prompt_tokens": 3, "seed": 7}
+    assert [(line["event"], line["token_ids"], line["text"]) for line in deltas] == [
+        ("delta", [5], "Hel"),
+        ("delta", [6], "lo"),
+    ]
+    assert (last["event"], last["reason"], last["timings"]["kv_bytes"]) == ("finished", "length", 1000)
+
+
+def test_generate_sends_every_option(server: ScriptedServer) -> None:
+    options = {
+        "--temperature": "0.5",
+        "--top-p": "0.75",
+        "--top-k": "4",
+        "--min-p": "0.25",
+        "--seed": "9",
+        "--max-tokens": "7",
+        "--min-tokens": "2",
+        "--stop": "END",
+        "--stop-token-id": "3",
+        "--repetition-penalty": "1.5",
+        "--presence-penalty": "-1",
+        "--frequency-penalty": "1",
+        "--logit-bias": "5=-2.5",
+        "--logprobs": "2",
+        "--request-id": "mine",
+        "--generated-token-ids": "8,9",
+        "--timeout-s": "100",
+    }
+    flags = [part for pair in options.items() for part in pair]
+    result = run("generate", "--token-ids", "1,2", "--ignore-eos", *flags, "--address", server.address)
+    assert result.exit_code == 0, result.stderr
+    request = server.inference.requests.get(timeout=BOUND_S)
+    sent = request.sampling
+    assert (list(request.token_ids.ids), list(request.generated_token_ids)) == ([1, 2], [8, 9])
+    assert (request.request_id, list(sent.stop), list(sent.stop_token_ids)) == ("mine", ["END"], [3])
+    assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p, sent.seed) == (0.5, 0.75, 4, 0.25, 9)
+    assert (sent.max_tokens, sent.min_tokens, sent.ignore_eos, sent.logprobs) == (7, 2, True, 2)
+    assert (sent.repetition_penalty, sent.presence_penalty, sent.frequency_penalty) == (1.5, -1.0, 1.0)
+    assert dict(sent.logit_bias) == {5: -2.5}
+    assert server.inference.deadlines_s.get(timeout=BOUND_S) is not None
+
+
+def test_generate_leaves_what_is_not_given_to_the_server(server: ScriptedServer) -> None:
+    run("generate", "-", "--address", server.address, stdin="from a pipe")
+    request = server.inference.requests.get(timeout=BOUND_S)
+    assert request.text == "from a pipe"
+    assert request.sampling.ListFields() == []
+
+
+def test_generate_wraps_a_chat_message(server: ScriptedServer) -> None:
+    run("generate", "Hi", "--system", "Be brief.", "--address", server.address)
+    messages = server.inference.requests.get(timeout=BOUND_S).chat.messages
+    assert [(message.role, message.content) for message in messages] == [("system", "Be brief."), ("user", "Hi")]
+
+
+def test_an_error_is_one_line_and_status_1(server: ScriptedServer) -> None:
+    server.inference.script = [failure(3, "top_p: must be in (0, 1]", reason="INVALID_FIELD", field="top_p")]
+    result = run("generate", "Hi", "--top-p", "2", "--address", server.address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "INVALID_ARGUMENT: top_p: must be in (0, 1]\n"
+
+
+def test_an_error_is_a_json_line_when_asked(server: ScriptedServer) -> None:
+    server.inference.script = [failure(3, "top_p: bad", reason="INVALID_FIELD", field="top_p")]
+    result = run("generate", "Hi", "--address", server.address, "--json")
+    assert result.exit_code == 1
+    assert json_lines(result) == [
+        {
+            "event": "error",
+            "code": "INVALID_ARGUMENT",
+            "reason": "INVALID_FIELD",
+            "metadata": {"field": "top_p"},
+            "message": "top_p: bad",
+        }
+    ]
+
+
+@pytest.mark.parametrize("flag", [["--logit-bias", "5"], ["--token-ids", "a,b"]])
+def test_a_value_that_cannot_be_read_is_a_usage_error(server: ScriptedServer, flag: list[str]) -> None:
+    result = run("generate", *flag, "--address", server.address)
+    assert result.exit_code == 2
+    assert flag[0] in result.stderr
+
+
+def test_chat_carries_the_conversation_on(server: ScriptedServer) -> None:
+    result = run(
+        "chat", "--address", server.address, "--max-tokens", "4", stdin="one\n\ntwo\n/reset\nthree\n/exit\nno\n"
+    )
+    assert (result.exit_code, result.stdout) == (0, "Hello\n" * 3)
+    asked = [server.inference.requests.get(timeout=BOUND_S).chat.messages for _ in range(3)]
+    assert [[(message.role, message.content) for message in messages] for messages in asked] == [
+        [("user", "one")],
+        [("user", "one"), ("assistant", "Hello"), ("user", "two")],
+        [("user", "three")],
+    ]
+    assert server.inference.requests.empty()
+
+
+def test_chat_ends_with_its_input(server: ScriptedServer) -> None:
+    assert run("chat", "--address", server.address, stdin="").exit_code == 0
+
+
+def test_info_shows_model_and_load(server: ScriptedServer) -> None:
+    result = run("info", "--address", server.address)
+    assert result.exit_code == 0
+    assert "demo (LlamaForCausalLM)" in result.stdout
+    assert "1 of 4 free, 1 reserved, 1 transferring, 1 running" in result.stdout
+    assert "not ready: connection refused" in result.stdout
+
+
+def test_info_as_json_has_both(server: ScriptedServer) -> None:
+    (line,) = json_lines(run("info", "--address", server.address, "--json"))
+    assert (line["model"]["vocab_size"], line["load"]["rows"]["total"]) == (49152, 4)
+
+
+@pytest.mark.parametrize(
+    ("service", "said", "status"),
+    [("", "serving", 0), ("baton.v1.Inference", "not_serving", 1), ("baton.v1.Nothing", "unknown_service", 1)],
+)
+def test_health_ends_with_the_answer(server: ScriptedServer, service: str, said: str, status: int) -> None:
+    result = run("health", server.address, "--service", service)
+    assert (result.stdout, result.exit_code) == (f"{said}\n", status)
+
+
+def test_health_of_nothing_is_status_1(server: ScriptedServer) -> None:
+    server.stop()
+    result = run("health", server.address)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("UNAVAILABLE: ")

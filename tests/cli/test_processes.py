@@ -1,0 +1,122 @@
+"""`baton up`, `demo` and `bench` as people run them: processes of their own that leave none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import BOUND_S, await_end
+
+
+class Command:
+    """A running `baton` command with --json."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from baton.cli.main import main; main()", *arguments, "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.service_pids: list[int] = []
+
+    def lines_until(self, is_last: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Everything printed up to that line; fails when the command ends before it."""
+        lines = []
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            lines.append(json.loads(text))
+            if is_last(lines[-1]):
+                return lines
+        pytest.fail(f"ended with {self.process.wait(BOUND_S)} after {lines}: {self._stderr()}")
+
+    def ready(self) -> dict[str, Any]:
+        line = self.lines_until(lambda line: line["event"] == "ready")[-1]
+        self.service_pids = [service["pid"] for service in line["services"]]
+        return line
+
+    def end(self) -> tuple[int, list[dict[str, Any]]]:
+        out, _ = self.process.communicate(timeout=BOUND_S)
+        return self.process.returncode, [json.loads(line) for line in out.splitlines()]
+
+    def _stderr(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+
+@pytest.fixture
+def command() -> Iterator[Callable[..., Command]]:
+    commands: list[Command] = []
+
+    def start(*arguments: str) -> Command:
+        commands.append(Command(*arguments))
+        return commands[-1]
+
+    yield start
+    for each in commands:
+        with suppress(ProcessLookupError):
+            each.process.kill()
+        each.process.communicate(timeout=BOUND_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_stops_cleanly(command: Callable[..., Command], number: signal.Signals) -> None:
+    up = command("up", "--model=tiny", "--prefill=2")
+    assert [service["name"] for service in up.ready()["services"]] == ["prefill-0", "prefill-1", "decode-0"]
+    loads = up.lines_until(lambda line: line["event"] == "load" and line["name"] == "decode-0")
+    assert loads[-1]["load"]["rows"]["total"] == 4
+    up.process.send_signal(number)
+    status, lines = up.end()
+    assert (status, lines[-1]) == (0, {"event": "stopped"})
+    assert await_end(up.service_pids)
+
+
+def test_up_that_is_killed_leaves_no_process(command: Callable[..., Command]) -> None:
+    up = command("up", "--model=tiny")
+    up.ready()
+    up.process.kill()
+    assert await_end(up.service_pids)
+
+
+def test_up_interrupted_while_it_starts_leaves_no_process(command: Callable[..., Command]) -> None:
+    up = command("up", "--model=tiny", "--decode-arg=--fake-trouble=never-ready")
+    alive: set[int] = set()
+    up.lines_until(lambda line: alive.add(line["pid"]) or len(alive) == 2)
+    up.process.send_signal(signal.SIGINT)
+    status, lines = up.end()
+    assert (status, lines[-1]["event"]) == (0, "stopped")
+    assert await_end(alive)
+
+
+def test_up_ends_with_a_service_that_dies(command: Callable[..., Command]) -> None:
+    up = command("up", "--model=tiny", "--prefill-arg=--fake-trouble=die")
+    status, lines = up.end()
+    assert status == 1
+    assert (lines[-1]["event"], lines[-1]["reason"]) == ("error", "SERVICE_DIED")
+    assert lines[-1]["metadata"] == {"service": "prefill-0", "returncode": "3"}
+    assert "no such model: nonesuch" in lines[-1]["message"]
+
+
+def test_up_ends_when_a_service_dies_later(command: Callable[..., Command]) -> None:
+    up = command("up", "--model=tiny", "--refresh-s=0.1")
+    up.ready()
+    os.kill(up.service_pids[0], signal.SIGKILL)
+    status, lines = up.end()
+    assert (status, lines[-1]["reason"]) == (1, "SERVICE_DIED")
+    assert await_end(up.service_pids)
+
+
+def test_bench_starts_its_own_pair_and_stops_it(command: Callable[..., Command]) -> None:
+    bench = command("bench", "--model=tiny", "--concurrency=2", "--new-tokens=4", "--prompt-tokens=4")
+    status, lines = bench.end()
+    assert status == 0
+    assert (lines[-1]["report"]["num_tokens"], lines[-1]["report"]["handoff_mb_per_s"]) == (8, 2.0)
