@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.cli.demo_answer import TOKEN_IDS
 from tests.cli.conftest import BOUND_S, await_end
 
 
@@ -120,3 +122,26 @@ def test_bench_starts_its_own_pair_and_stops_it(command: Callable[..., Command])
     status, lines = bench.end()
     assert status == 0
     assert (lines[-1]["report"]["num_tokens"], lines[-1]["report"]["handoff_mb_per_s"]) == (8, 2.0)
+
+
+@pytest.fixture
+def cached_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "baton" / "models" / "SmolLM2-135M-Instruct").mkdir(parents=True)
+
+
+@pytest.mark.usefixtures("cached_demo_model")
+def test_demo_ends_well_with_the_committed_answer(command: Callable[..., Command]) -> None:
+    token_ids = ",".join(map(str, TOKEN_IDS))
+    status, lines = command("demo", f"--decode-arg=--fake-token-ids={token_ids}").end()
+    assert status == 0
+    assert (lines[-1]["event"], lines[-1]["matches_committed_answer"]) == ("demo", True)
+    assert (lines[-1]["kv_bytes"], lines[-1]["handoff_s"]) == (1_000_000, 0.5)
+
+
+@pytest.mark.usefixtures("cached_demo_model")
+def test_demo_fails_on_any_other_answer(command: Callable[..., Command]) -> None:
+    status, lines = command("demo").end()
+    assert status == 1
+    assert (lines[-1]["event"], lines[-1]["reason"]) == ("error", "DEMO_ANSWER_DIFFERS")
+    assert lines[-1]["message"] == f"token 0 is 0, committed is {TOKEN_IDS[0]}"

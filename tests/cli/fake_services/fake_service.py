@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +31,10 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
 
 class FakeInference(inference_pb2_grpc.InferenceServicer):
-    """GetModelInfo says what command line the process got."""
+    """GetModelInfo says what command line the process got. Token ids are 0, 1, 2, ... unless given."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self._token_ids = token_ids
 
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
         sampling = request.sampling
@@ -41,7 +44,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         yield inference_pb2.GenerateEvent(
             started=inference_pb2.Started(request_id=request.request_id or "made", num_prompt_tokens=len(words), seed=1)
         )
-        for token_id in range(sampling.max_tokens or 3):
+        for token_id in self._token_ids or range(sampling.max_tokens or 3):
             text = f"{words[-1]}{token_id} "
             yield inference_pb2.GenerateEvent(delta=inference_pb2.Delta(token_ids=[token_id], text=text))
         yield inference_pb2.GenerateEvent(
@@ -67,6 +70,9 @@ def main(ready_service: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", required=True)
     parser.add_argument("--fake-trouble", choices=["", "die", "never-ready", "ignore-sigterm"], default="")
+    parser.add_argument(
+        "--fake-token-ids", type=lambda text: [int(token_id) for token_id in text.split(",")], default=()
+    )
     options, _ = parser.parse_known_args()
     if options.fake_trouble == "die":
         print("first line\nno such model: nonesuch", flush=True)
@@ -83,7 +89,7 @@ def main(ready_service: str) -> None:
         servicer.set(ready_service, health_pb2.HealthCheckResponse.NOT_SERVING)
     else:
         servicer.set(ready_service, health_pb2.HealthCheckResponse.SERVING)
-    inference_pb2_grpc.add_InferenceServicer_to_server(FakeInference(), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(FakeInference(options.fake_token_ids), server)
     prefill_pb2_grpc.add_PrefillServicer_to_server(FakePrefill(), server)
     server.add_insecure_port(options.listen)
     server.start()
