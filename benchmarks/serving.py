@@ -1,0 +1,171 @@
+"""The serving benchmark: transformers `generate`, Baton through its gRPC client, and a peer, in one run.
+
+Every round measures all of them in turn on the same weights and prompts, so that a machine whose speed drifts drifts for
+all; figures are medians over rounds, ratios are taken within a round. Writes a dated table and JSON into benchmarks/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from baton.client import AsyncClient
+from baton.load_generator import LoadReport, Workload, percentile, run_workload, summarize
+from baton.local_pair import LocalPair
+from benchmarks.cancellation import measure_cancellation
+from benchmarks.machine import demo_model_dir, describe_machine
+
+RESULTS = Path(__file__).parent / "results"
+LIMITS = {1: 1.3, 8: None, 32: 8.0}
+"""Least ratio of decode tokens/s to sequential `generate`, by concurrency; None: shown without a bound."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--reference-requests", type=int, default=2, help="requests of `generate` a round")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--peer", help="a program that prints the peer's figures as one JSON object, with its arguments")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    levels = [int(level) for level in args.concurrency.split(",")]
+    model_dir = demo_model_dir()
+    rounds: list[dict[str, Any]] = []
+    rows = ("--max-rows", str(max(levels)), "--max-kv-tokens", str(max(levels) * (args.prompt_tokens + args.new_tokens + 16)))
+    pair_options = {"model": str(model_dir), "dtype": args.dtype, "prefill_args": rows, "decode_args": rows}
+    with LocalPair(**pair_options) as pair:
+        for number in range(args.rounds):
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+            reference = run_reference(model_dir, args, seed=number)
+            reports = asyncio.run(run_baton(pair.decode_addresses[0], levels, args, seed=number))
+            rounds.append({"reference": reference, "baton": reports})
+    cancellation = measure_cancellation()
+    peer = json.loads(subprocess.run(args.peer.split(), check=True, capture_output=True).stdout) if args.peer else None
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "python": platform.python_version(),
+        "command": "python -m benchmarks.serving " + " ".join(sys.argv[1:]),
+        "dtype": args.dtype,
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        "rounds": [{"reference": r["reference"], "baton": [asdict(b) for b in r["baton"]]} for r in rounds],
+        "cancellation_s": cancellation,
+        "peer": peer,
+    }
+    table, is_met = render(rounds, levels, result)
+    print(table)
+    if not args.no_save:
+        RESULTS.mkdir(exist_ok=True)
+        name = RESULTS / f"{result['date']}-serving"
+        name.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        name.with_suffix(".md").write_text(table + "\n")
+    sys.exit(0 if is_met else 1)
+
+
+def run_reference(model_dir: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    workload = Workload(1, args.reference_requests, args.prompt_tokens, args.new_tokens, prompt_seed=1000 + seed)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as prompts:
+        json.dump(workload.prompts(vocab_size_of(model_dir)), prompts)
+        prompts.flush()
+        command = [sys.executable, "-m", "benchmarks.reference_generate", str(model_dir), prompts.name]
+        command += ["--new-tokens", str(args.new_tokens), "--dtype", args.dtype]
+        out = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ}).stdout
+    measured: dict[str, Any] = json.loads(out.splitlines()[-1])
+    gaps_s, ttft_s = measured.pop("gaps_s"), measured.pop("ttft_s")
+    return {
+        **measured,
+        "ttft_p50_s": percentile(ttft_s, 50),
+        "inter_token_p50_s": percentile(gaps_s, 50),
+        "inter_token_p99_s": percentile(gaps_s, 99),
+    }
+
+
+async def run_baton(address: str, levels: list[int], args: argparse.Namespace, seed: int) -> list[LoadReport]:
+    reports = []
+    async with AsyncClient(address) as client:
+        vocab_size = (await client.model_info()).vocab_size
+        warm_up = Workload(1, 1, args.prompt_tokens, 8, prompt_seed=-1)
+        await run_workload([client], warm_up, vocab_size=vocab_size)
+        for level in levels:
+            num_requests = max(level, args.reference_requests)
+            workload = Workload(level, num_requests, args.prompt_tokens, args.new_tokens, prompt_seed=1000 + seed)
+            report = summarize(workload, await run_workload([client], workload, vocab_size=vocab_size))
+            assert report.num_failed == 0, report.first_error
+            reports.append(report)
+    return reports
+
+
+def vocab_size_of(model_dir: Path) -> int:
+    return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
+
+
+def render(rounds: list[dict[str, Any]], levels: list[int], result: dict[str, Any]) -> tuple[str, bool]:
+    """The table, and whether every bound is met by the median ratio."""
+    reference = [r["reference"] for r in rounds]
+
+    def median(values: list[float], scale: float = 1.0) -> str:
+        return f"{statistics.median(values) * scale:.1f}"
+
+    lines = [
+        f"# Serving, {result['date']}",
+        "",
+        f"{result['machine']}; SmolLM2-135M-Instruct, {result['dtype']}, {result['prompt_tokens']}-token prompts, "
+        f"{result['new_tokens']} new tokens, greedy; medians of {len(rounds)} rounds. `{result['command']}`",
+        "",
+        "| | decode tokens/s | ratio | bound | end-to-end tokens/s | ratio | TTFT p50 ms | between tokens p50 / p99 ms "
+        "| handoff MB/s |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| transformers `generate`, sequential | {median([r['decode_tokens_per_s'] for r in reference])} | 1.0 | "
+        f"| {median([r['tokens_per_s'] for r in reference])} | 1.0 "
+        f"| {median([r['ttft_p50_s'] for r in reference], 1e3)} "
+        f"| {median([r['inter_token_p50_s'] for r in reference], 1e3)} "
+        f"/ {median([r['inter_token_p99_s'] for r in reference], 1e3)} | |",
+    ]
+    is_met = True
+    for place, level in enumerate(levels):
+        reports = [r["baton"][place] for r in rounds]
+        ratios = [b.decode_tokens_per_s / r["decode_tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
+        end_ratios = [b.tokens_per_s / r["tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
+        bound = LIMITS.get(level)
+        met = bound is None or statistics.median(ratios) >= bound
+        is_met &= met
+        lines.append(
+            f"| Baton, {level} at a time | {median([b.decode_tokens_per_s for b in reports])} "
+            f"| {statistics.median(ratios):.2f} | {'' if bound is None else f'>= {bound}: ' + ('met' if met else 'MISSED')} "
+            f"| {median([b.tokens_per_s for b in reports])} | {statistics.median(end_ratios):.2f} "
+            f"| {median([b.ttft_p50_s for b in reports], 1e3)} "
+            f"| {median([b.inter_token_p50_s for b in reports], 1e3)} "
+            f"/ {median([b.inter_token_p99_s for b in reports], 1e3)} "
+            f"| {median([b.handoff_mb_per_s for b in reports])} |"
+        )
+    for row in (result["peer"] or {}).get("rows", ()):
+        lines.append(
+            f"| {result['peer']['peer']}, batch {row['batch']} (library, no server) | {row['decode_tokens_per_s']:.1f} "
+            f"| {row['decode_tokens_per_s'] / statistics.median([r['decode_tokens_per_s'] for r in reference]):.2f} "
+            "| | | | | | |"
+        )
+    lines += ["", "Cancellation, tiny model: seconds from dropping the stream until both services hold nothing (bound 0.5):"]
+    for phase, seconds in result["cancellation_s"].items():
+        met = seconds < 0.5
+        is_met &= met
+        lines.append(f"- {phase}: {seconds:.3f}{'' if met else ' MISSED'}")
+    return "\n".join(lines), is_met
+
+
+if __name__ == "__main__":
+    main()
