@@ -1,0 +1,149 @@
+"""The reference attention backend: gathers a row's KV and calls PyTorch's scaled_dot_product_attention. Any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.model.attention import AttentionPlan, ForwardInput
+
+_PADDING_SLOT = 0
+
+
+class TorchAttention:
+    """An AttentionBackend."""
+
+    def plan(self, batch: ForwardInput) -> AttentionPlan:
+        return _DecodePlan(batch) if batch.is_decode else _ExtendPlan(batch)
+
+
+def _row_slots(batch: ForwardInput) -> Tensor:
+    """[B, max_seq_len] int64. Entries past a row's length are whatever the table holds."""
+    return batch.req_to_token[:, : batch.max_seq_len].index_select(0, batch.req_pool_indices)
+
+
+def _additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+
+
+def _write(kv: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    kv[0].index_copy_(0, slots, key)
+    kv[1].index_copy_(0, slots, value)
+
+
+class _DecodePlan:
+    """One query per row: the heads that share a KV head become the query axis, so KV heads are never repeated."""
+
+    def __init__(self, batch: ForwardInput) -> None:
+        self._kv = batch.kv
+        self._out_cache_loc = batch.out_cache_loc
+        self._num_rows = batch.req_pool_indices.numel()
+        self._num_tokens = batch.max_seq_len
+        self._view_start: int | None = None
+        self._mask: Tensor | None = None
+        slots = _row_slots(batch)
+        if self._num_rows == 1 and slots.device.type == "cpu":
+            self._num_tokens = int(batch.seq_lens)
+            slots = slots[:, : self._num_tokens]
+            if _is_run(slots[0]):
+                self._view_start = int(slots[0, 0])
+        else:
+            held = torch.arange(self._num_tokens, device=slots.device) < batch.seq_lens.unsqueeze(1)
+            slots = slots.where(held, _PADDING_SLOT)
+            self._mask = _additive_mask(held, batch.kv.dtype)[:, None, None, :]
+        self._slots = slots.flatten()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        kv = self._kv[layer]
+        _write(kv, self._out_cache_loc, key, value)
+        num_kv_heads, head_dim = key.shape[1:]
+        output = scaled_dot_product_attention(
+            query.view(self._num_rows, num_kv_heads, -1, head_dim),
+            self._tokens(kv[0]),
+            self._tokens(kv[1]),
+            attn_mask=self._mask,
+            scale=scaling,
+        )
+        return output.reshape(query.shape)
+
+    def _tokens(self, plane: Tensor) -> Tensor:
+        """[slots, kv_heads, head_dim] to the rows' [B, kv_heads, tokens, head_dim]."""
+        if self._view_start is not None:
+            tokens = plane[self._view_start : self._view_start + self._num_tokens]
+        else:
+            tokens = plane.index_select(0, self._slots)
+        return tokens.view(self._num_rows, self._num_tokens, *plane.shape[1:]).transpose(1, 2)
+
+
+def _is_run(slots: Tensor) -> bool:
+    return bool((slots.diff() == 1).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Extend:
+    """One row's part of the forward: tokens [start, stop). `slots` is None when they are all the row has."""
+
+    start: int
+    stop: int
+    slots: Tensor | None
+    mask: Tensor | None
+
+
+class _ExtendPlan:
+    """Several new tokens per row, row by row."""
+
+    def __init__(self, batch: ForwardInput) -> None:
+        assert batch.prefix_lens is not None and batch.extend_lens is not None
+        self._kv = batch.kv
+        self._out_cache_loc = batch.out_cache_loc
+        self._rows: list[_Extend] = []
+        slots = _row_slots(batch)
+        masks: dict[tuple[int, int], Tensor | None] = {}
+        start = 0
+        for row, (prefix_len, extend_len) in enumerate(zip(batch.prefix_lens, batch.extend_lens, strict=True)):
+            stop = start + extend_len
+            shape = (prefix_len, extend_len)
+            if shape not in masks:
+                masks[shape] = _causal_mask(prefix_len, extend_len, like=batch.kv)
+            row_slots = slots[row, : prefix_len + extend_len] if prefix_len else None
+            self._rows.append(_Extend(start, stop, row_slots, masks[shape]))
+            start = stop
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        kv = self._kv[layer]
+        _write(kv, self._out_cache_loc, key, value)
+        num_kv_heads, head_dim = key.shape[1:]
+        num_shared = query.shape[1] // num_kv_heads
+        outputs: list[Tensor] = []
+        for row in self._rows:
+            if row.slots is None:
+                keys, values = key[row.start : row.stop], value[row.start : row.stop]
+            else:
+                keys, values = kv[0].index_select(0, row.slots), kv[1].index_select(0, row.slots)
+            num_tokens = row.stop - row.start
+            output = scaled_dot_product_attention(
+                query[row.start : row.stop].view(num_tokens, num_kv_heads, num_shared, head_dim).permute(1, 2, 0, 3),
+                _shared_by(num_shared, keys),
+                _shared_by(num_shared, values),
+                attn_mask=row.mask,
+                is_causal=row.slots is None and num_tokens > 1,
+                scale=scaling,
+            )
+            outputs.append(output.permute(2, 0, 1, 3).reshape(num_tokens, -1, head_dim))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | None:
+    """[extend_len, prefix_len + extend_len], additive. None where the kernel's own causal rule, or none, is right."""
+    if prefix_len == 0 or extend_len == 1:
+        return None
+    positions = torch.arange(prefix_len + extend_len, device=like.device)
+    return _additive_mask(positions <= positions[prefix_len:].unsqueeze(1), like.dtype)
+
+
+def _shared_by(num_shared: int, tokens: Tensor) -> Tensor:
+    """[tokens, kv_heads, head_dim] to [kv_heads, num_shared, tokens, head_dim] without a copy."""
+    return tokens.transpose(0, 1).unsqueeze(1).expand(-1, num_shared, -1, -1)

@@ -1,0 +1,72 @@
+"""From a model directory to a TargetModel."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from common.errors import UnsupportedModel
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import ATTENTION_NAME, AttentionBackend
+from common.model.attention_torch import TorchAttention
+from common.model.target import TargetModel
+from common.model.traits import PROBE_NAME, check_config, probe_attention
+
+TARGET_GROUP = "target"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionBackend | None = None) -> TargetModel:
+    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`.
+
+    Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
+    """
+    name = directory.name
+    torch_device = torch.device(device)
+    config = _load_config(directory)
+    check_config(config, name=name)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(directory), config=config, dtype=DTYPES[dtype], attn_implementation=PROBE_NAME
+    )
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{name}: an architecture that cannot select logits is not supported")
+    model = model.to(torch_device).eval().requires_grad_(False)
+    shape = probe_attention(model, name=name, torch_device=torch_device)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return TargetModel(
+        model=model,
+        backend=backend or TorchAttention(),
+        layer_group=LayerGroupSpec(
+            name=TARGET_GROUP,
+            num_layers=shape.num_layers,
+            num_planes=2,
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+        ),
+        vocab_size=config.vocab_size,
+        max_context_tokens=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(model.generation_config, config),
+        dtype=DTYPES[dtype],
+        torch_device=torch_device,
+    )
+
+
+def _load_config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(str(directory))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{directory.name}: no configuration that transformers knows: {error}") from error
+
+
+def _eos_token_ids(generation_config: GenerationConfig, config: Any) -> tuple[int, ...]:
+    ids = generation_config.eos_token_id
+    if ids is None:
+        ids = config.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -1,0 +1,118 @@
+"""Model directories that are made once and kept in the user's cache.
+
+A directory appears by one rename, so it is complete whenever it exists; a lock keeps two processes from doing the work
+twice; what an interrupted process left is cleared by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import platformdirs
+
+from common.errors import StartupError
+
+_POLL_INTERVAL_S = 0.2
+
+
+class Progress(Protocol):
+    def __call__(self, stage: str, num_done: int, num_total: int) -> None:
+        """`stage` is a phrase for people; `num_total` is 0 while the stage's size is unknown."""
+
+
+def silent(stage: str, num_done: int, num_total: int) -> None:
+    """A Progress that reports to nobody."""
+
+
+def default_cache_dir() -> Path:
+    return Path(platformdirs.user_cache_dir("baton"))
+
+
+def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
+    """`path`, a directory; when it is not there, `make(scratch, out)` first fills `out`, with `scratch` to work in.
+
+    When `make` raises, or the process dies in it, there is no `path`.
+    """
+    if path.is_dir():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path.parent / f".{path.name}.lock", f"waiting for another process that makes {path.name}", progress):
+        if path.is_dir():
+            return path
+        prefix = f".partial-{path.name}-"
+        for leftover in path.parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as partial:
+            scratch, out = Path(partial) / "scratch", Path(partial) / "out"
+            scratch.mkdir()
+            out.mkdir()
+            make(scratch, out)
+            os.replace(out, path)
+    return path
+
+
+def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> None:
+    """Fill `out` from a GGUF file: config, tokenizer, safetensors in `dtype`. Raises StartupError.
+
+    In a process of its own: its memory and its chatter end with it, and Ctrl-C stops it at once.
+    """
+    stage = f"converting {gguf.name} to {dtype}"
+    progress(stage, 0, 0)
+    error = run_python(["-m", "common.model.gguf", str(gguf), str(out), dtype])
+    if error is not None:
+        raise StartupError(f"{gguf.name} could not be converted: {error}")
+    progress(stage, 1, 1)
+
+
+def run_python(
+    arguments: list[str], *, environment: dict[str, str] | None = None, on_wait: Callable[[], None] | None = None
+) -> str | None:
+    """Run this interpreter to its end, calling `on_wait` meanwhile. None when it succeeded, else what it wrote.
+
+    The child does not outlive this call, however the call ends.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            while True:
+                try:
+                    process.wait(_POLL_INTERVAL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if on_wait is not None:
+                        on_wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if process.returncode == 0:
+            return None
+        output.seek(0)
+        return output.read().decode(errors="replace").strip() or f"exit status {process.returncode}"
+
+
+@contextmanager
+def _lock(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
+    """Held by one process at a time; the system releases it when its holder dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(waiting, 0, 0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
