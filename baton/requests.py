@@ -84,7 +84,7 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
             else:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:
-            raise _invalid(name, str(error)) from error
+            raise _invalid(f"sampling.{name}", str(error)) from error
     return params
 
 

@@ -23,7 +23,7 @@ class EventStream(Iterator[Event]):
     """One generation's events. Closing it, leaving its `with` block or dropping it cancels the call."""
 
     def __init__(self, call: Any) -> None:
-        self._call = call
+        self._call = call  # cancels itself when it is collected
         self._order = EventOrder()
 
     def __next__(self) -> Event:
@@ -50,9 +50,6 @@ class EventStream(Iterator[Event]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        self._call.cancel()
 
 
 class Client:

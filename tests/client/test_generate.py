@@ -196,10 +196,10 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "token_ids": [1]}, "prompt"),
         ({}, "prompt"),
         ({"token_ids": [-1]}, "token_ids"),
-        ({"prompt": "a", "top_k": -1}, "top_k"),
-        ({"prompt": "a", "seed": 2**64}, "seed"),
-        ({"prompt": "a", "stop": "END"}, "stop"),
-        ({"prompt": "a", "logit_bias": {-1: 0.0}}, "logit_bias"),
+        ({"prompt": "a", "top_k": -1}, "sampling.top_k"),
+        ({"prompt": "a", "seed": 2**64}, "sampling.seed"),
+        ({"prompt": "a", "stop": "END"}, "sampling.stop"),
+        ({"prompt": "a", "logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
     ],
 )
 async def test_what_the_wire_cannot_carry_is_refused_by_name(
