@@ -1,0 +1,133 @@
+"""Tiny random target models with a tokenizer, saved as directories. The same arguments give the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+PAD, START, END, UNKNOWN = "<|pad|>", "<|start|>", "<|end|>", "<|unknown|>"
+SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)
+PAD_ID, START_ID, END_ID = 0, 1, 2
+MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("e", "r"), ("Ġ", "the"), ("Ġ", "a"), ("an", "d"))
+VOCAB_SIZE = len(SPECIAL_TOKENS) + 256 + len(MERGES)
+SMALL_VOCAB_SIZE = 64
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": START_ID,
+    "eos_token_id": END_ID,
+    "dtype": "float32",
+}
+_CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": lambda **shape: LlamaConfig(**{"tie_word_embeddings": True, **shape}),
+    "qwen2": lambda **shape: Qwen2Config(**{"tie_word_embeddings": False, **shape}),
+    "qwen3": lambda **shape: Qwen3Config(**{"tie_word_embeddings": False, "head_dim": 32, **shape}),
+    "mistral": lambda **shape: MistralConfig(**{"tie_word_embeddings": False, "sliding_window": None, **shape}),
+    "phi3": lambda **shape: Phi3Config(**{"tie_word_embeddings": False, "sliding_window": None, **shape}),
+}
+ARCHITECTURES = tuple(_CONFIGS)
+
+
+def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **config_changes: Any) -> Path:
+    """A model of one of ARCHITECTURES, with logits spread widely enough that greedy choices are seldom near a tie."""
+    config = _CONFIGS[architecture](**{**_SHAPE, **config_changes})
+    return _save(directory, _random_model(config, seed), config.vocab_size)
+
+
+def save_last_token_model(
+    directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE, seed: int = 0, logits_std: float = 1.5
+) -> Path:
+    """A model whose next-token distribution depends on the last token only: its layers add nothing to the embedding."""
+    config = _CONFIGS["llama"](**{**_SHAPE, "vocab_size": vocab_size, "tie_word_embeddings": False})
+    model = _random_model(config, seed)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        logits = _next_token_logits(model)
+        model.lm_head.weight.mul_(logits_std / logits.std())
+    return _save(directory, model, vocab_size)
+
+
+def next_token_logits(directory: Path) -> Tensor:
+    """[vocab, vocab] float32: row t is what follows token t, for a model of `save_last_token_model`."""
+    return _next_token_logits(AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32))
+
+
+def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few merges; below VOCAB_SIZE ids, single letters and <|unknown|> for all else."""
+    if vocab_size >= VOCAB_SIZE:
+        symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+        merges = list(MERGES)
+    else:
+        letters = "Ġ" + "abcdefghijklmnopqrstuvwxyz" + "ABCDEFGHIJKLMNOPQRSTUVWXYZ" + "0123456789"
+        symbols = list(letters[: vocab_size - len(SPECIAL_TOKENS)])
+        merges = []
+    vocab = {token: token_id for token_id, token in enumerate([*SPECIAL_TOKENS, *symbols])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=START,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _random_model(config: Any, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.copy_(noise * 2 * parameter.shape[1] ** -0.5)
+    return model
+
+
+@torch.no_grad()
+def _next_token_logits(model: Any) -> Tensor:
+    tokens = torch.arange(model.config.vocab_size).unsqueeze(1)
+    logits: Tensor = model(tokens, use_cache=False).logits
+    return logits[:, 0]
+
+
+def _save(directory: Path, model: Any, vocab_size: int) -> Path:
+    model.save_pretrained(str(directory))
+    make_tokenizer(vocab_size).save_pretrained(str(directory))
+    return directory
