@@ -93,10 +93,12 @@ class FingerprintMismatch(BatonError):
     def __init__(self, field: str, ours: str, theirs: str) -> None:
         super().__init__(f"fingerprints differ in {field}: decode has {ours}, prefill has {theirs}")
         self.field = field
+        self.ours = ours
+        self.theirs = theirs
 
     @property
     def metadata(self) -> dict[str, str]:
-        return {"field": self.field}
+        return {"field": self.field, "decode": self.ours, "prefill": self.theirs}
 
 
 class PrefillUnavailable(BatonError):

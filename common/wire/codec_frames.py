@@ -13,9 +13,6 @@ from common.wire.codec_segment import decode_segment, encode_segment
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
-# What a frame adds to the largest segment's payload.
-MAX_FRAME_OVERHEAD_BYTES = 1024
-
 
 class FrameCodec:
     """Frames of calls between two services that share `fingerprint`."""

@@ -1,0 +1,41 @@
+"""What both ends of every connection agree on: bounded messages, and keepalive that notices a dead peer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Room for a PrefillBatch or PrebuiltBatch of many rows; a segment has a bound of its own.
+MAX_MESSAGE_BYTES = 16 << 20
+
+_KEEPALIVE_MS = 10_000
+_KEEPALIVE_TIMEOUT_MS = 5_000
+_MAX_RECONNECT_BACKOFF_MS = 1_000
+_MIN_RECONNECT_BACKOFF_MS = 100
+
+Options = Sequence[tuple[str, int]]
+
+
+def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """A larger message fails its call with RESOURCE_EXHAUSTED. The clients' pings never draw a GOAWAY."""
+    return (
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),  # a port in use is an error
+    )
+
+
+def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """A connection of its own, tried again within a second of each failure."""
+    return (
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.initial_reconnect_backoff_ms", _MIN_RECONNECT_BACKOFF_MS),
+        ("grpc.min_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+    )

@@ -1,0 +1,106 @@
+"""One Handoff call on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import grpc
+
+from baton.v1 import prefill_pb2
+from common.errors import EngineFault, PrefillUnavailable
+from common.wire.codec_checks import ProtocolError
+from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
+from common.wire.codec_frames import FrameCodec
+from common.wire.fingerprint import Fingerprint
+from common.wire.handoff import Accepted, Frame, KvSegment
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.handoff.status_errors import error_of_status
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import Post
+from decode_service.messages import FrameArrived, StartHandoff
+
+_HANDOFF = f"/{prefill_pb2.DESCRIPTOR.services_by_name['Prefill'].full_name}/Handoff"
+
+Stream = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class GrpcCall:
+    """Event loop only. `exchange` is run once, as a task; cancelling it cancels the call."""
+
+    def __init__(
+        self,
+        *,
+        command: StartHandoff,
+        channel: grpc.aio.Channel,
+        fingerprint: Fingerprint,
+        codec: FrameCodec,
+        budget: AsyncReceiveBudget,
+        post: Post,
+        timeouts: HandoffTimeouts,
+    ) -> None:
+        self._call_id = command.call_id
+        self._replica = command.replica
+        self._rows = command.rows
+        self._channel = channel
+        self._fingerprint = fingerprint
+        self._codec = codec
+        self._budget = budget
+        self._post = post
+        self._timeouts = timeouts
+        self._cancellations: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
+
+    def cancel_rows(self, rows: tuple[int, ...]) -> None:
+        self._cancellations.put_nowait(rows)
+
+    async def exchange(self) -> None:
+        """Post the call's frames until the replica ends it. Raises the BatonError to end it with otherwise."""
+        batch = encode_prefill_batch(self._fingerprint, self._rows)
+        await self._connect()
+        stream: Stream = self._channel.stream_stream(_HANDOFF)()
+        writer = asyncio.create_task(self._write_commands(stream, batch))
+        try:
+            await self._read_frames(stream)
+        except grpc.aio.AioRpcError as failure:
+            raise error_of_status(self._replica, failure) from failure
+        except ProtocolError as error:
+            raise EngineFault(f"{self._replica} broke the protocol: {error}") from error
+        finally:
+            writer.cancel()
+            stream.cancel()
+
+    async def _connect(self) -> None:
+        timeout_s = self._timeouts.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            raise PrefillUnavailable(f"{self._replica}: no connection within {timeout_s} s") from None
+
+    async def _write_commands(self, stream: Stream, batch: bytes) -> None:
+        # The reader tells why a stream broke.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await stream.write(batch)
+            while True:
+                await stream.write(encode_cancel_rows(await self._cancellations.get()))
+
+    async def _read_frames(self, stream: Stream) -> None:
+        accepted = await self._read(stream, self._timeouts.accept_timeout_s)
+        if not isinstance(accepted, Accepted):
+            raise ProtocolError("frame", "is not Accepted, the first frame of a call")
+        self._post(FrameArrived(self._call_id, accepted))
+        while (frame := await self._read(stream, self._timeouts.progress_timeout_s)) is not None:
+            if isinstance(frame, Accepted):
+                raise ProtocolError("accepted", "is not the first frame of a call")
+            if isinstance(frame, KvSegment):
+                await self._budget.take(self._call_id, frame.num_bytes)
+            self._post(FrameArrived(self._call_id, frame))
+
+    async def _read(self, stream: Stream, timeout_s: float) -> Frame | None:
+        """The next frame; None when the replica ended the call well."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await stream.read()
+        except TimeoutError:
+            raise PrefillUnavailable(f"{self._replica}: no frame within {timeout_s} s") from None
+        return self._codec.decode(data, self._rows) if isinstance(data, bytes) else None

@@ -1,0 +1,89 @@
+"""One prefill replica: its connections, and whether it can serve."""
+
+from __future__ import annotations
+
+import logging
+from itertools import cycle
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
+from common.wire.codec_fingerprint import decode_fingerprint
+from common.wire.fingerprint import Fingerprint, first_difference
+from common.wire.grpc_options import Options
+from decode_service.messages import Replica
+
+PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+
+_log = logging.getLogger(__name__)
+
+
+class GrpcReplica:
+    """Calls take turns on `num_channels` connections; looks have one of their own, so that no KV delays them."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        fingerprint: Fingerprint,
+        credentials: grpc.ChannelCredentials | None,
+        options: Options,
+        num_channels: int,
+    ) -> None:
+        self.address = address
+        self._fingerprint = fingerprint
+
+        def connect() -> grpc.aio.Channel:
+            if credentials is None:
+                return grpc.aio.insecure_channel(address, options=options)
+            return grpc.aio.secure_channel(address, credentials, options=options)
+
+        self._channels = [connect() for _ in range(num_channels)]
+        self._turns = cycle(self._channels)
+        self._look_channel = connect()
+        self._check_health = self._look_channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        self._prefill = prefill_pb2_grpc.PrefillStub(self._look_channel)
+        self._known_instance_id = ""
+        self._mismatch: FingerprintMismatch | None = None
+
+    def next_channel(self) -> grpc.aio.Channel:
+        return next(self._turns)
+
+    async def look(self, timeout_s: float) -> Replica:
+        """The replica as it is now. A new process behind the address has its fingerprint compared before all else."""
+        try:
+            health = await self._check_health(health_pb2.HealthCheckRequest(service=PREFILL_SERVICE), timeout=timeout_s)
+            if health.status != health_pb2.HealthCheckResponse.SERVING:
+                return self._not_ready(PrefillUnavailable(f"{self.address}: is not ready"))
+            load = await self._prefill.GetLoad(prefill_pb2.GetPrefillLoadRequest(), timeout=timeout_s)
+            if load.instance_id != self._known_instance_id:
+                await self._compare_fingerprints(timeout_s)
+        except grpc.aio.AioRpcError as failure:
+            reason = f"{self.address}: {failure.code().name}: {failure.details()}"
+            return self._not_ready(PrefillUnavailable(reason))
+        if self._mismatch is not None:
+            return self._not_ready(self._mismatch)
+        return Replica(self.address, is_ready=True, num_outstanding=load.num_queued + load.num_computing)
+
+    async def close(self) -> None:
+        for channel in (*self._channels, self._look_channel):
+            await channel.close()
+
+    async def _compare_fingerprints(self, timeout_s: float) -> None:
+        response = await self._prefill.GetFingerprint(prefill_pb2.GetFingerprintRequest(), timeout=timeout_s)
+        difference = first_difference(self._fingerprint, decode_fingerprint(response.fingerprint))
+        self._mismatch = None if difference is None else FingerprintMismatch(*difference)
+        self._known_instance_id = response.instance_id
+        if self._mismatch is not None:
+            _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
+        else:
+            _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
+
+    def _not_ready(self, error: BatonError) -> Replica:
+        return Replica(self.address, is_ready=False, error=error)

@@ -1,0 +1,190 @@
+"""The handoff over gRPC, to any number of prefill replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import grpc
+
+from common.errors import BatonError, EngineFault, PrefillUnavailable
+from common.wire.codec_frames import FrameCodec
+from common.wire.fingerprint import Fingerprint
+from common.wire.grpc_options import MAX_MESSAGE_BYTES, channel_options
+from decode_service.handoff.grpc_call import GrpcCall
+from decode_service.handoff.grpc_replica import GrpcReplica
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import Post
+from decode_service.messages import (
+    BreakCall,
+    CallEnded,
+    CancelHandoffRows,
+    Replica,
+    ReplicasChanged,
+    SegmentsLanded,
+    StartHandoff,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class GrpcTransport:
+    """A HandoffTransport. Built on the event loop it runs on.
+
+    A call's task reads one frame ahead of the receive budget; the stream's flow control then stops the replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        post: Post,
+        addresses: Sequence[str],
+        fingerprint: Fingerprint,
+        vocab_size: int,
+        receive_budget_bytes: int,
+        timeouts: HandoffTimeouts,
+        credentials: grpc.ChannelCredentials | None = None,
+        num_channels_per_replica: int = 2,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._post = post
+        self._fingerprint = fingerprint
+        self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=vocab_size)
+        self._timeouts = timeouts
+        self._budget = AsyncReceiveBudget(receive_budget_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._replicas = {
+            address: GrpcReplica(
+                address=address,
+                fingerprint=fingerprint,
+                credentials=credentials,
+                options=channel_options(max_receive_bytes=max_message_bytes),
+                num_channels=num_channels_per_replica,
+            )
+            for address in addresses
+        }
+        not_looked = PrefillUnavailable("was not looked at yet")
+        self._seen = {address: Replica(address, is_ready=False, error=not_looked) for address in addresses}
+        self._look_now = {address: asyncio.Event() for address in addresses}
+        self._lookers: list[asyncio.Task[None]] = []
+        self._calls: dict[str, GrpcCall] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._break_errors: dict[str, BatonError] = {}
+        self._is_open = False
+
+    async def open(self) -> None:
+        self._is_open = True
+        self._post(ReplicasChanged(tuple(self._seen.values())))
+        self._lookers = [asyncio.create_task(self._keep_looking(replica)) for replica in self._replicas.values()]
+
+    def start(self, command: StartHandoff) -> None:
+        self._loop.call_soon_threadsafe(self._start, command)
+
+    def cancel_rows(self, command: CancelHandoffRows) -> None:
+        self._loop.call_soon_threadsafe(self._cancel_rows, command)
+
+    def break_call(self, command: BreakCall) -> None:
+        error = EngineFault(f"the call was broken: {command.reason}")
+        self._loop.call_soon_threadsafe(self._break, command.call_id, error)
+
+    def landed(self, command: SegmentsLanded) -> None:
+        self._loop.call_soon_threadsafe(self._budget.give_back, command.num_bytes)
+
+    async def close(self) -> None:
+        self._is_open = False
+        for looker in self._lookers:
+            looker.cancel()
+        for call_id in list(self._tasks):
+            self._break(call_id, PrefillUnavailable("the handoff is closed"))
+        tasks = (*self._lookers, *self._tasks.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
+        for replica in self._replicas.values():
+            await replica.close()
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def _start(self, command: StartHandoff) -> None:
+        refusal = self._refusal(command.replica)
+        if refusal is not None:
+            self._post(CallEnded(command.call_id, refusal))
+            return
+        call = GrpcCall(
+            command=command,
+            channel=self._replicas[command.replica].next_channel(),
+            fingerprint=self._fingerprint,
+            codec=self._codec,
+            budget=self._budget,
+            post=self._post,
+            timeouts=self._timeouts,
+        )
+        task = self._loop.create_task(call.exchange())
+        self._calls[command.call_id] = call
+        self._tasks[command.call_id] = task
+        # Not in the task's own code: a task cancelled before its first step never runs any.
+        task.add_done_callback(partial(self._ended, command))
+
+    def _refusal(self, address: str) -> BatonError | None:
+        """Why no call can be opened to this replica now."""
+        if not self._is_open:
+            return PrefillUnavailable("the handoff is closed")
+        if address not in self._seen:
+            return PrefillUnavailable(f"{address}: is not a replica")
+        return self._seen[address].error
+
+    def _cancel_rows(self, command: CancelHandoffRows) -> None:
+        if (call := self._calls.get(command.call_id)) is not None:
+            call.cancel_rows(command.rows)
+
+    def _break(self, call_id: str, error: BatonError) -> None:
+        if (task := self._tasks.get(call_id)) is not None:
+            self._break_errors.setdefault(call_id, error)
+            task.cancel()
+
+    def _ended(self, command: StartHandoff, task: asyncio.Task[None]) -> None:
+        del self._calls[command.call_id], self._tasks[command.call_id]
+        broken = self._break_errors.pop(command.call_id, None)
+        error = broken or _error_of(task)
+        if broken is None and isinstance(error, PrefillUnavailable):
+            # The engine must hear of it before it chooses where to try again; the look corrects us if we are wrong.
+            self._saw(Replica(command.replica, is_ready=False, error=error))
+            self._look_now[command.replica].set()
+        self._post(CallEnded(command.call_id, error))
+
+    # ---- replicas ---------------------------------------------------------------------------------------------------
+
+    async def _keep_looking(self, replica: GrpcReplica) -> None:
+        look_now = self._look_now[replica.address]
+        while True:
+            look_now.clear()
+            self._saw(await replica.look(self._timeouts.poll_timeout_s))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(look_now.wait(), self._timeouts.poll_interval_s)
+
+    def _saw(self, replica: Replica) -> None:
+        before = self._seen[replica.address]
+        if _text(replica) == _text(before):
+            return
+        if replica.is_ready != before.is_ready:
+            _log.info("prefill replica %s: %s", replica.address, "ready" if replica.is_ready else replica.error)
+        self._seen[replica.address] = replica
+        self._post(ReplicasChanged(tuple(self._seen.values())))
+
+
+def _text(replica: Replica) -> tuple[bool, int, str]:
+    """What a change is told by: two errors of the same text are the same."""
+    return replica.is_ready, replica.num_outstanding, repr(replica.error)
+
+
+def _error_of(task: asyncio.Task[None]) -> BatonError | None:
+    if task.cancelled():
+        return PrefillUnavailable("the call was cancelled")
+    error = task.exception()
+    if error is None or isinstance(error, BatonError):
+        return error
+    _log.error("a handoff call failed", exc_info=error)
+    return EngineFault(f"a handoff call failed: {error!r}")

@@ -1,0 +1,65 @@
+"""The bound on segments that were handed to the engine and have not landed."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class ReceiveBudget:
+    """Grants bytes to calls in the order they asked; one grant is always allowed, however large. Not thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._waiting: dict[str, None] = {}  # in order
+
+    @property
+    def next_waiting(self) -> str | None:
+        """The call that must be granted before any other."""
+        return next(iter(self._waiting), None)
+
+    def try_take(self, call_id: str, num_bytes: int) -> bool:
+        """Whether the bytes are the call's now. If not, the call waits in line, and asks again when it is its turn."""
+        self._waiting.setdefault(call_id)
+        fits = not self._held_bytes or self._held_bytes + num_bytes <= self._limit_bytes
+        if not fits or self.next_waiting != call_id:
+            return False
+        del self._waiting[call_id]
+        self._held_bytes += num_bytes
+        return True
+
+    def forget(self, call_id: str) -> None:
+        """The call waits no more. What it was granted before stays held until it landed."""
+        self._waiting.pop(call_id, None)
+
+    def give_back(self, num_bytes: int) -> None:
+        assert num_bytes <= self._held_bytes, "more bytes landed than were handed over"
+        self._held_bytes -= num_bytes
+
+
+class AsyncReceiveBudget:
+    """A ReceiveBudget to wait on. Event loop only."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._budget = ReceiveBudget(limit_bytes)
+        self._turns: dict[str, asyncio.Event] = {}
+
+    async def take(self, call_id: str, num_bytes: int) -> None:
+        """Return once the bytes are the call's; one task for each call."""
+        turn = self._turns[call_id] = asyncio.Event()
+        try:
+            while not self._budget.try_take(call_id, num_bytes):
+                turn.clear()
+                await turn.wait()
+        finally:
+            del self._turns[call_id]
+            self._budget.forget(call_id)
+            self._wake_next()
+
+    def give_back(self, num_bytes: int) -> None:
+        self._budget.give_back(num_bytes)
+        self._wake_next()
+
+    def _wake_next(self) -> None:
+        if (call_id := self._budget.next_waiting) is not None:
+            self._turns[call_id].set()

@@ -1,0 +1,51 @@
+"""What a failed Handoff call means for its rows."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
+
+# Without details of ours the connection or the peer's process is at fault, not the rows: another replica may serve.
+_PEER_LOST = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.INTERNAL,
+    }
+)
+_PEER_REFUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+
+
+def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
+    """FingerprintMismatch, PrefillUnavailable or EngineFault, by the code and the ErrorInfo.
+
+    A message beyond the size bound is RESOURCE_EXHAUSTED without an ErrorInfo: it would be too large for any replica.
+    """
+    code, info = failure.code(), error_info(failure)
+    message = f"{replica}: {code.name}: {failure.details()}"
+    if info is None:
+        return PrefillUnavailable(message) if code in _PEER_LOST else EngineFault(message)
+    if info.reason == FingerprintMismatch.reason:
+        return FingerprintMismatch(
+            info.metadata["field"], info.metadata.get("decode", "one value"), info.metadata.get("prefill", "another")
+        )
+    return PrefillUnavailable(message) if code in _PEER_REFUSES else EngineFault(message)
+
+
+def error_info(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    """The status's ErrorInfo; None when it has none, or details that do not belong to it."""
+    try:
+        status = rpc_status.from_call(cast(grpc.Call, failure))
+    except ValueError:
+        return None
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            return info
+    return None

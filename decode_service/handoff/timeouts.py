@@ -1,0 +1,20 @@
+"""Every bound on waiting for a prefill replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTimeouts:
+    """A call is lost when no connection, no Accepted, or no frame while we were ready to read one, comes in time.
+
+    Each replica is looked at every `poll_interval_s`, each look bounded by `poll_timeout_s`.
+    """
+
+    connect_timeout_s: float = 2.0
+    accept_timeout_s: float = 10.0
+    progress_timeout_s: float = 120.0
+    poll_interval_s: float = 0.5
+    poll_timeout_s: float = 2.0
+    close_timeout_s: float = 5.0

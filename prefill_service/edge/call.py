@@ -1,0 +1,54 @@
+"""One Handoff call between its engine and its stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from common.errors import BatonError
+from common.wire.codec_checks import ProtocolError
+from common.wire.handoff import Frame
+from prefill_service.edge.row_checks import RowNumbering
+from prefill_service.messages import CallDone, Event, FrameReady
+
+CallError = BatonError | ProtocolError
+
+
+class HandoffCall:
+    """The frames that the engine emitted for one call and its stream has not taken. Event loop only.
+
+    The engine's send budget bounds them: it emits no segment beyond the bytes that were not yet sent.
+    """
+
+    def __init__(self, call_id: str, numbering: RowNumbering) -> None:
+        self.call_id = call_id
+        self.numbering = numbering
+        self._frames: deque[Frame] = deque()
+        self._is_done = False
+        self._error: CallError | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, event: Event) -> None:
+        match event:
+            case FrameReady(_, frame):
+                self._frames.append(self.numbering.for_call(frame))
+            case CallDone():
+                self._is_done = True
+        self._changed.set()
+
+    def fail(self, error: CallError) -> None:
+        """End the call with `error`, before any frame that is left. The first error stays."""
+        self._error = self._error or error
+        self._changed.set()
+
+    async def next_frame(self) -> Frame | None:
+        """The next frame to write; None after the engine's last one. Raises the error the call failed with."""
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._frames:
+                return self._frames.popleft()
+            if self._is_done:
+                return None
+            self._changed.clear()
+            await self._changed.wait()

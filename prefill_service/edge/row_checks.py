@@ -1,0 +1,61 @@
+"""What a row must satisfy before the engine hears of it, and how its number changes when others were refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from common.errors import RowFailure
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served model can take."""
+
+    vocab_size: int
+    max_context_tokens: int
+
+
+def check_row(index: int, row: HandoffRow, limits: ModelLimits) -> HandoffRow | RowFailed:
+    """The row, or why this model cannot compute it. No other replica of the model could either."""
+    num_tokens = len(row.token_ids)
+    if num_tokens > limits.max_context_tokens:
+        return _invalid(index, f"token_ids: {num_tokens} tokens exceed the context of {limits.max_context_tokens}")
+    ids = (*row.token_ids, *row.sampling.stop_token_ids, *row.sampling.eos_token_ids)
+    largest = max((*ids, *(token_id for token_id, _ in row.sampling.logit_bias)))
+    if largest >= limits.vocab_size:
+        return _invalid(index, f"token id {largest} is not below the vocabulary's {limits.vocab_size}")
+    return row
+
+
+def _invalid(index: int, message: str) -> RowFailed:
+    return RowFailed(row=index, reason=RowFailure.INVALID_ROW, retryable=False, message=message)
+
+
+class RowNumbering:
+    """Maps the rows of a call, as the receiver numbers them, to the rows the engine was given, and frames back."""
+
+    def __init__(self, rows: Sequence[HandoffRow | RowFailed]) -> None:
+        self.num_rows = len(rows)
+        self.refused = tuple(row for row in rows if isinstance(row, RowFailed))
+        self.accepted = tuple(row for row in rows if isinstance(row, HandoffRow))
+        self._call_rows = [index for index, row in enumerate(rows) if isinstance(row, HandoffRow)]
+        self._engine_rows = {call_row: engine_row for engine_row, call_row in enumerate(self._call_rows)}
+
+    def for_engine(self, call_rows: Sequence[int]) -> tuple[int, ...]:
+        """Rows that were refused are left out: they have ended."""
+        return tuple(self._engine_rows[row] for row in call_rows if row in self._engine_rows)
+
+    def for_call(self, frame: Frame) -> Frame:
+        if not self.refused:
+            return frame
+        match frame:
+            case KvSegment() | RowFailed():
+                return replace(frame, row=self._call_rows[frame.row])
+            case PrebuiltBatch():
+                return replace(frame, rows=np.array(self._call_rows, np.int64)[frame.rows])
+            case Accepted():
+                return frame

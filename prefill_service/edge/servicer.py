@@ -1,0 +1,237 @@
+"""Handoff, GetFingerprint and GetLoad over the prefill engine.
+
+receiver ──PrefillBatch, CancelRows──▶ servicer ──OpenCall, CancelCallRows, SegmentBytesSent, CloseCall──▶ engine
+receiver ◀──Accepted, frames in order── servicer ◀───────────── FrameReady, CallDone ───────────────────── engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import grpc
+
+from baton.v1 import prefill_pb2, types_pb2
+from common.engine_thread import EnginePort
+from common.errors import BatonError, EngineFault, FingerprintMismatch, InvalidRequest, PrefillUnavailable
+from common.load import PoolCounts
+from common.rpc_errors import abort_with
+from common.wire.codec_checks import ProtocolError, require
+from common.wire.codec_commands import CancelRows, PrefillBatch, decode_command
+from common.wire.codec_fingerprint import encode_fingerprint
+from common.wire.codec_frames import FrameCodec
+from common.wire.fingerprint import Fingerprint, first_difference
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, RowFailed
+from prefill_service.edge.call import HandoffCall
+from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row
+from prefill_service.messages import CancelCallRows, CloseCall, Command, Event, OpenCall, SegmentBytesSent
+
+HandoffContext = grpc.aio.ServicerContext[bytes, bytes]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffLimits:
+    """Bounds of one call. A receiver that takes nothing for `stall_timeout_s` while a frame waits loses the call."""
+
+    max_rows: int = 1024
+    first_command_timeout_s: float = 10.0
+    stall_timeout_s: float = 60.0
+
+
+class PrefillServicer:
+    """Event loop only, except `deliver` and `engine_died`, which the engine's thread calls.
+
+    For every OpenCall the engine hears CloseCall once, unless it ended the call (CallDone) and every frame was written.
+    A frame's payload bytes are returned with SegmentBytesSent once the stream took them; what a closed call had not
+    taken is not returned: CloseCall stands for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort[Command],
+        fingerprint: Fingerprint,
+        model_limits: ModelLimits,
+        instance_id: str,
+        limits: HandoffLimits,
+    ) -> None:
+        self._engine = engine
+        self._fingerprint = fingerprint
+        self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=model_limits.vocab_size)
+        self._model_limits = model_limits
+        self._instance_id = instance_id
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[str, HandoffCall] = {}
+        self._call_numbers = count()
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """The engine's events, in order. Any thread."""
+        self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    def engine_died(self, error: BaseException) -> None:
+        """Fail every call: the engine answers nothing any more. Any thread."""
+        self._loop.call_soon_threadsafe(self._fail_calls, PrefillUnavailable(f"the prefill engine died: {error!r}"))
+
+    # ---- rpcs -------------------------------------------------------------------------------------------------------
+
+    async def handoff(self, _requests: AsyncIterator[bytes], context: HandoffContext) -> None:
+        try:
+            await self._serve(context)
+        except ProtocolError as error:
+            await self._abort(context, InvalidRequest(error.field, error.message))
+        except BatonError as error:
+            await self._abort(context, error)
+
+    async def get_fingerprint(
+        self, _request: prefill_pb2.GetFingerprintRequest, _context: object
+    ) -> prefill_pb2.GetFingerprintResponse:
+        return prefill_pb2.GetFingerprintResponse(
+            fingerprint=encode_fingerprint(self._fingerprint), instance_id=self._instance_id
+        )
+
+    async def get_load(
+        self, _request: prefill_pb2.GetPrefillLoadRequest, _context: object
+    ) -> prefill_pb2.GetPrefillLoadResponse:
+        load = self._engine.load
+        return prefill_pb2.GetPrefillLoadResponse(
+            instance_id=self._instance_id,
+            rows=_pool_load(load.rows),
+            slots=_pool_load(load.slots),
+            num_queued=load.num_queued,
+            num_computing=load.num_running,
+            num_steps=load.num_steps,
+            unsent_bytes=load.unsent_bytes,
+        )
+
+    # ---- one call ---------------------------------------------------------------------------------------------------
+
+    async def _serve(self, context: HandoffContext) -> None:
+        self._require_engine()
+        numbering = RowNumbering(self._checked_rows(await self._first_command(context)))
+        call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering)
+        if not numbering.accepted:
+            await self._write_opening(context, call)
+            return
+        self._calls[call.call_id] = call
+        self._require_engine_of(call)
+        self._engine.post(OpenCall(call.call_id, numbering.accepted))
+        commands = asyncio.create_task(self._follow_commands(context, call))
+        is_complete = False
+        try:
+            await self._write_opening(context, call)
+            while (frame := await call.next_frame()) is not None:
+                await self._write(context, frame)
+                if isinstance(frame, KvSegment):
+                    self._engine.post(SegmentBytesSent(call.call_id, frame.num_bytes))
+            is_complete = True
+        finally:
+            commands.cancel()
+            del self._calls[call.call_id]
+            if not is_complete:
+                self._engine.post(CloseCall(call.call_id))
+
+    def _require_engine(self) -> None:
+        if not self._engine.is_alive:
+            raise PrefillUnavailable("the prefill engine is not running")
+
+    def _require_engine_of(self, call: HandoffCall) -> None:
+        """An engine that died before the call was known never fails it."""
+        try:
+            self._require_engine()
+        except PrefillUnavailable:
+            del self._calls[call.call_id]
+            raise
+
+    async def _first_command(self, context: HandoffContext) -> PrefillBatch:
+        timeout_s = self._limits.first_command_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await context.read()
+        except TimeoutError:
+            raise InvalidRequest("prefill_batch", f"did not arrive within {timeout_s} s") from None
+        require(isinstance(data, bytes), "prefill_batch", "is absent: the stream ended before it")
+        command = decode_command(data)
+        if not isinstance(command, PrefillBatch):
+            raise ProtocolError("command", "is not a PrefillBatch, the first command of a call")
+        return command
+
+    def _checked_rows(self, batch: PrefillBatch) -> list[HandoffRow | RowFailed]:
+        difference = first_difference(batch.fingerprint, self._fingerprint)
+        if difference is not None:
+            raise FingerprintMismatch(*difference)
+        max_rows = self._limits.max_rows
+        require(len(batch.rows) <= max_rows, "prefill_batch.rows", f"has {len(batch.rows)}, more than {max_rows}")
+        return [
+            check_row(index, row, self._model_limits) if isinstance(row, HandoffRow) else row
+            for index, row in enumerate(batch.rows)
+        ]
+
+    async def _follow_commands(self, context: HandoffContext, call: HandoffCall) -> None:
+        """Forward cancellations until the receiver closes its side; a broken command fails the call."""
+        try:
+            while isinstance(data := await context.read(), bytes):
+                command = decode_command(data)
+                if not isinstance(command, CancelRows):
+                    raise ProtocolError("prefill_batch", "is not the first command")
+                num_rows = call.numbering.num_rows
+                in_range = all(row < num_rows for row in command.rows)
+                require(in_range, "cancel_rows.rows", f"names a row that is not one of the call's {num_rows}")
+                if rows := call.numbering.for_engine(command.rows):
+                    self._engine.post(CancelCallRows(call.call_id, rows))
+        except ProtocolError as error:
+            call.fail(error)
+        except Exception as error:  # a stream that broke ends the call by itself; anything else ends it here
+            call.fail(EngineFault(f"reading the call's commands failed: {error!r}"))
+
+    async def _write_opening(self, context: HandoffContext, call: HandoffCall) -> None:
+        await self._write(context, Accepted(self._instance_id))
+        for failed in call.numbering.refused:
+            await self._write(context, failed)
+
+    async def _write(self, context: HandoffContext, frame: Frame) -> None:
+        """Returns once the stream took the frame, which waits on the receiver's flow control."""
+        timeout_s = self._limits.stall_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await context.write(self._codec.encode(frame))
+        except TimeoutError:
+            raise PrefillUnavailable(f"the receiver took nothing for {timeout_s} s") from None
+
+    async def _abort(self, context: HandoffContext, error: BatonError) -> None:
+        """A stalled receiver does not take the status either: it is left to the stream after a frame's time."""
+        _log.warning("a handoff call failed: %s", error)
+        async with asyncio.timeout(self._limits.stall_timeout_s):
+            await abort_with(context, error)
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for event in events:
+            call = self._calls.get(event.call_id)
+            if call is not None:  # else it was closed, and CloseCall is on its way to the engine
+                call.take(event)
+
+    def _fail_calls(self, error: BatonError) -> None:
+        for call in self._calls.values():
+            call.fail(error)
+
+
+def _pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:
+    return types_pb2.PoolLoad(
+        total=counts.total,
+        free=counts.free,
+        reserved=counts.reserved,
+        transferring=counts.transferring,
+        running=counts.running,
+        quarantined=counts.quarantined,
+    )

@@ -1,0 +1,166 @@
+"""The homes of the handoff that the contract suite runs in: one process without a wire, and gRPC over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from common.wire.fingerprint import Fingerprint
+from common.wire.handoff import HandoffRow
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.in_process import InProcessTransport
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import HandoffTransport
+from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.messages import (
+    CallDone,
+    CancelCallRows,
+    CloseCall,
+    Event,
+    FrameReady,
+    OpenCall,
+    SegmentBytesSent,
+)
+from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
+from tests.wire.strategies import VOCAB_SIZE
+
+ResultT = TypeVar("ResultT")
+LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)
+FAST = HandoffTimeouts(
+    connect_timeout_s=BOUND_S, accept_timeout_s=BOUND_S, progress_timeout_s=BOUND_S, poll_interval_s=0.02
+)
+
+
+class LoopThread:
+    """An event loop that runs while the test's own thread drives both ends."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="loop")
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(BOUND_S)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(BOUND_S)
+        self._loop.close()
+
+
+class Home(Protocol):
+    address: str
+    transport: HandoffTransport
+
+    def lose_peer(self) -> None:
+        """The prefill side is gone, as when its process was killed."""
+
+    def close_transport(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _PrefillPort:
+    def __init__(self, prefill: ScriptedPrefill) -> None:
+        self._prefill = prefill
+
+    def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
+        self._prefill.post(OpenCall(call_id, rows))
+
+    def cancel(self, call_id: str, rows: tuple[int, ...]) -> None:
+        self._prefill.post(CancelCallRows(call_id, rows))
+
+    def close(self, call_id: str) -> None:
+        self._prefill.post(CloseCall(call_id))
+
+    def sent(self, call_id: str, num_bytes: int) -> None:
+        self._prefill.post(SegmentBytesSent(call_id, num_bytes))
+
+
+class InProcessHome:
+    def __init__(
+        self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
+    ) -> None:
+        self.address = "in-process"
+        self._in_process = InProcessTransport(
+            post=decode.post,
+            prefill=_PrefillPort(prefill),
+            address=self.address,
+            receive_budget_bytes=receive_budget_bytes,
+        )
+        self.transport: HandoffTransport = self._in_process
+        prefill.deliver = self._deliver
+        asyncio.run(self.transport.open())
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case FrameReady(call_id, frame):
+                    self._in_process.frame_ready(call_id, frame)
+                case CallDone(call_id):
+                    self._in_process.call_done(call_id)
+
+    def lose_peer(self) -> None:
+        self._in_process.peer_lost("the prefill engine died")
+
+    def close_transport(self) -> None:
+        asyncio.run(self.transport.close())
+
+    def close(self) -> None:
+        self.close_transport()
+
+
+class GrpcHome:
+    """The real edge and the real transport around the scripted engine, in one loop."""
+
+    def __init__(
+        self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
+    ) -> None:
+        self._loop = LoopThread()
+        self._server, port = self._loop.run(self._serve(prefill, fingerprint))
+        self.address = f"127.0.0.1:{port}"
+        self.transport: HandoffTransport = self._loop.run(self._connect(decode, fingerprint, receive_budget_bytes))
+        decode.latest_replica(lambda replica: replica.is_ready)
+
+    async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> tuple[PrefillServer, int]:
+        servicer = PrefillServicer(
+            engine=prefill,
+            fingerprint=fingerprint,
+            model_limits=LIMITS,
+            instance_id="instance",
+            limits=HandoffLimits(),
+        )
+        prefill.deliver = servicer.deliver
+        server = PrefillServer(servicer=servicer)
+        port = await server.start("127.0.0.1:0")
+        await server.set_ready(True)
+        return server, port
+
+    async def _connect(
+        self, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
+    ) -> GrpcTransport:
+        transport = GrpcTransport(
+            post=decode.post,
+            addresses=[self.address],
+            fingerprint=fingerprint,
+            vocab_size=VOCAB_SIZE,
+            receive_budget_bytes=receive_budget_bytes,
+            timeouts=FAST,
+        )
+        await transport.open()
+        return transport
+
+    def lose_peer(self) -> None:
+        self._loop.run(self._server.stop(0))
+
+    def close_transport(self) -> None:
+        self._loop.run(self.transport.close())
+
+    def close(self) -> None:
+        self.close_transport()
+        self._loop.run(self._server.stop(0))
+        self._loop.close()

@@ -1,0 +1,52 @@
+"""Rows and frames of a model whose segments are large enough to fill a stream's flow-control window."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.errors import RowFailure
+from common.kv.layer_group import LayerGroupSpec
+from common.model.sampling_params import ResolvedSampling
+from common.wire.fingerprint import Fingerprint
+from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+
+TARGET = LayerGroupSpec("target", num_layers=4, num_planes=2, num_heads=8, head_dim=128, dtype="float32")
+FINGERPRINT = Fingerprint(
+    config_digest="c0ffee", target_weights_digest="beef", tokenizer_digest="7e57", layer_groups=(TARGET,)
+)
+SEGMENT_TOKENS = 32
+SEGMENT_BYTES = SEGMENT_TOKENS * TARGET.token_bytes
+ROOMY_BUDGET_BYTES = 64 * SEGMENT_BYTES
+
+
+def row(request_id: str = "request", num_tokens: int = 128) -> HandoffRow:
+    return HandoffRow(
+        request_id=request_id,
+        attempt=0,
+        token_ids=tuple(token % 200 for token in range(num_tokens)),
+        prompt_len=num_tokens,
+        sampling=ResolvedSampling(seed=7, max_tokens=8),
+    )
+
+
+def segment(row: int = 0, place: int = 0) -> KvSegment:
+    """The row's segment number `place`, all layers, with a payload of its own."""
+    payload = bytes([place % 256]) * SEGMENT_BYTES
+    return KvSegment(row, "target", 0, TARGET.num_layers, place * SEGMENT_TOKENS, SEGMENT_TOKENS, payload)
+
+
+def prebuilt(*rows: int, num_tokens: int = 128) -> PrebuiltBatch:
+    size = len(rows)
+    return PrebuiltBatch(
+        rows=np.array(rows, np.int64),
+        seq_lens=np.full(size, num_tokens),
+        first_token_ids=np.arange(size),
+        bytes_sent={"target": np.full(size, num_tokens * TARGET.token_bytes)},
+        queue_s=np.zeros(size),
+        compute_s=np.zeros(size),
+        first_token_logprobs=(None,) * size,
+    )
+
+
+def failed(row: int, *, retryable: bool = True) -> RowFailed:
+    return RowFailed(row=row, reason=RowFailure.COMPUTE, retryable=retryable, message="the step failed")

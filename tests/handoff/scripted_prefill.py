@@ -1,0 +1,149 @@
+"""A prefill engine whose every frame the test emits, and a decode engine that writes down what it hears."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from common.load import EngineLoad, PoolCounts
+from common.wire.handoff import Frame, KvSegment
+from decode_service.handoff.transport import TransportReport
+from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged
+from prefill_service.messages import (
+    CallDone,
+    CloseCall,
+    Command,
+    Event,
+    FrameReady,
+    OpenCall,
+    SegmentBytesSent,
+)
+
+BOUND_S = 10.0
+ValueT = TypeVar("ValueT")
+
+
+class Record(Generic[ValueT]):
+    """Values in the order they came, from any thread, to wait on."""
+
+    def __init__(self) -> None:
+        self._values: list[ValueT] = []
+        self._changed = threading.Condition()
+
+    def add(self, value: ValueT) -> None:
+        with self._changed:
+            self._values.append(value)
+            self._changed.notify_all()
+
+    def all(self) -> list[ValueT]:
+        with self._changed:
+            return list(self._values)
+
+    def wait_until(self, holds: Callable[[list[ValueT]], bool]) -> list[ValueT]:
+        """The values once `holds` is true of them; fails the test after a bound."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: holds(self._values), BOUND_S):
+                raise AssertionError(
+                    f"not within {BOUND_S} s; so far: {[type(value).__name__ for value in self._values]}"
+                )
+            return list(self._values)
+
+
+class ScriptedPrefill:
+    """An EnginePort. `deliver` is where its events go."""
+
+    def __init__(self) -> None:
+        self.commands: Record[Command] = Record()
+        self.deliver: Callable[[Sequence[Event]], None] = lambda events: None
+        self.is_alive = True
+        empty = PoolCounts(total=8, free=8)
+        self.load = EngineLoad(rows=empty, slots=empty, num_queued=0, num_running=0, num_steps=0)
+
+    def post(self, command: Command) -> None:
+        self.commands.add(command)
+
+    def emit(self, call_id: str, *frames: Frame) -> None:
+        self.deliver([FrameReady(call_id, frame) for frame in frames])
+
+    def finish(self, call_id: str) -> None:
+        self.deliver([CallDone(call_id)])
+
+    def opened(self, count: int = 1) -> list[OpenCall]:
+        """The first `count` calls, once they were opened."""
+        commands = self.commands.wait_until(lambda values: len(_of(OpenCall, values)) >= count)
+        return _of(OpenCall, commands)[:count]
+
+    def closed(self, call_id: str) -> None:
+        """Wait until the call was closed; once only."""
+        commands = self.commands.wait_until(lambda values: CloseCall(call_id) in values)
+        assert commands.count(CloseCall(call_id)) == 1
+
+    def num_closed(self) -> int:
+        return len(_of(CloseCall, self.commands.all()))
+
+    def sent_bytes(self) -> int:
+        return sum(command.num_bytes for command in _of(SegmentBytesSent, self.commands.all()))
+
+
+class RecordingDecode:
+    """What a transport posts, seen as a decode engine would."""
+
+    def __init__(self) -> None:
+        self.reports: Record[TransportReport] = Record()
+
+    def post(self, report: TransportReport) -> None:
+        self.reports.add(report)
+
+    def frames(self, call_id: str, count: int) -> list[Frame]:
+        """The call's frames, once there are `count`, without the Accepted that comes first."""
+        reports = self.reports.wait_until(lambda values: len(_frames_of(call_id, values)) > count)
+        return _frames_of(call_id, reports)[1:]
+
+    def arrived(self, call_id: str) -> list[Frame]:
+        return _frames_of(call_id, self.reports.all())
+
+    def segments(self) -> list[KvSegment]:
+        arrived = [report.frame for report in self.reports.all() if isinstance(report, FrameArrived)]
+        return [frame for frame in arrived if isinstance(frame, KvSegment)]
+
+    def wait_for_segments(self, count: int) -> None:
+        self.reports.wait_until(
+            lambda values: sum(isinstance(v, FrameArrived) and isinstance(v.frame, KvSegment) for v in values) >= count
+        )
+
+    def ended(self, call_id: str) -> CallEnded:
+        """The call's end, once it came; nothing of the call follows it."""
+        reports = self.reports.wait_until(
+            lambda values: any(isinstance(value, CallEnded) and value.call_id == call_id for value in values)
+        )
+        mine = [value for value in reports if not isinstance(value, ReplicasChanged) and value.call_id == call_id]
+        end = mine[-1]
+        assert isinstance(end, CallEnded), "something of the call followed its end"
+        assert all(isinstance(value, FrameArrived) for value in mine[:-1])
+        return end
+
+    def num_ends(self, call_id: str) -> int:
+        return sum(isinstance(value, CallEnded) and value.call_id == call_id for value in self.reports.all())
+
+    def wait_for_replica(self, holds: Callable[[Replica], bool]) -> Replica:
+        """The first state of a replica, from now or before, that `holds`."""
+        reports = self.reports.wait_until(lambda values: any(map(holds, _replicas_in(values))))
+        return next(replica for replica in _replicas_in(reports) if holds(replica))
+
+    def latest_replica(self, holds: Callable[[Replica], bool]) -> Replica:
+        """The latest state of the only replica, once it `holds`."""
+        reports = self.reports.wait_until(lambda values: bool(_replicas_in(values)) and holds(_replicas_in(values)[-1]))
+        return _replicas_in(reports)[-1]
+
+
+def _of(kind: type[ValueT], values: Sequence[object]) -> list[ValueT]:
+    return [value for value in values if isinstance(value, kind)]
+
+
+def _frames_of(call_id: str, reports: Sequence[TransportReport]) -> list[Frame]:
+    return [report.frame for report in _of(FrameArrived, reports) if report.call_id == call_id]
+
+
+def _replicas_in(reports: Sequence[TransportReport]) -> list[Replica]:
+    return [replica for report in _of(ReplicasChanged, reports) for replica in report.replicas]
