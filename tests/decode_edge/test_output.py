@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of, vocab_size
 
 from common.model.sampling_params import TokenLogprobs
 from common.tokenizer import TextTokenizer
 from decode_service.output import OutputProcessor, StopMatch
+from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of, vocab_size
 
 TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
 BYTES = TOKENIZERS["byte_level"]

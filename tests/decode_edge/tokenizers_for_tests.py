@@ -11,7 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from common.tokenizer import TextTokenizer
 
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT_TEMPLATE = "".join(
+    (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+)
 WORDS = ("ab", "bc", "abc", " a", "é", "€", "end", "stop", "\n\n")
 
 

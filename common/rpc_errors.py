@@ -1,0 +1,29 @@
+"""How a BatonError travels as a gRPC status with google.rpc.ErrorInfo."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from common.errors import BatonError
+
+ERROR_DOMAIN = "baton"
+
+
+def status_of(error: BatonError) -> status_pb2.Status:
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata))
+    code: int = grpc.StatusCode[error.code].value[0]
+    return status_pb2.Status(code=code, message=str(error), details=[detail])
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """End the call with `error`."""
+    status = rpc_status.to_status(status_of(error))
+    trailing_metadata = tuple(status.trailing_metadata or ())
+    await context.abort(status.code, status.details or "", trailing_metadata)
+    raise AssertionError("abort returned")

@@ -1,0 +1,61 @@
+"""An engine's pools and steps as Prometheus metrics, alike for both services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.load import EngineLoad, PoolCounts
+from common.telemetry.buckets import BATCH_SIZE, NUM_TOKENS, TOKEN_S
+from common.telemetry.step_stats import StepStats
+
+POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined")
+
+
+class EngineMetrics:
+    """Steps are observed as they happen, on the engine's thread; pools are read when Prometheus asks."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._batch_size = Histogram("baton_batch_size", "Rows in a forward.", buckets=BATCH_SIZE, registry=registry)
+        self._step_tokens = Histogram(
+            "baton_step_tokens", "Tokens computed by a forward.", buckets=NUM_TOKENS, registry=registry
+        )
+        self._step_s = Histogram(
+            "baton_step_seconds", "From a forward's launch to its result.", buckets=TOKEN_S, registry=registry
+        )
+
+    def on_step(self, stats: StepStats) -> None:
+        self._batch_size.observe(stats.batch_size)
+        self._step_tokens.observe(stats.num_tokens)
+        self._step_s.observe(stats.step_s)
+
+    def watch(self, load: Callable[[], EngineLoad]) -> None:
+        """Expose what `load` says at each scrape."""
+        self._registry.register(_LoadCollector(load))
+
+
+class _LoadCollector(Collector):
+    def __init__(self, load: Callable[[], EngineLoad]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        yield _pool("baton_rows", "Request rows by state.", load.rows)
+        yield _pool("baton_kv_slots", "KV token slots by state.", load.slots)
+        yield GaugeMetricFamily("baton_queued_requests", "Requests without a row.", value=load.num_queued)
+        yield GaugeMetricFamily("baton_running_requests", "Requests in the running batch.", value=load.num_running)
+        yield GaugeMetricFamily("baton_unsent_kv_bytes", "KV not yet written to a receiver.", value=load.unsent_bytes)
+        yield CounterMetricFamily("baton_steps", "Engine steps.", value=load.num_steps)
+        yield CounterMetricFamily("baton_row_retries", "Rows handed to another prefill.", value=load.num_row_retries)
+        yield CounterMetricFamily("baton_retractions", "Requests that gave their KV back.", value=load.num_retractions)
+
+
+def _pool(name: str, documentation: str, counts: PoolCounts) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, documentation, labels=["state"])
+    for state in POOL_STATES:
+        family.add_metric([state], getattr(counts, state))
+    return family

@@ -1,0 +1,26 @@
+"""The decode service's requests as Prometheus metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from common.telemetry.buckets import PHASE_S, TOKEN_S
+
+PHASES = ("queue", "prefill", "transfer", "first_decode")
+
+
+class RequestMetrics:
+    """`outcome` is a finish reason ("eos", "length", ...) or the ErrorInfo reason in lower case ("deadline", ...)."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter("baton_requests", "Requests ended, by outcome.", ["outcome"], registry=registry)
+        self.phases = {
+            phase: Histogram(f"baton_{phase}_seconds", f"Phase: {phase}.", buckets=PHASE_S, registry=registry)
+            for phase in PHASES
+        }
+        self.inter_token_s = Histogram(
+            "baton_inter_token_seconds", "Between output tokens of a request.", buckets=TOKEN_S, registry=registry
+        )
+        self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens of finished requests.", registry=registry)
+        self.output_tokens = Counter("baton_output_tokens", "Output tokens delivered.", registry=registry)
+        self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes received.", registry=registry)

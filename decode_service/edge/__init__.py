@@ -1,0 +1,1 @@
+"""The Inference service: validates requests, hands them to the engine, and turns its events into streams."""

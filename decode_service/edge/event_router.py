@@ -1,0 +1,65 @@
+"""Where an engine's events go: requests' to their streams, handoffs' to the transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from common.errors import EngineFault
+from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.replicas import ReplicaBoard
+from decode_service.handoff.transport import HandoffTransport
+from decode_service.messages import (
+    BreakCall,
+    CancelHandoffRows,
+    Event,
+    Failed,
+    Finished,
+    SegmentsLanded,
+    StartHandoff,
+    Tokens,
+)
+
+
+class EventRouter:
+    """`deliver` and `on_death` are called on the engine's thread; everything else happens on `loop`.
+
+    One hop per batch of events keeps their order. A loop that has been closed takes nothing any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        live_requests: LiveRequests,
+        transport: HandoffTransport,
+        replicas: ReplicaBoard,
+    ) -> None:
+        self._loop = loop
+        self._live_requests = live_requests
+        self._transport = transport
+        self._replicas = replicas
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._dispatch, tuple(events))
+
+    def on_death(self, error: BaseException) -> None:
+        if not self._loop.is_closed():
+            fault = EngineFault(f"the engine died: {type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._live_requests.fail_all, fault)
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case Tokens() | Finished() | Failed():
+                    self._live_requests.dispatch(event)
+                case StartHandoff():
+                    self._replicas.on_start(event)
+                    self._transport.start(event)
+                case CancelHandoffRows():
+                    self._transport.cancel_rows(event)
+                case BreakCall():
+                    self._transport.break_call(event)
+                case SegmentsLanded():
+                    self._transport.landed(event)

@@ -1,0 +1,189 @@
+"""The Inference servicer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, Protocol, cast
+
+import grpc
+import structlog
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.engine_thread import EnginePort
+from common.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest
+from common.rpc_errors import abort_with
+from common.tokenizer import PromptEncoder, TokenDecoder
+from decode_service.edge.live_request import Ending, LiveRequest
+from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.observer import RequestObserver
+from decode_service.edge.replicas import ReplicaBoard
+from decode_service.edge.request_checks import (
+    ChatPrompt,
+    CheckedRequest,
+    ModelLimits,
+    TextPrompt,
+    TokenIdsPrompt,
+    check_lengths,
+    check_request,
+)
+from decode_service.edge.responses import delta_event, finished_event, pool_load, started_event
+from decode_service.messages import Command
+from decode_service.output import OutputProcessor
+
+_log = structlog.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Tokenizer(TokenDecoder, PromptEncoder, Protocol):
+    pass
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Prompts become token ids on `executor`; everything else here runs on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort[Command],
+        live_requests: LiveRequests,
+        tokenizer: Tokenizer,
+        limits: ModelLimits,
+        model_info: inference_pb2.GetModelInfoResponse,
+        replicas: ReplicaBoard,
+        instance_id: str,
+        observer: RequestObserver,
+        executor: Executor,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine = engine
+        self._live_requests = live_requests
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._model_info = model_info
+        self._replicas = replicas
+        self._instance_id = instance_id
+        self._observer = observer
+        self._executor = executor
+        self._unix_time = unix_time
+
+    async def Generate(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        try:
+            checked = check_request(request, self._limits)
+            live = self._live_requests.admit(checked.request_id)
+        except BatonError as error:
+            self._observer.on_refused(error)
+            await abort_with(context, error)
+        end: Ending | BatonError | None = None
+        time_out = self._fail_at_deadline(live, context)
+        try:
+            end = await self._run(live, checked, context)
+        except BatonError as error:
+            end = error
+        except Exception as error:
+            _log.exception("request_crashed", request_id=live.request_id)
+            end = EngineFault(f"{type(error).__name__}: {error}")
+        finally:
+            if time_out is not None:
+                time_out.cancel()
+            self._live_requests.release(live)
+            self._observer.on_end(live, end)
+        if isinstance(end, BatonError):
+            await abort_with(context, end)
+        await context.write(finished_event(end))
+
+    async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context) -> Ending:
+        """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
+        prompt_token_ids = await self._encode(checked)
+        sampling = check_lengths(checked, prompt_token_ids, self._limits)
+        self._live_requests.submit(
+            live,
+            output=OutputProcessor(
+                decoder=self._tokenizer,
+                stop_strings=checked.sampling.stop_strings,
+                end_token_ids=frozenset(sampling.end_token_ids),
+                min_tokens=sampling.min_tokens,
+                generated_token_ids=checked.generated_token_ids,
+            ),
+            prompt_token_ids=prompt_token_ids,
+            generated_token_ids=checked.generated_token_ids,
+            sampling=sampling,
+            deadline_unix_ms=self._deadline_unix_ms(context),
+            traceparent=_traceparent(context),
+        )
+        await context.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
+        while True:
+            news = await live.read()
+            if isinstance(news, Ending):
+                return news
+            await context.write(delta_event(news))
+
+    def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
+        """gRPC ends a call at its deadline too; this one also ends it when no byte moves between client and server."""
+        remaining_s = _remaining_s(context)
+        if remaining_s is None:
+            return None
+        error = DeadlineExceeded("the request's deadline passed")
+        return asyncio.get_running_loop().call_later(remaining_s, live.fail, error)
+
+    def _deadline_unix_ms(self, context: Context) -> int:
+        remaining_s = _remaining_s(context)
+        return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
+
+    async def _encode(self, checked: CheckedRequest) -> Sequence[int]:
+        loop = asyncio.get_running_loop()
+        match checked.prompt:
+            case TokenIdsPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                return await loop.run_in_executor(self._executor, self._tokenizer.encode, text)
+            case ChatPrompt(messages):
+                try:
+                    return await loop.run_in_executor(self._executor, self._tokenizer.encode_chat, messages)
+                except ValueError as error:
+                    raise InvalidRequest("chat", str(error)) from error
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        return self._model_info
+
+    async def GetLoad(
+        self, request: inference_pb2.GetInferenceLoadRequest, context: Context
+    ) -> inference_pb2.GetInferenceLoadResponse:
+        load = self._engine.load
+        return inference_pb2.GetInferenceLoadResponse(
+            instance_id=self._instance_id,
+            rows=pool_load(load.rows),
+            slots=pool_load(load.slots),
+            num_queued=load.num_queued,
+            num_running=load.num_running,
+            num_steps=load.num_steps,
+            prefill_replicas=[
+                inference_pb2.PrefillReplica(
+                    address=state.replica.address,
+                    is_ready=state.replica.is_ready,
+                    num_rows=state.num_rows,
+                    reason="" if state.replica.error is None else str(state.replica.error),
+                )
+                for state in self._replicas.states()
+            ],
+            num_row_retries=load.num_row_retries,
+            num_retractions=load.num_retractions,
+        )
+
+
+def _remaining_s(context: Context) -> float | None:
+    return cast("float | None", context.time_remaining())
+
+
+def _traceparent(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return value if isinstance(value, str) else value.decode("ascii", "replace")
+    return ""

@@ -1,0 +1,127 @@
+"""One live request's output, between the engine's events and the client's stream. Used by the event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from common.errors import BatonError
+from decode_service.messages import Finished, FinishReason, RequestTimings, Tokens
+from decode_service.output import OutputPiece, OutputProcessor, StopMatch
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended well, as its client sees it."""
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings: RequestTimings
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request from its admission to its end.
+
+    What a slow client has not read yet is merged into one piece, so it never holds more than one request's output.
+    The first terminal event wins; what follows it is dropped.
+    """
+
+    request_id: str
+    engine_id: str
+    last_token_at_s: float | None = None  # kept for whoever measures
+    is_done_in_engine: bool = False  # the engine has said its last word about it
+    _output: OutputProcessor | None = None
+    _num_prompt_tokens: int = 0
+    _pending: OutputPiece = field(default_factory=OutputPiece)
+    _ending: Ending | BatonError | None = None
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self, output: OutputProcessor, num_prompt_tokens: int) -> None:
+        """Its prompt is known: tokens may come."""
+        self._output = output
+        self._num_prompt_tokens = num_prompt_tokens
+
+    @property
+    def is_submitted(self) -> bool:
+        return self._output is not None
+
+    @property
+    def ending(self) -> Ending | BatonError | None:
+        return self._ending
+
+    def add_tokens(self, tokens: Tokens) -> StopMatch | None:
+        """Returns the stop string's match, once, when these tokens complete one."""
+        if self._ending is not None or self._output is None or self._output.match is not None:
+            return None
+        self._pending += self._output.push(tokens.token_ids, tokens.logprobs)
+        if self._pending:
+            self._has_news.set()
+        return self._output.match
+
+    def finish(self, finished: Finished) -> None:
+        self.is_done_in_engine = True
+        if self._ending is not None or self._output is None:
+            return
+        match = self._output.match
+        self._pending += OutputPiece(text=self._output.finish())
+        self._end(
+            Ending(
+                reason=finished.reason if match is None else FinishReason.STOP_STRING,
+                num_prompt_tokens=finished.num_prompt_tokens,
+                num_completion_tokens=finished.num_completion_tokens if match is None else match.num_output_tokens,
+                timings=finished.timings,
+                stop_token_id=finished.stop_token_id if match is None else None,
+                stop_string=None if match is None else match.stop_string,
+            )
+        )
+
+    def fail(self, error: BatonError) -> None:
+        """Ends it with `error`, unless its output was already complete: then only the engine's figures are lost."""
+        if self._ending is not None:
+            return
+        match = self._output.match if self._output is not None else None
+        if match is None:
+            self._end(error)
+            return
+        self._end(
+            Ending(
+                reason=FinishReason.STOP_STRING,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_completion_tokens=match.num_output_tokens,
+                timings=RequestTimings(),
+                stop_string=match.stop_string,
+            )
+        )
+
+    def fail_by_engine(self, error: BatonError) -> None:
+        self.is_done_in_engine = True
+        self.fail(error)
+
+    async def read(self) -> OutputPiece | Ending:
+        """All output since the last read, then the ending. Raises the error it ended with."""
+        await self._has_news.wait()
+        if self._pending:
+            piece, self._pending = self._pending, OutputPiece()
+            if self._ending is None:
+                self._has_news.clear()
+            return piece
+        assert self._ending is not None
+        if isinstance(self._ending, BatonError):
+            raise self._ending
+        return self._ending
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 0 if self._output is None else self._output.num_output_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
+
+    def _end(self, ending: Ending | BatonError) -> None:
+        self._ending = ending
+        self._has_news.set()

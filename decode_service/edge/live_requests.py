@@ -1,0 +1,144 @@
+"""Every live request of the process: bounded admission, and the way from the engine's events to each stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Sequence
+
+import structlog
+
+from common.engine_thread import EnginePort
+from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, Overloaded
+from common.model.sampling_params import ResolvedSampling
+from decode_service.edge.live_request import LiveRequest
+from decode_service.edge.observer import RequestObserver
+from decode_service.messages import Abort, Command, Failed, FinishAtStop, Finished, Submit, Tokens
+from decode_service.output import OutputProcessor
+
+_log = structlog.get_logger(__name__)
+
+RequestEvent = Tokens | Finished | Failed
+
+
+class LiveRequests:
+    """Used by the event loop only.
+
+    A live request counts against `max_live` from `admit` to `release`, whatever it waits for. The engine knows it by an
+    id that is never used twice, so that no event of an aborted request can reach a later one with the client's same id.
+    """
+
+    def __init__(self, *, engine: EnginePort[Command], max_live: int, observer: RequestObserver) -> None:
+        self._engine = engine
+        self._max_live = max_live
+        self._observer = observer
+        self._by_request_id: dict[str, LiveRequest] = {}
+        self._by_engine_id: dict[str, LiveRequest] = {}
+        self._serials = itertools.count(1)
+        self._is_draining = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_request_id)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def admit(self, request_id: str | None) -> LiveRequest:
+        """Raises Draining, EngineFault, DuplicateRequest or Overloaded. Each success needs one `release`."""
+        if self._is_draining:
+            raise Draining("the service is stopping")
+        if not self._engine.is_alive:
+            raise EngineFault("the engine does not run")
+        if request_id in self._by_request_id:
+            raise DuplicateRequest(str(request_id))
+        if len(self) >= self._max_live:
+            raise Overloaded(f"{self._max_live} requests are queued or running")
+        if request_id is None:
+            request_id = engine_id = uuid.uuid4().hex
+        else:
+            engine_id = f"{request_id}#{next(self._serials)}"
+        live = LiveRequest(request_id, engine_id)
+        self._by_request_id[request_id] = self._by_engine_id[engine_id] = live
+        self._is_idle.clear()
+        return live
+
+    def submit(
+        self,
+        live: LiveRequest,
+        *,
+        output: OutputProcessor,
+        prompt_token_ids: Sequence[int],
+        generated_token_ids: Sequence[int],
+        sampling: ResolvedSampling,
+        deadline_unix_ms: int,
+        traceparent: str,
+    ) -> None:
+        """Hand it to the engine. Raises what it was ended with meanwhile."""
+        if isinstance(live.ending, BatonError):
+            raise live.ending
+        live.begin(output, len(prompt_token_ids))
+        self._engine.post(
+            Submit(
+                request_id=live.engine_id,
+                token_ids=(*prompt_token_ids, *generated_token_ids),
+                prompt_len=len(prompt_token_ids),
+                sampling=sampling,
+                deadline_unix_ms=deadline_unix_ms,
+                traceparent=traceparent,
+            )
+        )
+        if not self._engine.is_alive:  # it died after `admit`, perhaps too early for `fail_all` to end this one
+            live.fail(EngineFault("the engine does not run"))
+
+    def release(self, live: LiveRequest) -> None:
+        """Its stream is over. The engine drops it if it still has it. Further calls do nothing."""
+        if self._by_engine_id.pop(live.engine_id, None) is None:
+            return
+        del self._by_request_id[live.request_id]
+        if live.is_submitted and not live.is_done_in_engine:
+            self._engine.post(Abort(live.engine_id))
+        if not self._by_request_id:
+            self._is_idle.set()
+
+    def dispatch(self, event: RequestEvent) -> None:
+        """One of the engine's events, in their order. Those of requests that are gone are dropped."""
+        live = self._by_engine_id.get(event.request_id)
+        if live is None:
+            return
+        try:
+            self._apply(live, event)
+        except Exception as error:  # one request's text must not keep the others' events
+            _log.exception("output_failed", request_id=live.request_id)
+            live.fail(EngineFault(f"output: {type(error).__name__}: {error}"))
+
+    def fail_all(self, error: BatonError) -> None:
+        """End every live stream with `error`."""
+        for live in tuple(self._by_request_id.values()):
+            live.fail(error)
+
+    def drain(self) -> None:
+        """Admit nothing from now on."""
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        await self._is_idle.wait()
+
+    def _apply(self, live: LiveRequest, event: RequestEvent) -> None:
+        match event:
+            case Tokens():
+                self._add_tokens(live, event)
+            case Finished():
+                live.finish(event)
+            case Failed():
+                live.fail_by_engine(event.error)
+
+    def _add_tokens(self, live: LiveRequest, tokens: Tokens) -> None:
+        num_before = live.num_output_tokens
+        match = live.add_tokens(tokens)
+        self._observer.on_tokens(live, live.num_output_tokens - num_before)
+        if match is not None:
+            self._engine.post(FinishAtStop(live.engine_id, match.num_output_tokens, match.stop_string))

@@ -1,0 +1,67 @@
+"""What is measured and logged about each request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from common.errors import BatonError, RequestCancelled
+from common.telemetry.request_metrics import RequestMetrics
+from decode_service.edge.live_request import Ending, LiveRequest
+
+
+class RequestObserver:
+    """One INFO line and one count for each request that was admitted; a count for each that was refused."""
+
+    def __init__(self, metrics: RequestMetrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._log = structlog.get_logger("decode_service.requests")
+
+    def on_tokens(self, live: LiveRequest, num_tokens: int) -> None:
+        """Tokens that came together share the time since those before them."""
+        if num_tokens == 0:
+            return
+        now_s = self._clock()
+        if live.last_token_at_s is not None:
+            for _ in range(num_tokens):
+                self._metrics.inter_token_s.observe((now_s - live.last_token_at_s) / num_tokens)
+        live.last_token_at_s = now_s
+        self._metrics.output_tokens.inc(num_tokens)
+
+    def on_refused(self, error: BatonError) -> None:
+        self._metrics.requests.labels(error.reason.lower()).inc()
+
+    def on_end(self, live: LiveRequest, end: Ending | BatonError | None) -> None:
+        """`end` is how its stream ended; None when the client left."""
+        ending = end if isinstance(end, Ending) else None
+        error = None if ending else end or RequestCancelled("the client left")
+        outcome = ending.reason.value if ending else error.reason.lower() if isinstance(error, BatonError) else ""
+        self._metrics.requests.labels(outcome).inc()
+        fields: dict[str, object] = {
+            "request_id": live.request_id,
+            "outcome": outcome,
+            "num_prompt_tokens": live.num_prompt_tokens,
+            "num_output_tokens": live.num_output_tokens,
+        }
+        if ending:
+            self._observe(ending)
+            timings = ending.timings
+            fields |= {name: round(getattr(timings, name), 6) for name in _LOGGED_S}
+            fields |= {name: getattr(timings, name) for name in _LOGGED_COUNTS}
+        else:
+            fields["error"] = str(error)
+        self._log.info("request_finished", **fields)
+
+    def _observe(self, ending: Ending) -> None:
+        timings = ending.timings
+        for phase, histogram in self._metrics.phases.items():
+            histogram.observe(getattr(timings, f"{phase}_s"))
+        self._metrics.prompt_tokens.inc(ending.num_prompt_tokens)
+        self._metrics.handoff_bytes.inc(timings.kv_bytes)
+
+
+_LOGGED_S = ("queue_s", "prefill_s", "transfer_s", "first_decode_s", "decode_s")
+_LOGGED_COUNTS = ("kv_bytes", "num_handoff_attempts", "num_retractions")

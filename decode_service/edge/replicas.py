@@ -1,0 +1,60 @@
+"""The prefill replicas as GetLoad and health report them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from common.wire.handoff import PrebuiltBatch, RowFailed
+from decode_service.handoff.transport import TransportReport
+from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged, StartHandoff
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """`num_rows`: rows this service has with it that it has not answered yet."""
+
+    replica: Replica
+    num_rows: int
+
+
+class ReplicaBoard:
+    """Follows what the engine and the transport tell each other. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._replicas: tuple[Replica, ...] = ()
+        self._open_rows: dict[str, tuple[str, set[int]]] = {}  # by call: its replica, rows not answered
+
+    @property
+    def is_any_ready(self) -> bool:
+        return any(replica.is_ready for replica in self._replicas)
+
+    def states(self) -> tuple[ReplicaState, ...]:
+        with self._lock:
+            num_rows = dict.fromkeys((replica.address for replica in self._replicas), 0)
+            for address, rows in self._open_rows.values():
+                num_rows[address] = num_rows.get(address, 0) + len(rows)
+            return tuple(ReplicaState(replica, num_rows[replica.address]) for replica in self._replicas)
+
+    def on_start(self, command: StartHandoff) -> None:
+        with self._lock:
+            self._open_rows[command.call_id] = (command.replica, set(range(len(command.rows))))
+
+    def on_report(self, report: TransportReport) -> None:
+        with self._lock:
+            match report:
+                case ReplicasChanged(replicas):
+                    self._replicas = replicas
+                case CallEnded(call_id):
+                    self._open_rows.pop(call_id, None)
+                case FrameArrived(call_id, RowFailed(row=row)):
+                    self._answered(call_id, {row})
+                case FrameArrived(call_id, PrebuiltBatch(rows=rows)):
+                    self._answered(call_id, set(rows.tolist()))
+                case _:
+                    pass
+
+    def _answered(self, call_id: str, rows: set[int]) -> None:
+        if call_id in self._open_rows:
+            self._open_rows[call_id][1].difference_update(rows)

@@ -1,0 +1,134 @@
+"""What a GenerateRequest must satisfy, and the values it becomes. Everything here raises InvalidRequest.
+
+`check_request` needs no tokenizer and no time; `check_lengths` follows once the prompt's token ids are known.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.v1 import inference_pb2
+from common.errors import InvalidRequest
+from common.model.sampling_params import ResolvedSampling
+from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
+
+MAX_REQUEST_ID_CHARS = 128
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """`max_context_tokens` bounds prompt and output together."""
+
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIdsPrompt:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[tuple[str, str], ...]
+
+
+Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """`request_id` is None when the client chose none. `generated_token_ids` were delivered by an earlier stream."""
+
+    request_id: str | None
+    prompt: Prompt
+    generated_token_ids: tuple[int, ...]
+    sampling: SamplingRequest
+
+
+def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> CheckedRequest:
+    for feature in ("priority", "lora"):
+        if request.HasField(feature):
+            raise InvalidRequest(feature, "is not served")
+    return CheckedRequest(
+        request_id=_request_id(request),
+        prompt=_prompt(request, limits),
+        generated_token_ids=check_token_ids("generated_token_ids", request.generated_token_ids, limits.vocab_size),
+        sampling=check_sampling(request.sampling, limits.vocab_size, limits.eos_token_ids),
+    )
+
+
+def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: ModelLimits) -> ResolvedSampling:
+    """The sampling both engines compute with: what the context leaves is the default of `max_tokens`."""
+    if not prompt_token_ids:
+        raise InvalidRequest("prompt", "is empty")
+    check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
+    sampling = checked.sampling
+    room = limits.max_context_tokens - len(prompt_token_ids)
+    if room < 1:
+        raise InvalidRequest(
+            "prompt",
+            f"{len(prompt_token_ids)} tokens leave no room for output in a context of {limits.max_context_tokens}",
+        )
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if max_tokens > room:
+        raise InvalidRequest(
+            "sampling.max_tokens",
+            f"{len(prompt_token_ids)} prompt tokens and {max_tokens} output tokens exceed the context of "
+            f"{limits.max_context_tokens}",
+        )
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
+    resolved = sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)
+    _check_generated(checked.generated_token_ids, resolved)
+    return resolved
+
+
+def _check_generated(token_ids: Sequence[int], sampling: ResolvedSampling) -> None:
+    if len(token_ids) >= sampling.max_tokens:
+        raise InvalidRequest("generated_token_ids", f"max_tokens, {sampling.max_tokens}, leaves nothing to generate")
+    if not set(sampling.end_token_ids).isdisjoint(token_ids[sampling.min_tokens :]):
+        raise InvalidRequest("generated_token_ids", "the output has already ended")
+
+
+def _request_id(request: inference_pb2.GenerateRequest) -> str | None:
+    if not request.HasField("request_id"):
+        return None
+    request_id = request.request_id
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS or not request_id.isprintable():
+        raise InvalidRequest("request_id", f"must be 1 to {MAX_REQUEST_ID_CHARS} printable characters")
+    return request_id
+
+
+def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            if not request.text:
+                raise InvalidRequest("prompt", "is empty")
+            return TextPrompt(request.text)
+        case "token_ids":
+            if not request.token_ids.ids:
+                raise InvalidRequest("prompt", "is empty")
+            return TokenIdsPrompt(check_token_ids("token_ids", request.token_ids.ids, limits.vocab_size))
+        case "chat":
+            return _chat(request.chat)
+        case _:
+            raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
+
+
+def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
+    if not chat.messages:
+        raise InvalidRequest("prompt", "chat has no messages")
+    for index, message in enumerate(chat.messages):
+        if message.role not in CHAT_ROLES:
+            raise InvalidRequest(f"chat.messages[{index}].role", f"{message.role!r} is none of {', '.join(CHAT_ROLES)}")
+    return ChatPrompt(tuple((message.role, message.content) for message in chat.messages))

@@ -1,0 +1,82 @@
+"""The edge's values as `baton.v1` messages."""
+
+from __future__ import annotations
+
+from baton.v1 import inference_pb2, types_pb2
+from common.load import PoolCounts
+from common.model.sampling_params import TokenLogprobs
+from decode_service.edge.live_request import Ending
+from decode_service.messages import FinishReason, RequestTimings
+from decode_service.output import OutputPiece
+
+_REASONS = {
+    FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: inference_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: inference_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def started_event(request_id: str, num_prompt_tokens: int, seed: int) -> inference_pb2.GenerateEvent:
+    return inference_pb2.GenerateEvent(
+        started=inference_pb2.Started(request_id=request_id, num_prompt_tokens=num_prompt_tokens, seed=seed)
+    )
+
+
+def delta_event(piece: OutputPiece) -> inference_pb2.GenerateEvent:
+    logprobs = [
+        _position_logprobs(token_id, logprobs)
+        for token_id, logprobs in zip(piece.token_ids, piece.logprobs, strict=bool(piece.logprobs))
+    ]
+    return inference_pb2.GenerateEvent(
+        delta=inference_pb2.Delta(token_ids=piece.token_ids, text=piece.text, logprobs=logprobs)
+    )
+
+
+def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:
+    finished = inference_pb2.Finished(
+        reason=_REASONS[ending.reason],
+        usage=inference_pb2.Usage(
+            num_prompt_tokens=ending.num_prompt_tokens, num_completion_tokens=ending.num_completion_tokens
+        ),
+        timings=_timings(ending.timings),
+    )
+    if ending.stop_string is not None:
+        finished.stop_string = ending.stop_string
+    elif ending.stop_token_id is not None:
+        finished.stop_token_id = ending.stop_token_id
+    return inference_pb2.GenerateEvent(finished=finished)
+
+
+def pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:
+    return types_pb2.PoolLoad(
+        total=counts.total,
+        free=counts.free,
+        reserved=counts.reserved,
+        transferring=counts.transferring,
+        running=counts.running,
+        quarantined=counts.quarantined,
+    )
+
+
+def _position_logprobs(token_id: int, logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
+    return types_pb2.PositionLogprobs(
+        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.chosen),
+        top=[
+            types_pb2.TokenLogprob(token_id=top_id, logprob=value)
+            for top_id, value in zip(logprobs.top_ids, logprobs.top_values, strict=True)
+        ],
+    )
+
+
+def _timings(timings: RequestTimings) -> inference_pb2.Timings:
+    return inference_pb2.Timings(
+        queue_s=timings.queue_s,
+        prefill_s=timings.prefill_s,
+        transfer_s=timings.transfer_s,
+        first_decode_s=timings.first_decode_s,
+        decode_s=timings.decode_s,
+        kv_bytes=timings.kv_bytes,
+        num_handoff_attempts=timings.num_handoff_attempts,
+        num_retractions=timings.num_retractions,
+    )

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from decode_service.messages import Abort
+from tests.decode_edge.edge_under_test import Edge, running_edge
+
+
+@pytest.fixture
+async def edge() -> AsyncIterator[Edge]:
+    """Whatever a test does, no request may be left behind, and the engine must be told of each at most once."""
+    with capture_logs() as log:
+        async with running_edge(log) as running:
+            yield running
+            running.router.on_death(RuntimeError("the test is over"))
+            await running.live_requests.wait_idle()
+        aborted = [command.request_id for command in running.engine.of_type(Abort)]
+        assert len(aborted) == len(set(aborted)), "a request was aborted twice"

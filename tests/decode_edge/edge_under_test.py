@@ -1,0 +1,144 @@
+"""The decode edge as clients meet it: a real server on loopback, in front of a scripted engine and transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.serving import ServiceServer
+from common.telemetry.request_metrics import RequestMetrics
+from common.tokenizer import TextTokenizer
+from decode_service.edge.event_router import EventRouter
+from decode_service.edge.inference import InferenceServicer
+from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.observer import RequestObserver
+from decode_service.edge.readiness import is_ready
+from decode_service.edge.replicas import ReplicaBoard
+from decode_service.edge.request_checks import ModelLimits
+from decode_service.messages import Replica, ReplicasChanged
+from tests.decode_edge.fake_engine import FakeEngine
+from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
+
+SERVICE = "baton.v1.Inference"
+MAX_LIVE = 3
+CONTEXT = 64
+
+
+@dataclass
+class RecordingTransport:
+    """Keeps what the engine asked of it."""
+
+    asked: list[Any] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("start", "cancel_rows", "break_call", "landed"):
+            raise AttributeError(name)
+        return lambda command: self.asked.append((name, command))
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass
+class Edge:
+    engine: FakeEngine
+    transport: RecordingTransport
+    live_requests: LiveRequests
+    router: EventRouter
+    replicas: ReplicaBoard
+    server: ServiceServer
+    channel: grpc.aio.Channel
+    registry: CollectorRegistry
+    tokenizer: TextTokenizer
+    log: list[dict[str, Any]]
+
+    @property
+    def stub(self) -> inference_pb2_grpc.InferenceAsyncStub:
+        return inference_pb2_grpc.InferenceStub(self.channel)
+
+    def generate(self, timeout: float | None = None, **fields: Any) -> Any:
+        """A Generate call: token ids (1, 2, 3) unless another prompt is given."""
+        if not {"text", "token_ids", "chat"} & set(fields):
+            fields["token_ids"] = inference_pb2.TokenIds(ids=[1, 2, 3])
+        return self.stub.Generate(inference_pb2.GenerateRequest(**fields), timeout=timeout)
+
+    def deliver(self, *events: Any) -> None:
+        """As the engine's thread does."""
+        self.router.deliver(events)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
+    tokenizer = byte_level()
+    engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
+    registry = CollectorRegistry()
+    observer = RequestObserver(RequestMetrics(registry))
+    live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer)
+    executor = ThreadPoolExecutor(1)
+    router = EventRouter(
+        loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
+    )
+    servicer = InferenceServicer(
+        engine=engine,
+        live_requests=live_requests,
+        tokenizer=tokenizer,
+        limits=ModelLimits(
+            vocab_size=vocab_size(tokenizer), max_context_tokens=CONTEXT, eos_token_ids=(eos_id(tokenizer),)
+        ),
+        model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
+        replicas=replicas,
+        instance_id="this process",
+        observer=observer,
+        executor=executor,
+    )
+    replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
+    server = ServiceServer(
+        listen="127.0.0.1:0",
+        service_name=SERVICE,
+        is_ready=lambda: is_ready(engine=engine, replicas=replicas, live_requests=live_requests),
+    )
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
+    address = await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield Edge(engine, transport, live_requests, router, replicas, server, channel, registry, tokenizer, log)
+    await server.stop()
+    executor.shutdown()
+
+
+async def events_of(call: Any) -> list[inference_pb2.GenerateEvent]:
+    return [event async for event in call]
+
+
+async def error_of(call: Any) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    """(code, ErrorInfo reason, ErrorInfo metadata) of a call that must fail."""
+    try:
+        await events_of(call)
+    except grpc.aio.AioRpcError as error:
+        status = await rpc_status.aio.from_call(call)
+        assert status is not None, f"no rich status: {error}"
+        info = error_details_pb2.ErrorInfo()
+        assert status.details[0].Unpack(info)
+        assert info.domain == "baton"
+        return error.code(), info.reason, dict(info.metadata)
+    raise AssertionError("the call did not fail")
+
+
+def text_of(events: Sequence[inference_pb2.GenerateEvent]) -> str:
+    return "".join(event.delta.text for event in events)
+
+
+def ids_in(events: Sequence[inference_pb2.GenerateEvent]) -> list[int]:
+    return [token_id for event in events for token_id in event.delta.token_ids]

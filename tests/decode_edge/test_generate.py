@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.v1 import inference_pb2, types_pb2
+from common.errors import PrefillUnavailable
+from common.model.sampling_params import TokenLogprobs
+from decode_service.messages import Abort, Failed, Finished, FinishReason, RequestTimings, Submit, Tokens
+from decode_service.output import OutputProcessor
+from tests.decode_edge.edge_under_test import MAX_LIVE, Edge, error_of, events_of, ids_in, text_of
+from tests.decode_edge.fake_engine import BOUND_S, until
+from tests.decode_edge.tokenizers_for_tests import eos_id
+
+A, B, C = ord("a"), ord("b"), ord("c")
+
+
+def finished(request_id: str, num_tokens: int, reason: FinishReason = FinishReason.LENGTH, **more: object) -> Finished:
+    timings = RequestTimings(queue_s=0.25, prefill_s=0.5, kv_bytes=1000, num_handoff_attempts=1)
+    return Finished(request_id, reason, 3, num_tokens, timings, **more)  # type: ignore[arg-type]
+
+
+def sampling(**fields: object) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None:
+    call = edge.generate(request_id="r1", sampling=sampling(seed=7, max_tokens=3))
+    submit = await edge.engine.submitted()
+    edge.deliver(Tokens(submit.request_id, (A, B)))
+    edge.deliver(Tokens(submit.request_id, (C,)), finished(submit.request_id, 3))
+
+    events = await events_of(call)
+
+    assert events[0].started == inference_pb2.Started(request_id="r1", num_prompt_tokens=3, seed=7)
+    assert ids_in(events) == [A, B, C]
+    assert text_of(events) == "abc"
+    last = events[-1].finished
+    assert last.reason == inference_pb2.FINISH_REASON_LENGTH
+    assert last.usage == inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=3)
+    assert (last.timings.queue_s, last.timings.kv_bytes, last.timings.num_handoff_attempts) == (0.25, 1000, 1)
+    assert [event.WhichOneof("event") for event in events].count("finished") == 1
+
+
+async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
+    edge.generate(
+        token_ids=inference_pb2.TokenIds(ids=[1, 2]),
+        generated_token_ids=[A],
+        sampling=sampling(temperature=0.0, stop_token_ids=[C], logit_bias={9: 1.0, 4: -1.0}, logprobs=0),
+    )
+
+    submit = await edge.engine.submitted()
+
+    assert (submit.token_ids, submit.prompt_len) == ((1, 2, A), 2)
+    assert submit.sampling.is_greedy
+    assert submit.sampling.max_tokens == 62  # what the context leaves
+    assert submit.sampling.end_token_ids == (eos_id(edge.tokenizer), C)
+    assert submit.sampling.logit_bias == ((4, -1.0), (9, 1.0))
+    assert submit.sampling.num_logprobs == 0
+
+
+async def test_an_absent_seed_is_drawn_once_and_told_to_the_client(edge: Edge) -> None:
+    first, second = edge.generate(), edge.generate()
+    submits = [await edge.engine.submitted(1), await edge.engine.submitted(2)]
+
+    seeds = {submit.sampling.seed for submit in submits}
+    started = [(await call.read()).started.seed for call in (first, second)]
+
+    assert len(seeds) == 2
+    assert set(started) == seeds
+
+
+async def test_a_text_prompt_is_tokenised(edge: Edge) -> None:
+    call = edge.generate(text="abc é")
+
+    submit = await edge.engine.submitted()
+
+    assert submit.token_ids == edge.tokenizer.encode("abc é")
+    assert (await call.read()).started.num_prompt_tokens == len(submit.token_ids)
+
+
+async def test_a_chat_prompt_goes_through_the_template(edge: Edge) -> None:
+    edge.generate(chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")]))
+
+    submit = await edge.engine.submitted()
+
+    assert edge.tokenizer.decode(submit.token_ids) == "<user>hi<assistant>"
+
+
+async def test_a_stop_string_ends_ids_logprobs_and_usage_at_the_token_that_completes_it(edge: Edge) -> None:
+    call = edge.generate(request_id="r1", sampling=sampling(stop=["bc"], logprobs=1))
+    submit = await edge.engine.submitted()
+    logprobs = tuple(TokenLogprobs(-float(index), (A,), (-0.5,)) for index in range(5))
+    edge.deliver(Tokens(submit.request_id, (A, B, C, A, A), logprobs))
+
+    stop = await edge.engine.stopped()
+    edge.deliver(Tokens(submit.request_id, (A,), logprobs[:1]), finished(submit.request_id, 6))
+    events = await events_of(call)
+
+    assert (stop.num_output_tokens, stop.stop_string) == (3, "bc")
+    assert ids_in(events) == [A, B, C]
+    assert text_of(events) == "a"
+    entries = [entry for event in events for entry in event.delta.logprobs]
+    assert [entry.chosen.token_id for entry in entries] == [A, B, C]
+    assert [(entry.top[0].token_id, entry.top[0].logprob) for entry in entries] == [(A, -0.5)] * 3
+    last = events[-1].finished
+    assert (last.reason, last.stop_string) == (inference_pb2.FINISH_REASON_STOP_STRING, "bc")
+    assert last.usage.num_completion_tokens == 3
+    assert edge.count("baton_output_tokens_total") == 3
+
+
+async def test_an_ending_token_is_in_ids_and_usage_and_not_in_the_text(edge: Edge) -> None:
+    call = edge.generate(sampling=sampling(stop_token_ids=[C]))
+    submit = await edge.engine.submitted()
+    edge.deliver(
+        Tokens(submit.request_id, (A, C)), finished(submit.request_id, 2, FinishReason.STOP_TOKEN, stop_token_id=C)
+    )
+
+    events = await events_of(call)
+
+    assert (ids_in(events), text_of(events)) == ([A, C], "a")
+    assert events[-1].finished.stop_token_id == C
+    assert events[-1].finished.usage.num_completion_tokens == 2
+
+
+async def test_text_held_back_comes_before_the_end(edge: Edge) -> None:
+    call = edge.generate(sampling=sampling(stop=["abc"]))
+    submit = await edge.engine.submitted()
+    edge.deliver(Tokens(submit.request_id, (A, B)), finished(submit.request_id, 2))
+
+    assert text_of(await events_of(call)) == "ab"
+
+
+async def test_a_resumed_stream_sends_only_what_is_new_and_counts_everything(edge: Edge) -> None:
+    call = edge.generate(generated_token_ids=[A, B], sampling=sampling(stop=["cc"], max_tokens=5))
+    submit = await edge.engine.submitted()
+    edge.deliver(Tokens(submit.request_id, (C, C)))
+
+    stop = await edge.engine.stopped()
+    edge.deliver(finished(submit.request_id, 4, FinishReason.STOP_STRING))
+    events = await events_of(call)
+
+    assert stop.num_output_tokens == 4
+    assert ids_in(events) == [C, C]
+    assert events[-1].finished.usage == inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=4)
+
+
+async def test_what_a_slow_client_has_not_read_is_merged(edge: Edge) -> None:
+    live = edge.live_requests.admit("slow")
+    live.begin(OutputProcessor(decoder=edge.tokenizer), 3)
+    for token_id in (A, B, C):
+        edge.live_requests.dispatch(Tokens(live.engine_id, (token_id,)))
+
+    piece = await live.read()
+
+    assert (piece.token_ids, piece.text) == ((A, B, C), "abc")  # type: ignore[union-attr]
+    edge.live_requests.release(live)
+
+
+async def test_a_failed_request_ends_with_its_error(edge: Edge) -> None:
+    call = edge.generate()
+    submit = await edge.engine.submitted()
+    edge.deliver(Failed(submit.request_id, PrefillUnavailable("no replica took it")))
+
+    assert await error_of(call) == (grpc.StatusCode.UNAVAILABLE, "NO_PREFILL", {})
+    assert not edge.engine.of_type(Abort)
+
+
+async def test_a_live_id_is_refused_and_free_again_afterwards(edge: Edge) -> None:
+    first = edge.generate(request_id="r1")
+    submit = await edge.engine.submitted()
+
+    code, reason, metadata = await error_of(edge.generate(request_id="r1"))
+    assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID")
+    assert metadata["request_id"] == "r1"
+
+    edge.deliver(finished(submit.request_id, 0))
+    await events_of(first)
+    edge.generate(request_id="r1")
+    await edge.engine.submitted(2)
+
+
+async def test_an_aborted_requests_events_never_reach_its_successor_with_the_same_id(edge: Edge) -> None:
+    first = edge.generate(request_id="r1")
+    old = await edge.engine.submitted()
+    first.cancel()
+    await edge.engine.aborted()
+    second = edge.generate(request_id="r1")
+    new = await edge.engine.submitted(2)
+
+    edge.deliver(Tokens(old.request_id, (A,)), Tokens(new.request_id, (B,)), finished(new.request_id, 1))
+
+    assert ids_in(await events_of(second)) == [B]
+
+
+async def test_admission_is_bounded(edge: Edge) -> None:
+    for num in range(MAX_LIVE):
+        edge.generate()
+        await edge.engine.submitted(num + 1)
+
+    code, reason, _ = await error_of(edge.generate())
+
+    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert len(edge.engine.of_type(Submit)) == MAX_LIVE
+
+
+async def test_a_request_refused_for_its_fields_takes_no_place(edge: Edge) -> None:
+    for _ in range(MAX_LIVE + 1):
+        code, _, _ = await error_of(edge.generate(text="x" * 200))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+
+    assert len(edge.live_requests) == 0
+    assert not edge.engine.commands
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_dropping_the_stream_aborts_exactly_once(edge: Edge, num_tokens: int) -> None:
+    call = edge.generate()
+    submit = await edge.engine.submitted()
+    edge.deliver(Tokens(submit.request_id, (A,) * num_tokens))
+    for _ in range(2 if num_tokens else 1):
+        await call.read()
+
+    call.cancel()
+
+    assert await edge.engine.aborted() == Abort(submit.request_id)
+    await edge.live_requests.wait_idle()
+    assert edge.count("baton_requests_total", outcome="cancelled") == 1
+
+
+async def test_a_deadline_reaches_the_engine_and_aborts(edge: Edge) -> None:
+    call = edge.generate(timeout=0.3)
+    submit = await edge.engine.submitted()
+
+    assert submit.deadline_unix_ms > 0
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await events_of(call)
+    assert failure.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await edge.engine.aborted() == Abort(submit.request_id)
+
+
+async def test_every_stream_ends_when_the_engine_dies(edge: Edge) -> None:
+    calls = [edge.generate(), edge.generate()]
+    await edge.engine.submitted(2)
+
+    edge.engine.die()
+    edge.router.on_death(RuntimeError("poisoned"))
+
+    for call in calls:
+        assert (await error_of(call))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
+    assert (await error_of(edge.generate()))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
+
+
+async def test_one_requests_broken_output_fails_alone(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = edge.generate(request_id="good"), edge.generate(request_id="bad")
+    await edge.engine.submitted(2)
+    by_id = {submit.request_id.partition("#")[0]: submit.request_id for submit in edge.engine.of_type(Submit)}
+    outputs = edge.live_requests._by_request_id
+    monkeypatch.setattr(outputs["bad"]._output, "push", None)
+
+    edge.deliver(Tokens(by_id["bad"], (A,)), Tokens(by_id["good"], (B,)), finished(by_id["good"], 1))
+
+    assert (await error_of(bad))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
+    assert ids_in(await events_of(good)) == [B]
+    await edge.engine.aborted()
+
+
+async def test_while_draining_nothing_is_admitted_and_what_runs_goes_on(edge: Edge) -> None:
+    call = edge.generate()
+    submit = await edge.engine.submitted()
+
+    edge.live_requests.drain()
+
+    assert (await error_of(edge.generate()))[:2] == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    idle = asyncio.create_task(edge.live_requests.wait_idle())
+    edge.deliver(Tokens(submit.request_id, (A,)), finished(submit.request_id, 1))
+    assert ids_in(await events_of(call)) == [A]
+    await asyncio.wait_for(idle, BOUND_S)
+
+
+async def test_one_line_and_one_count_for_each_request(edge: Edge) -> None:
+    call = edge.generate(request_id="r1")
+    submit = await edge.engine.submitted()
+    edge.deliver(Tokens(submit.request_id, (A, B)), finished(submit.request_id, 2, FinishReason.EOS))
+    await events_of(call)
+    await until(lambda: any(line["event"] == "request_finished" for line in edge.log))
+
+    (line,) = [line for line in edge.log if line["event"] == "request_finished"]
+    assert (line["request_id"], line["outcome"], line["log_level"]) == ("r1", "eos", "info")
+    assert (line["num_prompt_tokens"], line["num_output_tokens"]) == (3, 2)
+    assert (line["queue_s"], line["prefill_s"], line["kv_bytes"]) == (0.25, 0.5, 1000)
+    assert edge.count("baton_requests_total", outcome="eos") == 1
+    assert edge.count("baton_handoff_bytes_total") == 1000
+    assert edge.count("baton_prefill_seconds_sum") == 0.5
