@@ -65,8 +65,9 @@ def command() -> Iterator[Callable[..., Command]]:
 
     yield start
     for each in commands:
-        with suppress(ProcessLookupError):
-            each.process.kill()
+        for pid in (each.process.pid, *each.service_pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         each.process.communicate(timeout=BOUND_S)
 
 
