@@ -1,0 +1,181 @@
+"""The CPU as a device: every stream is an ordered worker thread, so a missing fence is a real race."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
+from common.device.inline import InlineStream
+from common.device.piece import close_all, failure_of, raise_failure, run_piece
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+
+_ABANDON_POLL_S = 0.1
+
+
+class CpuEvent(Event):
+    def __init__(self, stream_scope: Scope, scope: Scope | None) -> None:
+        self._stream_scope = stream_scope
+        self._scope = scope
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def synchronize(self, timeout_s: float) -> None:
+        if not self._done.wait(timeout_s):
+            raise DeviceTimeout(f"stream {self._stream_scope.name} did not reach an event within {timeout_s} s")
+        raise_failure(self._error, (self._scope or self._stream_scope).name)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def reach(self) -> None:
+        """The stream is here."""
+        self._error = failure_of(self._scope, self._stream_scope)
+        self._done.set()
+
+    def abandon(self, error: BaseException) -> None:
+        """The stream will never be here."""
+        self._error = error
+        self._done.set()
+
+
+@dataclass(slots=True)
+class _Piece:
+    work: Work
+    scope: Scope | None
+
+
+@dataclass(slots=True)
+class _Wait:
+    event: Event
+
+
+class CpuStream(Stream):
+    """One daemon thread with `num_threads` intra-op threads of its own (OpenMP keeps the number per thread).
+
+    Pieces start with torch's defaults: grad mode and inference mode are thread-local, and nobody sets them here.
+    """
+
+    def __init__(self, name: str, *, num_threads: int) -> None:
+        self._scope = Scope(name)
+        self._queue: queue.SimpleQueue[_Piece | _Wait | CpuEvent | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._is_abandoned = False
+        self._thread = threading.Thread(target=self._run, args=(num_threads,), name=f"stream-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._scope.name
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        self._put(_Piece(work, scope))
+
+    def record(self, scope: Scope | None = None) -> Event:
+        event = CpuEvent(self._scope, scope)
+        self._put(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self._put(_Wait(event))
+
+    def close(self, timeout_s: float) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._abandon()
+            raise DeviceTimeout(f"stream {self.name} did not finish within {timeout_s} s; the rest is dropped")
+
+    def _put(self, operation: _Piece | _Wait | CpuEvent) -> None:
+        if self._is_closed:
+            raise StreamClosed(f"stream {self.name} is closed")
+        self._queue.put(operation)
+        if self._is_abandoned:
+            self._abandon()
+
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        try:
+            while (operation := self._queue.get()) is not None:
+                match operation:
+                    case _Piece(work, scope):
+                        run_piece(work, scope, self._scope)
+                        del work, scope
+                    case CpuEvent():
+                        operation.reach()
+                    case _Wait(event):
+                        self._block_until_done(event)
+                        del event
+                del operation  # or the next get() would keep it alive for as long as the stream is idle
+        finally:
+            self._abandon()
+
+    def _block_until_done(self, event: Event) -> None:
+        """Also ends when this stream is abandoned. The other stream completes its events even in death."""
+        while not (event.is_done() or self._is_abandoned):
+            with contextlib.suppress(DeviceTimeout, PieceFailed):
+                event.synchronize(_ABANDON_POLL_S)
+
+    def _abandon(self) -> None:
+        """Complete what is queued without running it. Any thread may call this, several times."""
+        self._is_abandoned = True
+        error = StreamClosed(f"stream {self.name} ended before it reached this work")
+        self._scope.fail(error)
+        try:
+            while True:
+                operation = self._queue.get_nowait()
+                if isinstance(operation, CpuEvent):
+                    operation.abandon(error)
+        except queue.Empty:
+            self._queue.put(None)
+
+
+class CpuDevice(Device):
+    """Threads that compute side by side contend for the cores: `num_threads` is what one compute stream may use.
+
+    `wait_timeout_s` bounds what the schedule stream waits for another stream.
+    """
+
+    def __init__(self, *, num_threads: int, wait_timeout_s: float = 60.0) -> None:
+        self._num_threads = num_threads
+        self._torch_device = torch.device("cpu")
+        self._schedule_stream = InlineStream("schedule", wait_timeout_s=wait_timeout_s)
+        self._streams: list[CpuStream] = []
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._torch_device
+
+    @property
+    def schedule_stream(self) -> Stream:
+        return self._schedule_stream
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+        stream = CpuStream(name, num_threads=1 if kind is StreamKind.COPY else self._num_threads)
+        self._streams.append(stream)
+        return stream
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def close(self, timeout_s: float) -> None:
+        close_all([*self._streams, self._schedule_stream], timeout_s)

@@ -1,0 +1,147 @@
+"""CUDA streams and events behind the contract. Importing this needs no CUDA; building a device does.
+
+Pieces run at once on the calling thread, which puts their kernels on the stream. A piece's Python errors are known
+then; a fault of a kernel shows when an event is asked, as DeviceLost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
+from common.device.piece import close_all, failure_of, raise_failure, run_piece
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+
+_FIRST_POLL_S = 20e-6
+_LONGEST_POLL_S = 500e-6
+
+
+class CudaEvent(Event):
+    """CUDA has no timed wait: `synchronize` polls, at growing intervals of half a millisecond at most."""
+
+    def __init__(self, cuda_event: torch.cuda.Event, name: str, error: BaseException | None) -> None:
+        self.cuda_event = cuda_event
+        self._name = name
+        self._error = error
+        self._is_done = False
+
+    def is_done(self) -> bool:
+        if not self._is_done:
+            try:
+                self._is_done = bool(self.cuda_event.query())  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                self._error = _lost(error)
+                self._is_done = True
+        return self._is_done
+
+    def synchronize(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        poll_s = _FIRST_POLL_S
+        while not self.is_done():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeviceTimeout(f"an event of {self._name} was not reached within {timeout_s} s")
+            time.sleep(min(poll_s, left_s))
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+        raise_failure(self._error, self._name)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+class CudaStream(Stream):
+    """Tensors that cross streams stay referenced until the step's end event: a block's allocator knows one stream."""
+
+    def __init__(self, name: str, cuda_stream: torch.cuda.Stream) -> None:
+        self._scope = Scope(name)
+        self._cuda_stream = cuda_stream
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._scope.name
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        self._check_open()
+        with torch.cuda.stream(self._cuda_stream):
+            run_piece(work, scope, self._scope)
+
+    def record(self, scope: Scope | None = None) -> Event:
+        self._check_open()
+        return self._record(scope)
+
+    def wait(self, event: Event) -> None:
+        self._check_open()
+        assert isinstance(event, CudaEvent), "an event of another device"
+        try:
+            self._cuda_stream.wait_event(event.cuda_event)
+        except RuntimeError as error:
+            self._scope.fail(_lost(error))
+
+    def close(self, timeout_s: float) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        end = self._record(scope=None)
+        deadline_s = time.monotonic() + timeout_s
+        while not end.is_done():
+            if time.monotonic() >= deadline_s:
+                raise DeviceTimeout(f"stream {self.name} did not finish within {timeout_s} s")
+            time.sleep(_LONGEST_POLL_S)
+
+    def _record(self, scope: Scope | None) -> CudaEvent:
+        cuda_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            cuda_event.record(self._cuda_stream)
+        except RuntimeError as error:
+            self._scope.fail(_lost(error))
+        return CudaEvent(cuda_event, (scope or self._scope).name, failure_of(scope, self._scope))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamClosed(f"stream {self.name} is closed")
+
+
+class CudaDevice(Device):
+    """Built on the thread that schedules: `schedule_stream` is the stream current there."""
+
+    def __init__(self, index: int) -> None:
+        self._torch_device = torch.device("cuda", index)
+        self._schedule_stream = CudaStream("schedule", torch.cuda.current_stream(self._torch_device))
+        self._streams: list[CudaStream] = []
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._torch_device
+
+    @property
+    def schedule_stream(self) -> Stream:
+        return self._schedule_stream
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+        stream = CudaStream(name, torch.cuda.Stream(self._torch_device))  # type: ignore[no-untyped-call]
+        self._streams.append(stream)
+        return stream
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().pin_memory().to(self._torch_device, non_blocking=True)
+
+    def close(self, timeout_s: float) -> None:
+        close_all([*self._streams, self._schedule_stream], timeout_s)
+
+
+def _lost(error: RuntimeError) -> DeviceLost:
+    lost = DeviceLost(f"the device faulted: {error}")
+    lost.__cause__ = error
+    return lost

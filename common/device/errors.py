@@ -1,0 +1,28 @@
+"""What goes wrong on a device. A request that meets one ends as an EngineFault.
+
+EngineFault
+├── DeviceTimeout     an event or a stream did not finish within its bound
+├── PieceFailed       the work an event covers raised: the piece's own exception is the cause
+├── StreamClosed      the stream was closed, or died, before it reached this work
+└── DeviceLost        the device faulted and runs nothing any more
+"""
+
+from __future__ import annotations
+
+from common.errors import EngineFault
+
+
+class DeviceTimeout(EngineFault):
+    """The work may still be running. The event and its stream stay usable."""
+
+
+class PieceFailed(EngineFault):
+    """Raised `from` the exception of the piece that failed first."""
+
+
+class StreamClosed(EngineFault):
+    pass
+
+
+class DeviceLost(EngineFault):
+    pass

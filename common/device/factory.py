@@ -1,0 +1,28 @@
+"""From a configured device name to a device."""
+
+from __future__ import annotations
+
+import torch
+
+from common.device.cpu import CpuDevice
+from common.device.cuda import CudaDevice
+from common.device.stream import Device
+from common.errors import ConfigError
+
+
+def open_device(name: str, *, num_threads: int, wait_timeout_s: float = 60.0) -> Device:
+    """`name` is "cpu", "cuda" or "cuda:<index>"; the other arguments are for the CPU. Raises ConfigError."""
+    try:
+        torch_device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is not a device") from error
+    if torch_device.type == "cpu":
+        if num_threads < 1:
+            raise ConfigError(f"num_threads: {num_threads} is less than 1")
+        return CpuDevice(num_threads=num_threads, wait_timeout_s=wait_timeout_s)
+    if torch_device.type != "cuda":
+        raise ConfigError(f"device: {name!r} is neither cpu nor cuda")
+    index = torch_device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r} is not there; {torch.cuda.device_count()} CUDA devices are")
+    return CudaDevice(index)

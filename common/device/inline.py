@@ -1,0 +1,60 @@
+"""A stream that is the caller's own thread: work runs at once, a wait blocks. The schedule side of a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+from common.device.errors import PieceFailed, StreamClosed
+from common.device.piece import failure_of, raise_failure, run_piece
+from common.device.stream import Event, Scope, Stream, Work
+
+
+class InlineEvent(Event):
+    """Done when it is made."""
+
+    def __init__(self, name: str, error: BaseException | None) -> None:
+        self._name = name
+        self._error = error
+
+    def is_done(self) -> bool:
+        return True
+
+    def synchronize(self, timeout_s: float) -> None:
+        raise_failure(self._error, self._name)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+class InlineStream(Stream):
+    """`wait` blocks for `wait_timeout_s` at most, then raises DeviceTimeout."""
+
+    def __init__(self, name: str, *, wait_timeout_s: float) -> None:
+        self._scope = Scope(name)
+        self._wait_timeout_s = wait_timeout_s
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._scope.name
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        self._check_open()
+        run_piece(work, scope, self._scope)
+
+    def record(self, scope: Scope | None = None) -> Event:
+        self._check_open()
+        return InlineEvent((scope or self._scope).name, failure_of(scope, self._scope))
+
+    def wait(self, event: Event) -> None:
+        self._check_open()
+        with contextlib.suppress(PieceFailed):
+            event.synchronize(self._wait_timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamClosed(f"stream {self.name} is closed")

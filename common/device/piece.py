@@ -1,0 +1,59 @@
+"""What every stream does alike: run a piece, keep its failure, end."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+
+from common.device.errors import DeviceTimeout, PieceFailed
+from common.device.stream import Scope, Stream, Work
+
+
+def piece_name(work: Work) -> str:
+    while isinstance(work, functools.partial):
+        work = work.func
+    return getattr(work, "__name__", type(work).__name__)
+
+
+def run_piece(work: Work, scope: Scope | None, stream_scope: Scope) -> None:
+    """Run `work` unless its scope or its stream has failed; keep what it raises in the scope, or else in the stream.
+
+    KeyboardInterrupt is kept and also goes on to the caller.
+    """
+    if failure_of(scope, stream_scope) is not None:
+        return
+    try:
+        work()
+    except BaseException as error:
+        failed = scope or stream_scope
+        error.add_note(f"in piece {piece_name(work)!r} of {failed.name} on stream {stream_scope.name}")
+        failed.fail(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+
+
+def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None:
+    """What an event reached now, recorded in `scope`, carries."""
+    if scope is not None and scope.error is not None:
+        return scope.error
+    return stream_scope.error
+
+
+def raise_failure(error: BaseException | None, name: str) -> None:
+    """Raise PieceFailed from `error`, if there is one."""
+    if error is not None:
+        raise PieceFailed(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def close_all(streams: Iterable[Stream], timeout_s: float) -> None:
+    """Close each, all within one bound; then raise the first DeviceTimeout, if there was one."""
+    deadline_s = time.monotonic() + timeout_s
+    late: DeviceTimeout | None = None
+    for stream in streams:
+        try:
+            stream.close(max(0.0, deadline_s - time.monotonic()))
+        except DeviceTimeout as error:
+            late = late or error
+    if late is not None:
+        raise late

@@ -1,0 +1,126 @@
+"""The contract of streams and events: the only way an engine orders work on a device.
+
+    enqueue ─▶ [piece][piece][record e][piece]      stream A, in order
+                                 │
+    enqueue ─▶ [piece]──────[wait e][piece]         stream B: its last piece runs after e
+
+A stream has one enqueuer, the engine thread. Events may be asked from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+
+
+class Scope:
+    """The failure scope of one step: what fails together.
+
+    A piece that raises fails its scope. Later pieces of a failed scope are skipped, on every stream; events recorded in
+    it complete in their turn and carry the error. Pieces of other scopes run on, also when they wait for such an event:
+    a wait orders, it does not propagate failure.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first failure, or None."""
+        return self._error
+
+    def fail(self, error: BaseException) -> None:
+        """The first error stays. The frames it passed through let go of their locals: they may hold device memory."""
+        traceback.clear_frames(error.__traceback__)
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+
+class Event(Protocol):
+    """A point in a stream's order. Done once all work enqueued there before it has run or been skipped."""
+
+    def is_done(self) -> bool:
+        """Never blocks. Once true, always true."""
+
+    def synchronize(self, timeout_s: float) -> None:
+        """Block the calling thread until done.
+
+        Raises DeviceTimeout when that takes longer than `timeout_s`; PieceFailed, from `error`, when done with one.
+        """
+
+    @property
+    def error(self) -> BaseException | None:
+        """What had failed the event's scope, or its stream, by the time the event was reached. Valid once done."""
+
+
+class Stream(Protocol):
+    """Runs pieces in the order in which they were enqueued."""
+
+    @property
+    def name(self) -> str: ...
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        """Run `work` after everything enqueued here before. The stream drops its reference once it has run.
+
+        An exception fails `scope`. Without a scope it fails the stream: all its later pieces are skipped and all its
+        later events carry the error. Raises StreamClosed on a closed stream.
+        """
+
+    def record(self, scope: Scope | None = None) -> Event:
+        """Mark this point. Work enqueued later is not covered."""
+
+    def wait(self, event: Event) -> None:
+        """Later work here runs after `event`, whether it is done with an error or without.
+
+        Does not block the caller, except on a schedule stream of a device whose host memory is its device memory
+        (there later work is the caller's own code): then it raises DeviceTimeout at the device's bound.
+        """
+
+    def close(self, timeout_s: float) -> None:
+        """Let the work enqueued so far finish, then stop. Idempotent.
+
+        Raises DeviceTimeout when it does not finish in time: pieces not begun are dropped and their events complete
+        with StreamClosed. A piece that hangs keeps what it references.
+        """
+
+
+class StreamKind(Enum):
+    """What a stream is for; a hint."""
+
+    COMPUTE = auto()
+    COPY = auto()
+    """Only moves data: on a CPU it uses one thread."""
+
+
+class Device(Protocol):
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def schedule_stream(self) -> Stream:
+        """The engine thread's own: what its code does directly is ordered with the pieces of this stream."""
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream: ...
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory, pinned where that makes copies asynchronous."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A host copy that never shares storage, made on the running stream: read it behind an event recorded after."""
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A device copy of a host tensor that never shares storage, made on the running stream, without blocking."""
+
+    def close(self, timeout_s: float) -> None:
+        """Close every stream within one bound. Raises DeviceTimeout, after all are closed, when one did not finish."""
