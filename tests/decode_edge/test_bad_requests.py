@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.v1 import inference_pb2, types_pb2
+from common.errors import InvalidRequest
+from decode_service.edge.request_checks import ModelLimits, check_lengths, check_request
+from tests.decode_edge.edge_under_test import CONTEXT, Edge, error_of
+
+LIMITS = ModelLimits(vocab_size=100, max_context_tokens=CONTEXT, eos_token_ids=(2,))
+NAN, INF = math.nan, math.inf
+
+
+def check(prompt: tuple[int, ...] = (1, 2, 3), **fields: Any) -> Any:
+    """Resolved sampling of a request with this prompt and these fields."""
+    if not {"text", "token_ids", "chat"} & set(fields):
+        fields["token_ids"] = inference_pb2.TokenIds(ids=prompt)
+    return check_lengths(check_request(inference_pb2.GenerateRequest(**fields), LIMITS), prompt, LIMITS)
+
+
+def chat(*messages: tuple[str, str]) -> inference_pb2.Chat:
+    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=r, content=c) for r, c in messages])
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt", {"text": ""}),
+        ("prompt", {"token_ids": inference_pb2.TokenIds()}),
+        ("prompt", {"chat": inference_pb2.Chat()}),
+        ("prompt", {"prompt": (1,) * CONTEXT}),
+        ("token_ids", {"prompt": (1, 100)}),
+        ("chat.messages[1].role", {"chat": chat(("user", "a"), ("root", "b"))}),
+        ("generated_token_ids", {"generated_token_ids": [100]}),
+        ("generated_token_ids", {"generated_token_ids": [5, 6], "sampling": {"max_tokens": 2}}),
+        ("generated_token_ids", {"generated_token_ids": [5, 2]}),
+        ("generated_token_ids", {"generated_token_ids": [5, 6], "sampling": {"stop_token_ids": [6]}}),
+        ("request_id", {"request_id": ""}),
+        ("request_id", {"request_id": "x" * 129}),
+        ("request_id", {"request_id": "a\nb"}),
+        ("priority", {"priority": 0}),
+        ("lora", {"lora": "adapter"}),
+    ],
+)
+def test_a_wrong_request_is_refused_by_the_name_of_its_field(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        check(**fields)
+
+    assert refusal.value.field == field
+
+
+def test_a_request_without_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        check_request(inference_pb2.GenerateRequest(), LIMITS)
+
+    assert refusal.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.1, NAN, INF, -INF, 1e-30, 1000.0]),
+        ("top_p", [0.0, -0.5, 1.5, NAN]),
+        ("min_p", [-0.1, 1.1, NAN]),
+        ("max_tokens", [0, CONTEXT - 2, 2**32 - 1]),
+        ("min_tokens", [CONTEXT, 2**32 - 1]),
+        ("repetition_penalty", [0.0, -1.0, NAN, INF]),
+        ("presence_penalty", [-2.5, 2.5, NAN]),
+        ("frequency_penalty", [-2.5, 2.5, NAN]),
+        ("logprobs", [65, 2**32 - 1]),
+        ("stop", [[""], ["x" * 257], [str(n) for n in range(17)]]),
+        ("stop_token_ids", [[100], list(range(64))]),
+        ("logit_bias", [{100: 1.0}, {1: 100.5}, {1: NAN}, {1: -INF}]),
+        ("n", [0, 2]),
+        ("response_format", ["json"]),
+    ],
+)
+def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest) as refusal:
+            check(sampling=types_pb2.SamplingParams(**{field: value}))
+
+        assert refusal.value.field == f"sampling.{field}", value
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [0.0, 0.001, 0.7, 100.0]),
+        ("top_p", [0.01, 1.0]),
+        ("top_k", [0, 1, 2**32 - 1]),
+        ("min_p", [0.0, 1.0]),
+        ("seed", [0, 2**64 - 1]),
+        ("max_tokens", [1, CONTEXT - 3]),
+        ("min_tokens", [0, CONTEXT - 3]),
+        ("repetition_penalty", [0.01, 1.0, 100.0]),
+        ("presence_penalty", [-2.0, 2.0]),
+        ("frequency_penalty", [-2.0, 2.0]),
+        ("logprobs", [0, 64]),
+        ("stop", [["x" * 256], [str(n) for n in range(16)]]),
+        ("stop_token_ids", [list(range(63))]),
+        ("logit_bias", [{99: 100.0, 0: -100.0}]),
+        ("n", [1]),
+    ],
+)
+def test_a_sampling_value_in_range_is_taken(field: str, values: list[Any]) -> None:
+    for value in values:
+        check(sampling=types_pb2.SamplingParams(**{field: value}))
+
+
+def test_more_bias_entries_than_the_engine_has_room_for_are_refused() -> None:
+    limits = ModelLimits(vocab_size=1000, max_context_tokens=CONTEXT, eos_token_ids=())
+    params = types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(513), 1.0))
+
+    with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias"):
+        check_request(inference_pb2.GenerateRequest(text="x", sampling=params), limits)
+
+
+def test_absent_and_zero_differ() -> None:
+    absent = check()
+    zero = check(sampling=types_pb2.SamplingParams(temperature=0, seed=0, logprobs=0))
+
+    assert (absent.temperature, absent.top_p, absent.repetition_penalty, absent.num_logprobs) == (1.0, 1.0, 1.0, None)
+    assert (zero.temperature, zero.seed, zero.num_logprobs) == (0.0, 0, 0)
+
+
+def test_prompt_and_output_may_fill_the_context_exactly() -> None:
+    assert check(prompt=(1,) * 60, sampling=types_pb2.SamplingParams(max_tokens=4)).max_tokens == 4
+    assert check(prompt=(1,) * 60).max_tokens == 4
+
+
+def test_ignoring_eos_leaves_no_eos_to_end_with() -> None:
+    assert check(sampling=types_pb2.SamplingParams(ignore_eos=True)).end_token_ids == ()
+    assert check().end_token_ids == (2,)
+
+
+async def test_the_refusal_names_the_field_on_the_wire_and_nothing_reaches_the_engine(edge: Edge) -> None:
+    call = edge.generate(sampling=types_pb2.SamplingParams(top_p=2.0))
+
+    assert await error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", {"field": "sampling.top_p"})
+    assert not edge.engine.commands
+    assert edge.count("baton_requests_total", outcome="invalid_field") == 1
+
+
+async def test_a_chat_the_template_cannot_render_is_refused(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge.tokenizer._pretrained, "chat_template", "{{ raise_exception('roles must alternate') }}")
+
+    code, _, metadata = await error_of(edge.generate(chat=chat(("user", "hi"))))
+
+    assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "chat"})
+    assert not edge.engine.commands

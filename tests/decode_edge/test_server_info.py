@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.v1 import inference_pb2
+from common.errors import FingerprintMismatch, RowFailure
+from common.model.sampling_params import ResolvedSampling
+from common.wire.handoff import HandoffRow, RowFailed
+from decode_service.messages import (
+    BreakCall,
+    CallEnded,
+    CancelHandoffRows,
+    FrameArrived,
+    Replica,
+    ReplicasChanged,
+    SegmentsLanded,
+    StartHandoff,
+)
+from tests.decode_edge.edge_under_test import SERVICE, Edge
+from tests.decode_edge.fake_engine import until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+HERE = "127.0.0.1:1"
+
+
+async def health_of(edge: Edge, service: str) -> int:
+    await edge.server.refresh_health()
+    stub = health_pb2_grpc.HealthStub(edge.channel)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
+
+
+async def test_ready_while_the_engine_runs_and_a_replica_is_ready(edge: Edge) -> None:
+    assert await health_of(edge, SERVICE) == SERVING
+
+    edge.replicas.on_report(ReplicasChanged((Replica(HERE, is_ready=False),)))
+    assert await health_of(edge, SERVICE) == NOT_SERVING
+
+    edge.replicas.on_report(ReplicasChanged((Replica(HERE, is_ready=False), Replica("127.0.0.1:2", is_ready=True))))
+    assert await health_of(edge, SERVICE) == SERVING
+
+
+async def test_a_dead_engine_is_alive_but_not_ready(edge: Edge) -> None:
+    edge.engine.die()
+
+    assert await health_of(edge, SERVICE) == NOT_SERVING
+    assert await health_of(edge, "") == SERVING
+
+
+async def test_not_ready_while_draining(edge: Edge) -> None:
+    edge.live_requests.drain()
+
+    assert await health_of(edge, SERVICE) == NOT_SERVING
+    assert await health_of(edge, "") == SERVING
+
+
+async def test_health_follows_by_itself(edge: Edge) -> None:
+    watch = health_pb2_grpc.HealthStub(edge.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert (await watch.read()).status == SERVING
+
+    edge.engine.die()
+
+    assert (await watch.read()).status == NOT_SERVING
+    watch.cancel()
+
+
+async def test_reflection_lists_the_services(edge: Edge) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(edge.channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+
+    response = await call.read()
+
+    names = {service.name for service in response.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+
+
+async def test_model_info(edge: Edge) -> None:
+    assert (await edge.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).model == "tiny"
+
+
+def handoff(call_id: str, num_rows: int, replica: str = HERE) -> StartHandoff:
+    row = HandoffRow("r", 0, (1,), 1, ResolvedSampling(seed=1, max_tokens=1))
+    return StartHandoff(call_id, replica, (row,) * num_rows)
+
+
+async def test_load_shows_pools_and_replicas(edge: Edge) -> None:
+    mismatch = FingerprintMismatch("dtype", "float32", "bfloat16")
+    edge.replicas.on_report(
+        ReplicasChanged((Replica(HERE, is_ready=True), Replica("127.0.0.1:2", is_ready=False, error=mismatch)))
+    )
+    edge.deliver(handoff("c1", 3), handoff("c2", 2))
+    await until(lambda: len(edge.transport.asked) == 2)
+    edge.replicas.on_report(FrameArrived("c1", RowFailed(0, RowFailure.CAPACITY, retryable=True)))
+    edge.replicas.on_report(CallEnded("c2", None))
+
+    load = await edge.stub.GetLoad(inference_pb2.GetInferenceLoadRequest())
+
+    assert load.instance_id == "this process"
+    assert (load.rows.total, load.rows.free, load.rows.running, load.rows.transferring) == (4, 2, 1, 1)
+    assert (load.slots.total, load.slots.quarantined) == (64, 4)
+    assert (load.num_queued, load.num_running, load.num_steps, load.num_row_retries) == (1, 1, 9, 3)
+    first, second = load.prefill_replicas
+    assert (first.address, first.is_ready, first.num_rows, first.reason) == (HERE, True, 2, "")
+    assert (second.is_ready, second.num_rows) == (False, 0)
+    assert "dtype" in second.reason
+
+
+async def test_handoff_events_go_to_the_transport_in_order(edge: Edge) -> None:
+    start, cancel = handoff("c1", 1), CancelHandoffRows("c1", (0,))
+    landed, broken = SegmentsLanded("c1", 10), BreakCall("c1", "out of order")
+
+    edge.deliver(start, landed)
+    edge.deliver(cancel, broken)
+
+    await until(lambda: len(edge.transport.asked) == 4)
+    assert edge.transport.asked == [
+        ("start", start),
+        ("landed", landed),
+        ("cancel_rows", cancel),
+        ("break_call", broken),
+    ]
