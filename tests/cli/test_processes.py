@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import pytest
 
 from baton.cli.demo_answer import TOKEN_IDS
 from tests.cli.conftest import BOUND_S, await_end
+from tests.client.scripted_inference import ScriptedServer, delta, started
+
+BATON = [sys.executable, "-c", "from baton.cli.main import main; main()"]
 
 
 class Command:
@@ -23,7 +26,7 @@ class Command:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from baton.cli.main import main; main()", *arguments, "--json"],
+            [*BATON, *arguments, "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -123,6 +126,39 @@ def test_bench_starts_its_own_pair_and_stops_it(command: Callable[..., Command])
     status, lines = bench.end()
     assert status == 0
     assert (lines[-1]["report"]["num_tokens"], lines[-1]["report"]["handoff_mb_per_s"]) == (8, 2.0)
+
+
+def test_up_says_what_to_do_next() -> None:
+    up = subprocess.Popen([*BATON, "up", "--model=tiny"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert up.stderr is not None
+    lines = list(iter_until(up.stderr, "ready: "))
+    up.terminate()
+    _, rest = up.communicate(timeout=BOUND_S)
+    assert "baton generate --chat --address 127.0.0.1:" in lines[-1]
+    assert any(line.startswith("decode-0 (127.0.0.1:") and line.endswith("is ready\n") for line in lines)
+    assert (up.returncode, rest.splitlines()[-1]) == (0, "stopped")
+
+
+def test_interrupting_generate_cancels_the_call() -> None:
+    server = ScriptedServer()
+    server.inference.script = [started(), delta([5], "Hel"), server.inference.HOLD]
+    generate = subprocess.Popen(
+        [*BATON, "generate", "Hi", "--address", server.address, "--json"], stdout=subprocess.PIPE
+    )
+    assert generate.stdout is not None
+    generate.stdout.readline()
+    generate.send_signal(signal.SIGINT)
+    generate.communicate(timeout=BOUND_S)
+    assert generate.returncode == 130
+    assert server.inference.call_ended.wait(BOUND_S)
+    server.stop()
+
+
+def iter_until(lines: Iterable[str], start: str) -> Iterator[str]:
+    for line in lines:
+        yield line
+        if line.startswith(start):
+            return
 
 
 @pytest.fixture

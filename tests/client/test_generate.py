@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -247,6 +248,22 @@ async def test_breaking_out_of_the_async_stream_cancels_the_call(
     server.inference.script = [started(), server.inference.HOLD]
     async for _ in async_client.generate("Hi"):
         break
+    assert server.inference.call_ended.wait(BOUND_S)
+
+
+async def test_cancelling_the_reading_task_cancels_the_call(server: ScriptedServer, async_client: AsyncClient) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    has_started = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in async_client.generate("Hi"):
+            has_started.set()
+
+    reading = asyncio.create_task(read())
+    await asyncio.wait_for(has_started.wait(), BOUND_S)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
     assert server.inference.call_ended.wait(BOUND_S)
 
 

@@ -1,0 +1,69 @@
+"""TLS and mutual TLS, with certificates made for these tests only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from baton import AsyncClient, Client, Tls, errors
+from baton.cli.main import app
+from baton.server_info import HealthStatus
+from tests.client.scripted_inference import ScriptedServer
+
+CERTIFICATES = Path(__file__).with_name("certificates")
+MUTUAL = Tls(
+    ca_file=CERTIFICATES / "ca.pem",
+    cert_file=CERTIFICATES / "client.pem",
+    key_file=CERTIFICATES / "client.key",
+    server_name="baton-test-server",
+)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    """Wants a client certificate of the test CA."""
+    pair = ((CERTIFICATES / "server.key").read_bytes(), (CERTIFICATES / "server.pem").read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], (CERTIFICATES / "ca.pem").read_bytes(), require_client_auth=True)
+    server = ScriptedServer(credentials)
+    yield server
+    server.stop()
+
+
+async def test_both_clients_speak_mutual_tls(server: ScriptedServer) -> None:
+    with Client(server.address, tls=MUTUAL) as client:
+        assert client.health() is HealthStatus.SERVING
+    async with AsyncClient(server.address, tls=MUTUAL) as async_client:
+        assert await async_client.health() is HealthStatus.SERVING
+
+
+@pytest.mark.parametrize(
+    "tls",
+    [
+        pytest.param(None, id="plain text"),
+        pytest.param(Tls(ca_file=MUTUAL.ca_file, server_name=MUTUAL.server_name), id="no client certificate"),
+        pytest.param(
+            Tls(ca_file=MUTUAL.ca_file, cert_file=MUTUAL.cert_file, key_file=MUTUAL.key_file), id="another host's name"
+        ),
+        pytest.param(
+            Tls(cert_file=MUTUAL.cert_file, key_file=MUTUAL.key_file, server_name=MUTUAL.server_name), id="unknown CA"
+        ),
+    ],
+)
+def test_a_connection_that_cannot_be_trusted_is_unavailable(server: ScriptedServer, tls: Tls | None) -> None:
+    with Client(server.address, tls=tls) as client, pytest.raises(errors.Unavailable):
+        client.health()
+
+
+def test_the_command_line_takes_the_same_files(server: ScriptedServer) -> None:
+    flags = {
+        "--ca-file": MUTUAL.ca_file,
+        "--cert-file": MUTUAL.cert_file,
+        "--key-file": MUTUAL.key_file,
+        "--server-name": MUTUAL.server_name,
+    }
+    arguments = [str(part) for pair in flags.items() for part in pair]
+    assert CliRunner().invoke(app, ["health", server.address, *arguments]).stdout == "serving\n"
