@@ -1,4 +1,4 @@
-"""Prints one requirement of pyproject.toml, for installing it ahead of the others: `python scripts/requirement.py torch`."""
+"""Prints a requirement of pyproject.toml, to install it ahead of the others: `python scripts/requirement.py torch`."""
 
 import re
 import sys
@@ -7,4 +7,4 @@ from pathlib import Path
 
 name = sys.argv[1]
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-print(next(line for line in project["dependencies"] if re.match(r"[\w.-]+", line).group() == name))
+print(next(line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] == name))

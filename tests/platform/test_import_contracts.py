@@ -1,0 +1,82 @@
+"""The dependency rule: each contract of pyproject.toml is kept by the code, and breaks when the rule is broken."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("baton", "common", "prefill_service", "decode_service")
+
+
+def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of our packages, to plant imports in."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.pyi"))
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_the_code_keeps_every_contract(checkout: Path) -> None:
+    result = lint_imports(checkout)
+    assert result.returncode == 0, result.stdout
+    assert ", 0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "contract"),
+    [
+        ("baton/planted.py", "import decode_service", "baton imports no service"),
+        ("common/planted.py", "from baton import client", "common imports baton.v1 at most"),
+        ("common/planted.py", "import prefill_service.messages", "common imports baton.v1 at most"),
+        ("decode_service/planted.py", "import baton.client", "services import common and baton.v1"),
+        (
+            "prefill_service/planted.py",
+            "import baton.cli.main",
+            "services import common and baton.v1",
+        ),
+        ("decode_service/planted.py", "import prefill_service", "the services do not import each other"),
+        ("prefill_service/planted.py", "import decode_service.messages", "the services do not import each other"),
+        ("common/kv/planted.py", "import grpc", "the engine needs torch"),
+        ("common/model/planted.py", "def late():\n    import structlog", "the engine needs torch"),
+        ("common/device/planted.py", "import common.wire.codec_frames", "the engine needs torch"),
+    ],
+)
+def test_a_planted_import_breaks_its_contract(checkout: Path, module: str, statement: str, contract: str) -> None:
+    (checkout / module).write_text(statement + "\n")
+    result = lint_imports(checkout)
+    assert result.returncode == 1, result.stdout
+    broken = [line for line in result.stdout.splitlines() if " BROKEN" in line]
+    assert any(line.startswith(contract) for line in broken), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "statement"),
+    [
+        ("common/planted.py", "from baton.v1 import types_pb2"),
+        ("decode_service/planted.py", "from baton.v1 import inference_pb2\nfrom common import errors"),
+        ("common/kv/planted.py", "import dataclasses\nimport numpy\nimport torch.nn\nimport transformers"),
+    ],
+)
+def test_what_the_rule_allows_is_kept(checkout: Path, module: str, statement: str) -> None:
+    (checkout / module).write_text(statement + "\n")
+    result = lint_imports(checkout)
+    assert result.returncode == 0, result.stdout
+
+
+def test_an_engine_module_that_is_gone_is_an_error(checkout: Path) -> None:
+    shutil.move(checkout / "common/kv", checkout / "common/pools")
+    result = lint_imports(checkout)
+    assert result.returncode != 0
+    assert "no such module: common.kv" in result.stdout + result.stderr
