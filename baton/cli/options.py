@@ -9,7 +9,7 @@ import typer
 
 from baton.client import Tls
 
-DEFAULT_ADDRESS = "127.0.0.1:50052"
+DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Address = Annotated[

@@ -37,7 +37,7 @@ def up(
     decode_config: Annotated[Path | None, typer.Option(help="YAML file for decode services.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the services' logs here.")] = None,
     start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 300.0,
-    stop_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to drain, for each kind of service.")] = 30.0,
+    stop_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to drain, for each kind of service.")] = 40.0,
     refresh_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the load.")] = 1.0,
     as_json: options.Json = False,
 ) -> None:
