@@ -58,7 +58,7 @@ class LocalPair:
         decode_config: Path | None = None,
         log_dir: Path | None = None,
         start_timeout_s: float = 300.0,
-        stop_timeout_s: float = 40.0  # more than the grace period that the services give their requests,
+        stop_timeout_s: float = 40.0,  # longer than the grace that services give their requests
         on_phase: OnPhase | None = None,
     ) -> None:
         self._start_timeout_s = start_timeout_s
