@@ -1,0 +1,370 @@
+"""The prefill service's edge, as seen by a receiver that speaks bytes and by the engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from common.errors import RowFailure
+from common.load import EngineLoad, PoolCounts
+from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
+from common.wire.codec_fingerprint import decode_fingerprint
+from common.wire.codec_frames import FrameCodec
+from common.wire.fingerprint import Fingerprint
+from common.wire.grpc_options import channel_options
+from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
+from decode_service.handoff.status_errors import error_info
+from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.messages import CancelCallRows, SegmentBytesSent
+from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, prebuilt, row, segment
+from tests.handoff.scripted_prefill import BOUND_S, ScriptedPrefill
+from tests.wire.strategies import VOCAB_SIZE, comparable
+
+MAX_ROWS = 4
+CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+async def bounded(work: Awaitable[object]) -> object:
+    async with asyncio.timeout(BOUND_S):
+        return await work
+
+
+@dataclass(frozen=True)
+class Edge:
+    prefill: ScriptedPrefill
+    servicer: PrefillServicer
+    server: PrefillServer
+    channel: grpc.aio.Channel
+    address: str
+
+    async def open(self, *rows: HandoffRow, fingerprint: Fingerprint = FINGERPRINT) -> Call:
+        call: Call = self.channel.stream_stream("/baton.v1.Prefill/Handoff")()
+        await call.write(encode_prefill_batch(fingerprint, rows or (row(),)))
+        return call
+
+    async def opened(self) -> str:
+        """The engine's id of the one call it was given."""
+        return (await asyncio.to_thread(self.prefill.opened))[0].call_id
+
+    async def closed(self, call_id: str) -> None:
+        await asyncio.to_thread(self.prefill.closed, call_id)
+
+    async def still_serves(self) -> None:
+        before = len(self.prefill.commands.all())
+        call = await self.open(row("healthy"))
+        commands = await asyncio.to_thread(self.prefill.commands.wait_until, lambda values: len(values) > before)
+        self.prefill.finish(commands[before].call_id)  # type: ignore[union-attr]
+        await ends_well(call)
+
+
+async def read(call: Call, rows: tuple[HandoffRow, ...]) -> Frame:
+    data = await bounded(call.read())
+    assert isinstance(data, bytes)
+    return CODEC.decode(data, rows)
+
+
+async def ends_well(call: Call) -> None:
+    """A stream's status comes after its frames are read; read() raises unless it is OK."""
+    while await bounded(call.read()) is not grpc.aio.EOF:
+        pass
+
+
+async def status_of(call: Call) -> grpc.aio.AioRpcError:
+    """How the call failed, once everything it had to say was read."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await bounded(call.read()) is not grpc.aio.EOF:
+            pass
+    return caught.value
+
+
+@asynccontextmanager
+async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> AsyncIterator[Edge]:
+    prefill = ScriptedPrefill()
+    servicer = PrefillServicer(
+        engine=prefill,
+        fingerprint=FINGERPRINT,
+        model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256),
+        instance_id="instance",
+        limits=limits,
+    )
+    prefill.deliver = servicer.deliver
+    server = PrefillServer(servicer=servicer, max_message_bytes=max_message_bytes)
+    port = await server.start("127.0.0.1:0")
+    try:
+        address = f"127.0.0.1:{port}"
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            yield Edge(prefill, servicer, server, channel, address)
+    finally:
+        await server.stop(0)
+
+
+@pytest.fixture
+async def edge() -> AsyncIterator[Edge]:
+    async with serve(HandoffLimits(max_rows=MAX_ROWS, first_command_timeout_s=BOUND_S)) as edge:
+        yield edge
+
+
+# ---- what is refused before the engine hears of it ----------------------------------------------------------------
+
+
+async def test_another_fingerprint_is_a_failed_precondition_naming_the_field(edge: Edge) -> None:
+    call = await edge.open(fingerprint=replace(FINGERPRINT, tokenizer_digest="other"))
+    status = await status_of(call)
+    info = error_info(status)
+    assert status.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert info is not None
+    assert info.reason == "FINGERPRINT_MISMATCH"
+    assert dict(info.metadata) == {"field": "tokenizer_digest", "decode": "other", "prefill": "7e57"}
+    assert edge.prefill.commands.all() == []
+
+
+@pytest.mark.parametrize(
+    ("first", "field"),
+    [
+        (b"\xff\xff", "HandoffCommand"),
+        (b"", "command"),
+        (encode_cancel_rows((0,)), "command"),
+        (encode_prefill_batch(FINGERPRINT, ()), "prefill_batch.rows"),
+        (encode_prefill_batch(FINGERPRINT, (row(),) * (MAX_ROWS + 1)), "prefill_batch.rows"),
+    ],
+    ids=["malformed", "unknown", "not a PrefillBatch", "no rows", "too many rows"],
+)
+async def test_a_broken_first_command_fails_its_call_naming_the_field(edge: Edge, first: bytes, field: str) -> None:
+    call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
+    await call.write(first)
+    status = await status_of(call)
+    info = error_info(status)
+    assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert info is not None
+    assert info.metadata["field"] == field
+    assert edge.prefill.commands.all() == []
+    await edge.still_serves()
+
+
+async def test_a_stream_that_ends_before_its_first_command_is_refused(edge: Edge) -> None:
+    call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
+    await call.done_writing()
+    assert (await status_of(call)).code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_stream_without_a_first_command_is_not_kept() -> None:
+    async with serve(HandoffLimits(first_command_timeout_s=0.01)) as edge:
+        call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
+        status = await status_of(call)
+        assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "prefill_batch: did not arrive" in (status.details() or "")
+
+
+async def test_an_oversized_command_fails_its_call_only() -> None:
+    async with serve(HandoffLimits(), max_message_bytes=1024) as edge:
+        call = await edge.open(*(row(num_tokens=256) for _ in range(4)))
+        assert (await status_of(call)).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert edge.prefill.commands.all() == []
+        await edge.still_serves()
+
+
+INVALID_ROWS = {
+    "token_ids: 257 tokens exceed the context of 256": row(num_tokens=257),
+    f"token id {VOCAB_SIZE} is not below": replace(row(), token_ids=(0, VOCAB_SIZE), prompt_len=1),
+    "token id 999 is not below": replace(row(), sampling=replace(row().sampling, stop_token_ids=(999,))),
+    "token id 998 is not below": replace(row(), sampling=replace(row().sampling, eos_token_ids=(998,))),
+    "token id 997 is not below": replace(row(), sampling=replace(row().sampling, logit_bias=((997, 1.0),))),
+    "token_ids: is empty": replace(row(), token_ids=()),
+    "prompt_len: 129 is not in": replace(row(), prompt_len=129),
+}
+
+
+@pytest.mark.parametrize("message", INVALID_ROWS)
+async def test_an_invalid_row_fails_for_good_and_the_call_ends_without_the_engine(edge: Edge, message: str) -> None:
+    rows = (INVALID_ROWS[message],)
+    call = await edge.open(*rows)
+    assert isinstance(await read(call, rows), Accepted)
+    failure = await read(call, rows)
+    assert isinstance(failure, RowFailed)
+    assert (failure.row, failure.reason, failure.retryable) == (0, RowFailure.INVALID_ROW, False)
+    assert failure.message.startswith(message)
+    assert await bounded(call.read()) is grpc.aio.EOF
+    assert edge.prefill.commands.all() == []
+
+
+async def test_rows_beside_an_invalid_one_keep_their_numbers(edge: Edge) -> None:
+    rows = (row("bad", num_tokens=257), row("first"), row("second"))
+    call = await edge.open(*rows)
+    engine_call = await edge.opened()
+    assert edge.prefill.opened()[0].rows == rows[1:]
+    await call.write(encode_cancel_rows((2, 0)))
+    await asyncio.to_thread(
+        edge.prefill.commands.wait_until, lambda commands: CancelCallRows(engine_call, (1,)) in commands
+    )
+    edge.prefill.emit(engine_call, segment(0, 0), prebuilt(0), failed(1))
+    edge.prefill.finish(engine_call)
+    frames = [await read(call, rows) for _ in range(5)]
+    assert isinstance(frames[1], RowFailed)
+    assert frames[1].row == 0
+    assert [comparable(frame) for frame in frames[2:]] == [
+        comparable(segment(1, 0)),
+        comparable(prebuilt(1)),
+        comparable(failed(2)),
+    ]
+    assert await bounded(call.read()) is grpc.aio.EOF
+
+
+# ---- how a call ends ------------------------------------------------------------------------------------------------
+
+
+async def test_sent_segments_return_their_budget_and_a_finished_call_is_not_closed(edge: Edge) -> None:
+    call = await edge.open()
+    engine_call = await edge.opened()
+    edge.prefill.emit(engine_call, segment(0, 0), segment(0, 1), prebuilt(0))
+    edge.prefill.finish(engine_call)
+    await ends_well(call)
+    sent = [command for command in edge.prefill.commands.all() if isinstance(command, SegmentBytesSent)]
+    assert sent == [SegmentBytesSent(engine_call, SEGMENT_BYTES)] * 2
+    assert edge.prefill.num_closed() == 0
+    assert edge.servicer.num_calls == 0
+
+
+async def test_a_receiver_that_leaves_closes_the_call_once(edge: Edge) -> None:
+    call = await edge.open()
+    engine_call = await edge.opened()
+    await bounded(call.read())
+    call.cancel()
+    await edge.closed(engine_call)
+    edge.prefill.emit(engine_call, segment(0, 0))
+    edge.prefill.finish(engine_call)
+    await edge.still_serves()
+    assert edge.prefill.num_closed() == 1
+    assert edge.prefill.sent_bytes() == 0
+
+
+async def test_a_receiver_that_leaves_after_the_last_row_still_closes_what_was_not_sent(edge: Edge) -> None:
+    call = await edge.open(row(num_tokens=256))
+    engine_call = await edge.opened()
+    edge.prefill.emit(engine_call, *(segment(0, place) for place in range(8)))
+    edge.prefill.finish(engine_call)
+    await bounded(call.read())
+    call.cancel()
+    await edge.closed(engine_call)
+
+
+async def test_a_receiver_that_takes_nothing_loses_the_call() -> None:
+    async with serve(HandoffLimits(stall_timeout_s=0.1)) as edge:
+        call = await edge.open(row(num_tokens=256))
+        engine_call = await edge.opened()
+        edge.prefill.emit(engine_call, *(segment(0, place) for place in range(8)))
+        await edge.closed(engine_call)
+        assert edge.servicer.num_calls == 0
+        assert (await status_of(call)).code() == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        (encode_prefill_batch(FINGERPRINT, (row(),)), "prefill_batch"),
+        (encode_cancel_rows((1,)), "cancel_rows.rows"),
+        (b"\xff\xff", "HandoffCommand"),
+    ],
+    ids=["a second PrefillBatch", "a row out of range", "malformed"],
+)
+async def test_a_broken_later_command_fails_its_call_and_closes_it(edge: Edge, command: bytes, field: str) -> None:
+    call = await edge.open()
+    engine_call = await edge.opened()
+    await call.write(command)
+    status = await status_of(call)
+    info = error_info(status)
+    assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert info is not None
+    assert info.metadata["field"] == field
+    await edge.closed(engine_call)
+    await edge.still_serves()
+
+
+async def test_a_receiver_may_close_its_side_and_still_be_served(edge: Edge) -> None:
+    call = await edge.open()
+    await call.done_writing()
+    engine_call = await edge.opened()
+    edge.prefill.emit(engine_call, prebuilt(0))
+    edge.prefill.finish(engine_call)
+    await ends_well(call)
+
+
+async def test_a_dead_engine_is_unavailable(edge: Edge) -> None:
+    edge.prefill.is_alive = False
+    assert (await status_of(await edge.open())).code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_calls_of_an_engine_that_dies_are_unavailable(edge: Edge) -> None:
+    call = await edge.open()
+    await edge.opened()
+    edge.prefill.is_alive = False
+    edge.servicer.engine_died(RuntimeError("out of memory"))
+    status = await status_of(call)
+    assert status.code() == grpc.StatusCode.UNAVAILABLE
+    assert "out of memory" in (status.details() or "")
+
+
+# ---- the other calls ------------------------------------------------------------------------------------------------
+
+
+async def test_the_fingerprint_is_told_with_the_instance(edge: Edge) -> None:
+    response = await prefill_pb2_grpc.PrefillStub(edge.channel).GetFingerprint(prefill_pb2.GetFingerprintRequest())
+    assert decode_fingerprint(response.fingerprint) == FINGERPRINT
+    assert response.instance_id == "instance"
+
+
+async def test_the_load_is_the_engines(edge: Edge) -> None:
+    edge.prefill.load = EngineLoad(
+        rows=PoolCounts(total=8, free=5, running=3),
+        slots=PoolCounts(total=90, free=50, transferring=30, quarantined=10),
+        num_queued=4,
+        num_running=2,
+        num_steps=11,
+        unsent_bytes=77,
+    )
+    load = await prefill_pb2_grpc.PrefillStub(edge.channel).GetLoad(prefill_pb2.GetPrefillLoadRequest())
+    assert (load.instance_id, load.num_queued, load.num_computing, load.num_steps) == ("instance", 4, 2, 11)
+    assert (load.rows.total, load.rows.free, load.rows.running) == (8, 5, 3)
+    assert (load.slots.transferring, load.slots.quarantined, load.unsent_bytes) == (30, 10, 77)
+
+
+@pytest.fixture
+def health(edge: Edge) -> Callable[[str], Awaitable[int]]:
+    check = edge.channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+
+    async def status(service: str) -> int:
+        return (await check(health_pb2.HealthCheckRequest(service=service))).status
+
+    return status
+
+
+async def test_health_tells_alive_from_ready(edge: Edge, health: Callable[[str], Awaitable[int]]) -> None:
+    response = health_pb2.HealthCheckResponse
+    assert await health("") == response.SERVING
+    assert await health(PREFILL_SERVICE) == response.NOT_SERVING
+    await edge.server.set_ready(True)
+    assert await health(PREFILL_SERVICE) == response.SERVING
+    await edge.server.set_ready(False)
+    assert (await health(""), await health(PREFILL_SERVICE)) == (response.SERVING, response.NOT_SERVING)
+
+
+async def test_reflection_lists_the_services(edge: Edge) -> None:
+    def services() -> set[str]:
+        with grpc.insecure_channel(edge.address) as channel:
+            return set(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    assert {PREFILL_SERVICE, "grpc.health.v1.Health"} <= await asyncio.to_thread(services)
