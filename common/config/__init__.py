@@ -1,0 +1,1 @@
+"""The services' configuration. See docs/configuration.md."""

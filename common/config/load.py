@@ -1,0 +1,97 @@
+"""Settings from flags, the environment, a YAML file and the defaults: the first that names a key decides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource
+
+from common.config.settings import ENV_PREFIX, DecodeSettings, PrefillSettings, ServiceSettings
+from common.errors import ConfigError
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+
+# The client's own variable: one environment may serve services and clients.
+_OTHER_VARIABLES = {"BATON_ADDRESS"}
+
+
+def load_settings(kind: type[SettingsT], argv: Sequence[str], *, program: str) -> SettingsT:
+    """Read every source once. Raises ConfigError naming each key that is wrong or unknown.
+
+    A variable of the environment may belong to the other service. A flag that is wrong ends the process with status 2,
+    `--help` with 0.
+    """
+    _check_environment()
+    read = _sources(kind, list(argv), program)
+    try:
+        return read()
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+
+
+def _sources(kind: type[SettingsT], argv: list[str], program: str) -> Callable[[], SettingsT]:
+    """`kind` reading flags, then the environment, then the file that either names."""
+
+    class Sources(kind):  # type: ignore[valid-type, misc]
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], env_settings: PydanticBaseSettingsSource, **_: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            flags: CliSettingsSource[Any] = CliSettingsSource(
+                settings_cls,
+                cli_prog_name=program,
+                cli_parse_args=argv,
+                cli_kebab_case=True,
+                cli_implicit_flags=True,
+                cli_hide_none_type=True,
+                cli_avoid_json=True,
+            )
+            return flags, env_settings, _YamlFile(settings_cls)
+
+    Sources.__name__, Sources.__doc__ = kind.__name__, kind.__doc__
+    return Sources
+
+
+class _YamlFile(PydanticBaseSettingsSource):
+    """The file that `config` names in the sources before this one."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError("values are read all at once")
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        if path is None:
+            return {}
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"config: {path}: {error}") from error
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            raise ConfigError(f"config: {path}: is not a mapping of keys to values")
+        if "config" in values:
+            raise ConfigError(f"config: {path}: a file cannot name another")
+        return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _check_environment() -> None:
+    keys = {*PrefillSettings.model_fields, *DecodeSettings.model_fields}
+    known = {f"{ENV_PREFIX}{key}".upper() for key in keys} | _OTHER_VARIABLES
+    unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+    if unknown:
+        raise ConfigError(f"unknown in the environment: {', '.join(unknown)}")
+
+
+def _describe(error: Any) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown key: {key}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message

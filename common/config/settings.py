@@ -1,0 +1,103 @@
+"""Every setting of both services, with its default and its range. docs/configuration.md explains them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from common.wire.handoff import MAX_SEGMENT_BYTES
+
+ENV_PREFIX = "BATON_"
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return value
+
+
+def _split_on_commas(value: Any) -> Any:
+    """ "a,b", ["a,b", "c"] and ["a", "b", "c"] all name a list."""
+    if not isinstance(value, str | list | tuple):
+        return value
+    items = [value] if isinstance(value, str) else value
+    return tuple(part.strip() for item in items for part in str(item).split(",") if part.strip())
+
+
+Address = Annotated[str, AfterValidator(_address)]
+OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if value else value)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_on_commas)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SegmentBytes = Annotated[int, Field(ge=64 << 10, le=MAX_SEGMENT_BYTES)]
+
+
+class ServiceSettings(BaseSettings):
+    """What both services have."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
+    config: Path | None = None
+    listen: Address
+    metrics_listen: OptionalAddress = ""
+    model: str = "demo"
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    tf32: bool = False
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    max_rows: Positive = 32
+    max_kv_tokens: Positive = 65536
+    max_context_tokens: Positive | None = None
+    grace_period_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    debug_checks: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        return self
+
+
+class PrefillSettings(ServiceSettings):
+    listen: Address = "127.0.0.1:50052"
+    chunk_tokens: Positive = 512
+    max_batch_tokens: Positive = 2048
+    send_budget_bytes: Positive = 64 << 20
+    max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
+    max_queued_rows: Positive = 1024
+    stall_timeout_s: Seconds = 30.0
+
+    @model_validator(mode="after")
+    def _check_budgets(self) -> Self:
+        if self.max_batch_tokens < self.chunk_tokens:
+            raise ValueError("max_batch_tokens must be at least chunk_tokens")
+        return self
+
+
+class DecodeSettings(ServiceSettings):
+    listen: Address = "127.0.0.1:50051"
+    prefill: Addresses = ("127.0.0.1:50052",)
+    overlap: bool = True
+    receive_budget_bytes: Positive = 64 << 20
+    max_queued_requests: Annotated[int, Field(ge=0)] = 256
+    max_handoff_attempts: Positive = 3
+    prefill_timeout_s: Seconds = 10.0
+    handoff_progress_timeout_s: Seconds = 30.0
+    prefill_tls: bool = False
+    prefill_tls_ca: Path | None = None
+
+    @model_validator(mode="after")
+    def _check_prefill(self) -> Self:
+        if not self.prefill:
+            raise ValueError("prefill names no address")
+        if len(set(self.prefill)) != len(self.prefill):
+            raise ValueError("prefill names an address twice")
+        return self

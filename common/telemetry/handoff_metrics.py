@@ -1,0 +1,39 @@
+"""The prefill service's rows and bytes as Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from common.telemetry.buckets import PHASE_S
+from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
+
+
+class HandoffMetrics:
+    """Follows the frames an engine emits. `outcome` is "prebuilt", or a row failure's reason in lower case."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._rows = Counter("baton_requests", "Rows ended, by outcome.", ["outcome"], registry=registry)
+        self._queue_s = Histogram(
+            "baton_queue_seconds", "From a row's arrival to its first chunk.", buckets=PHASE_S, registry=registry
+        )
+        self._compute_s = Histogram(
+            "baton_prefill_seconds", "First chunk to first token.", buckets=PHASE_S, registry=registry
+        )
+        self._bytes = Counter("baton_handoff_bytes", "KV bytes handed to the transport.", registry=registry)
+
+    def on_frames(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            match frame:
+                case KvSegment():
+                    self._bytes.inc(frame.num_bytes)
+                case PrebuiltBatch():
+                    self._rows.labels("prebuilt").inc(len(frame.rows))
+                    for queue_s, compute_s in zip(frame.queue_s.tolist(), frame.compute_s.tolist(), strict=True):
+                        self._queue_s.observe(queue_s)
+                        self._compute_s.observe(compute_s)
+                case RowFailed():
+                    self._rows.labels(frame.reason.value.lower()).inc()
+                case _:
+                    pass

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from common.config.load import load_settings
+from common.config.settings import DecodeSettings, PrefillSettings
+from common.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+
+
+def decode(*argv: str) -> DecodeSettings:
+    return load_settings(DecodeSettings, argv, program="decode_service")
+
+
+def prefill(*argv: str) -> PrefillSettings:
+    return load_settings(PrefillSettings, argv, program="prefill_service")
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return f"--config={path}"
+
+
+def test_defaults_listen_on_loopback_and_find_each_other() -> None:
+    assert (decode().listen, prefill().listen) == ("127.0.0.1:50051", "127.0.0.1:50052")
+    assert decode().prefill == (prefill().listen,)
+    assert (decode().model, decode().dtype, decode().device) == ("demo", "bfloat16", "cpu")
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path / "decode.yaml", "max_rows: 1\nmax_kv_tokens: 1\nlog_level: debug\n")
+    monkeypatch.setenv("BATON_MAX_ROWS", "2")
+    monkeypatch.setenv("BATON_MAX_KV_TOKENS", "2")
+
+    settings = decode(file, "--max-rows=3")
+
+    assert (settings.max_rows, settings.max_kv_tokens, settings.log_level, settings.overlap) == (3, 2, "debug", True)
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "prefill.yaml", "chunk-tokens: 16\n")
+    monkeypatch.setenv("BATON_CONFIG", str(tmp_path / "prefill.yaml"))
+
+    assert prefill().chunk_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("--prefill=a:1,b:2",), ("--prefill", "a:1", "--prefill", "b:2"), ("--prefill", "a:1, b:2")],
+)
+def test_prefill_replicas_are_listed_with_commas_or_by_repeating(argv: tuple[str, ...]) -> None:
+    assert decode(*argv).prefill == ("a:1", "b:2")
+
+
+def test_prefill_replicas_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decode(written(tmp_path / "list.yaml", "prefill: [a:1, b:2]")).prefill == ("a:1", "b:2")
+    monkeypatch.setenv("BATON_PREFILL", "c:1,d:2")
+    assert decode().prefill == ("c:1", "d:2")
+
+
+def test_overlap_can_be_switched_off() -> None:
+    assert decode().overlap
+    assert not decode("--no-overlap").overlap
+
+
+def test_an_unknown_key_of_the_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key: max_row$"):
+        decode(written(tmp_path / "decode.yaml", "max_row: 1"))
+
+
+def test_an_unknown_variable_is_refused_by_name_unless_it_is_the_other_services(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BATON_CHUNK_TOKENS", "16")
+    assert decode().max_rows == 32
+
+    monkeypatch.setenv("BATON_CHUNKS", "16")
+    with pytest.raises(ConfigError, match="BATON_CHUNKS"):
+        decode()
+
+
+@pytest.mark.parametrize("flag", ["--max-row=1", "--max_rows=1", "--chunk-tokens=16"])
+def test_an_unknown_flag_ends_the_process_with_status_2(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        decode(flag)
+
+    assert end.value.code == 2
+    assert flag.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ("listen", "--listen=50051"),
+        ("listen", "--listen=host:port"),
+        ("dtype", "--dtype=int8"),
+        ("max_rows", "--max-rows=0"),
+        ("max_rows", "--max-rows=many"),
+        ("prefill_timeout_s", "--prefill-timeout-s=0"),
+        ("prefill_timeout_s", "--prefill-timeout-s=nan"),
+        ("grace_period_s", "--grace-period-s=-1"),
+        ("prefill", "--prefill=,"),
+        ("prefill", "--prefill=a:1,a:1"),
+        ("tls_cert", "--tls-cert=cert.pem"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_key(key: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        decode(flag)
+
+
+@pytest.mark.parametrize(
+    ("key", "argv"),
+    [
+        ("max_segment_bytes", ["--max-segment-bytes=4194305"]),
+        ("max_batch_tokens", ["--max-batch-tokens=16"]),
+    ],
+)
+def test_prefill_limits(key: str, argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=key):
+        prefill(*argv)
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "config: other.yaml"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="config"):
+        decode(written(tmp_path / "bad.yaml", text))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        decode(f"--config={tmp_path / 'absent.yaml'}")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        decode().max_rows = 5
