@@ -67,7 +67,7 @@ class GrpcTransport:
             )
             for address in addresses
         }
-        not_looked = PrefillUnavailable("was not looked at yet")
+        not_looked = PrefillUnavailable("not looked at yet")
         self._seen = {address: Replica(address, is_ready=False, error=not_looked) for address in addresses}
         self._look_now = {address: asyncio.Event() for address in addresses}
         self._lookers: list[asyncio.Task[None]] = []

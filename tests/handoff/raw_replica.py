@@ -1,0 +1,80 @@
+"""A prefill replica that writes whatever bytes the test gave it, healthy or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from baton.v1 import prefill_pb2
+from common.wire.codec_fingerprint import encode_fingerprint
+from common.wire.fingerprint import Fingerprint
+from common.wire.grpc_options import server_options
+from tests.handoff.samples import FINGERPRINT
+
+_UNBOUNDED = -1
+
+
+class RawReplica:
+    """`frames` are written to each Handoff call, which then ends, unless it `hangs` or fails with `status`."""
+
+    def __init__(self, fingerprint: Fingerprint = FINGERPRINT, instance_id: str = "raw") -> None:
+        self.fingerprint = fingerprint
+        self.instance_id = instance_id
+        self.health = health_pb2.HealthCheckResponse.SERVING
+        self.num_queued = 0
+        self.num_computing = 0
+        self.frames: Sequence[bytes] = ()
+        self.hangs = False
+        self.status: grpc.StatusCode | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen; on the port of the last time when there was one, as a restarted process does."""
+        self._server = grpc.aio.server(options=server_options(max_receive_bytes=_UNBOUNDED))
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "baton.v1.Prefill",
+                    {
+                        "Handoff": grpc.stream_stream_rpc_method_handler(self._handoff),
+                        "GetFingerprint": grpc.unary_unary_rpc_method_handler(self._get_fingerprint),
+                        "GetLoad": grpc.unary_unary_rpc_method_handler(self._get_load),
+                    },
+                ),
+                grpc.method_handlers_generic_handler(
+                    "grpc.health.v1.Health", {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
+                ),
+            )
+        )
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def _handoff(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await context.read()
+        for frame in self.frames:
+            await context.write(frame)
+        if self.status is not None:
+            await context.abort(self.status, "the script says so")
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    async def _get_fingerprint(self, request: bytes, context: object) -> bytes:
+        response = prefill_pb2.GetFingerprintResponse(
+            fingerprint=encode_fingerprint(self.fingerprint), instance_id=self.instance_id
+        )
+        return response.SerializeToString()
+
+    async def _get_load(self, request: bytes, context: object) -> bytes:
+        response = prefill_pb2.GetPrefillLoadResponse(
+            instance_id=self.instance_id, num_queued=self.num_queued, num_computing=self.num_computing
+        )
+        return response.SerializeToString()
+
+    async def _check(self, request: bytes, context: object) -> bytes:
+        return health_pb2.HealthCheckResponse(status=self.health).SerializeToString()

@@ -1,0 +1,285 @@
+"""The gRPC transport against replicas that break the protocol, stall, disagree, leave and return."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from baton.v1 import prefill_pb2
+from common.errors import EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.wire.codec_frames import FrameCodec
+from common.wire.handoff import Accepted
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.messages import FrameArrived, Replica, StartHandoff
+from tests.handoff.homes import FAST, LoopThread
+from tests.handoff.raw_replica import RawReplica
+from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row, segment
+from tests.handoff.scripted_prefill import RecordingDecode
+from tests.wire.strategies import VOCAB_SIZE
+
+CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+ACCEPTED = CODEC.encode(Accepted("raw"))
+OTHER = replace(FINGERPRINT, target_weights_digest="other")
+
+
+class Rig:
+    """One transport, the decode engine that hears it, and the replicas that the test brings up."""
+
+    def __init__(self) -> None:
+        self.loop = LoopThread()
+        self.decode = RecordingDecode()
+        self._replicas: list[RawReplica] = []
+
+    def bring_up(self, replica: RawReplica) -> str:
+        self.loop.run(replica.start())
+        self._replicas.append(replica)
+        return f"127.0.0.1:{replica.port}"
+
+    def connect(self, *addresses: str, timeouts: HandoffTimeouts = FAST) -> GrpcTransport:
+        async def build() -> GrpcTransport:
+            transport = GrpcTransport(
+                post=self.decode.post,
+                addresses=addresses,
+                fingerprint=FINGERPRINT,
+                vocab_size=VOCAB_SIZE,
+                receive_budget_bytes=ROOMY_BUDGET_BYTES,
+                timeouts=timeouts,
+            )
+            await transport.open()
+            return transport
+
+        self.transport = self.loop.run(build())
+        return self.transport
+
+    def call(self, replica: RawReplica, *, timeouts: HandoffTimeouts = FAST) -> RecordingDecode:
+        """One call named "call" to the replica, once it is ready."""
+        address = self.bring_up(replica)
+        transport = self.connect(address, timeouts=timeouts)
+        self.decode.latest_replica(is_ready)
+        transport.start(StartHandoff("call", address, (row(),)))
+        return self.decode
+
+    def close(self) -> None:
+        self.loop.run(self.transport.close())
+        for replica in self._replicas:
+            self.loop.run(replica.stop())
+        self.loop.close()
+
+
+def is_ready(replica: Replica) -> bool:
+    return replica.is_ready
+
+
+def is_not_ready(replica: Replica) -> bool:
+    return not replica.is_ready
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+# ---- a replica that breaks the protocol -----------------------------------------------------------------------------
+
+
+def damaged(change: Callable[[prefill_pb2.HandoffFrame], object]) -> bytes:
+    frame = prefill_pb2.HandoffFrame.FromString(CODEC.encode(segment(0, 0)))
+    change(frame)
+    return frame.SerializeToString()
+
+
+MALFORMED = {
+    "HandoffFrame": b"\xff\xff",
+    "frame": b"",
+    "kv_segment.crc32c": damaged(lambda frame: setattr(frame.kv_segment, "crc32c", 0)),
+    "kv_segment.row": damaged(lambda frame: setattr(frame.kv_segment, "row", 1)),
+    "kv_segment.payload": damaged(lambda frame: setattr(frame.kv_segment, "payload", b"")),
+    "prebuilt_batch.seq_lens": CODEC.encode(prebuilt(0, num_tokens=5)),
+    "accepted": ACCEPTED,
+}
+
+
+@pytest.mark.parametrize("field", MALFORMED)
+def test_a_malformed_frame_fails_the_call_naming_the_field(rig: Rig, field: str) -> None:
+    replica = RawReplica()
+    replica.frames = (ACCEPTED, CODEC.encode(segment(0, 0)), MALFORMED[field], CODEC.encode(segment(0, 1)))
+    end = rig.call(replica).ended("call")
+    assert isinstance(end.error, EngineFault)
+    assert f"broke the protocol: {field}: " in str(end.error)
+    assert len(rig.decode.arrived("call")) == 2
+
+
+def test_a_frame_before_accepted_fails_the_call(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames = (CODEC.encode(segment(0, 0)), ACCEPTED)
+    end = rig.call(replica).ended("call")
+    assert isinstance(end.error, EngineFault)
+    assert "is not Accepted" in str(end.error)
+    assert rig.decode.arrived("call") == []
+
+
+def test_an_oversized_frame_fails_the_call(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames = (ACCEPTED, b"\0" * (17 << 20))
+    end = rig.call(replica).ended("call")
+    assert isinstance(end.error, EngineFault)
+    assert "larger than max" in str(end.error)
+
+
+def test_a_broken_call_leaves_the_next_one_well(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames = (ACCEPTED, b"\xff\xff")
+    rig.call(replica).ended("call")
+    replica.frames = (ACCEPTED, CODEC.encode(segment(0, 0)), CODEC.encode(prebuilt(0)))
+    rig.transport.start(StartHandoff("next", f"127.0.0.1:{replica.port}", (row(),)))
+    assert rig.decode.ended("next").error is None
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, PrefillUnavailable),
+        (grpc.StatusCode.CANCELLED, PrefillUnavailable),
+        (grpc.StatusCode.INTERNAL, PrefillUnavailable),
+        (grpc.StatusCode.UNKNOWN, EngineFault),
+        (grpc.StatusCode.UNIMPLEMENTED, EngineFault),
+    ],
+)
+def test_a_status_without_details_is_a_lost_peer_or_a_fault(
+    rig: Rig, status: grpc.StatusCode, kind: type[Exception]
+) -> None:
+    replica = RawReplica()
+    replica.frames = (ACCEPTED,)
+    replica.status = status
+    end = rig.call(replica).ended("call")
+    assert type(end.error) is kind
+    assert f"{status.name}: the script says so" in str(end.error)
+
+
+# ---- a replica that stalls ------------------------------------------------------------------------------------------
+
+
+def test_no_accepted_in_time_ends_the_call(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.hangs = True
+    end = rig.call(replica, timeouts=replace(FAST, accept_timeout_s=0.05)).ended("call")
+    assert isinstance(end.error, PrefillUnavailable)
+    assert "no frame within 0.05 s" in str(end.error)
+    assert rig.decode.arrived("call") == []
+
+
+def test_no_progress_in_time_ends_the_call(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames = (ACCEPTED, CODEC.encode(segment(0, 0)))
+    replica.hangs = True
+    end = rig.call(replica, timeouts=replace(FAST, progress_timeout_s=0.05)).ended("call")
+    assert isinstance(end.error, PrefillUnavailable)
+    assert "no frame within 0.05 s" in str(end.error)
+
+
+def test_a_replica_that_listens_but_never_answers_is_not_ready(rig: Rig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        rig.connect(address, timeouts=replace(FAST, poll_timeout_s=0.05))
+        replica = rig.decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
+        assert "DEADLINE_EXCEEDED" in str(replica.error)
+        assert not replica.is_ready
+
+
+# ---- readiness ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mismatched_replica_is_never_ready_and_the_field_is_named(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.connect(rig.bring_up(RawReplica(fingerprint=OTHER)))
+    replica = rig.decode.latest_replica(lambda replica: isinstance(replica.error, FingerprintMismatch))
+    assert not replica.is_ready
+    assert isinstance(replica.error, FingerprintMismatch)
+    assert (replica.error.field, replica.error.ours, replica.error.theirs) == (
+        "target_weights_digest",
+        "beef",
+        "other",
+    )
+    assert "fingerprints differ in target_weights_digest" in caplog.text
+
+
+def test_a_call_accepted_with_another_fingerprint_ends_naming_the_field(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames = (FrameCodec(fingerprint=OTHER, vocab_size=VOCAB_SIZE).encode(Accepted("raw")),)
+    end = rig.call(replica).ended("call")
+    assert isinstance(end.error, FingerprintMismatch)
+    assert end.error.field == "target_weights_digest"
+
+
+def test_a_replica_that_is_not_ready_says_so_until_it_is(rig: Rig) -> None:
+    raw = RawReplica()
+    raw.health = health_pb2.HealthCheckResponse.NOT_SERVING
+    rig.connect(rig.bring_up(raw))
+    replica = rig.decode.wait_for_replica(lambda replica: "is not ready" in str(replica.error))
+    assert isinstance(replica.error, PrefillUnavailable)
+    raw.health = health_pb2.HealthCheckResponse.SERVING
+    assert rig.decode.latest_replica(is_ready).error is None
+
+
+def test_the_load_is_followed(rig: Rig) -> None:
+    raw = RawReplica()
+    rig.connect(rig.bring_up(raw))
+    rig.decode.latest_replica(lambda replica: replica.num_outstanding == 0 and replica.is_ready)
+    raw.num_queued, raw.num_computing = 3, 2
+    rig.decode.latest_replica(lambda replica: replica.num_outstanding == 5)
+
+
+def test_start_order_does_not_matter(rig: Rig) -> None:
+    raw = RawReplica()
+    address = rig.bring_up(raw)
+    rig.loop.run(raw.stop())
+    rig.connect(address)
+    rig.decode.wait_for_replica(lambda replica: "UNAVAILABLE" in str(replica.error))
+    rig.loop.run(raw.start())
+    rig.decode.latest_replica(is_ready)
+
+
+def test_a_restarted_replica_serves_again(rig: Rig) -> None:
+    raw = RawReplica()
+    raw.frames, raw.hangs = (ACCEPTED,), True
+    rig.call(raw)
+    rig.decode.reports.wait_until(lambda reports: any(isinstance(report, FrameArrived) for report in reports))
+    rig.loop.run(raw.stop())
+    assert isinstance(rig.decode.ended("call").error, PrefillUnavailable)
+    raw.instance_id, raw.frames, raw.hangs = "again", (ACCEPTED, CODEC.encode(prebuilt(0))), False
+    rig.loop.run(raw.start())
+    rig.decode.latest_replica(is_ready)
+    rig.transport.start(StartHandoff("next", f"127.0.0.1:{raw.port}", (row(),)))
+    assert rig.decode.ended("next").error is None
+
+
+def test_a_replica_that_returns_as_another_model_is_refused(rig: Rig) -> None:
+    raw = RawReplica()
+    rig.connect(rig.bring_up(raw))
+    rig.decode.latest_replica(is_ready)
+    raw.fingerprint, raw.instance_id = OTHER, "another"
+    rig.decode.latest_replica(lambda replica: isinstance(replica.error, FingerprintMismatch))
+
+
+def test_one_replica_does_not_hide_another(rig: Rig) -> None:
+    good, bad = rig.bring_up(RawReplica()), rig.bring_up(RawReplica(fingerprint=OTHER))
+    rig.connect(good, bad)
+    rig.decode.wait_for_replica(lambda replica: replica.address == good and replica.is_ready)
+    rig.decode.wait_for_replica(
+        lambda replica: replica.address == bad and isinstance(replica.error, FingerprintMismatch)
+    )
+
+
+def test_a_call_to_a_mismatched_replica_ends_with_the_mismatch(rig: Rig) -> None:
+    address = rig.bring_up(RawReplica(fingerprint=OTHER))
+    transport = rig.connect(address)
+    rig.decode.latest_replica(lambda replica: isinstance(replica.error, FingerprintMismatch))
+    transport.start(StartHandoff("call", address, (row(),)))
+    assert isinstance(rig.decode.ended("call").error, FingerprintMismatch)
