@@ -54,8 +54,8 @@ class FutureMap:
     """Every buffer has max_rows + 1 rows, allocated here; row 0 absorbs padding. There is no ring and no counter.
 
     `relays_lengths`: the worker publishes lengths that the schedule side cannot know (speculation). Without it lengths
-    are schedule-deterministic and `resolve_seq_lens` does nothing. `poisons_consumed_rows` overwrites each token as it is
-    read, so that a row read twice, or before it was written, is caught as invalid.
+    are schedule-deterministic and `resolve_seq_lens` does nothing. `poisons_consumed_rows` overwrites each token as it
+    is read, so that a row read twice, or before it was written, is caught as invalid.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class FutureMap:
     def publish(self, req_pool_indices: Tensor, new_seq_lens: Cell[Tensor], scope: Scope) -> None:
         """Write the lengths the next schedule step needs, and arm the fence it waits on.
 
-        Shapes: both [B] int64. Enqueues on the forward stream, between verify and draft-extend. B == 0 writes nothing and
-        arms nothing.
+        Shapes: both [B] int64. Enqueues on the forward stream, between verify and draft-extend. B == 0 writes nothing
+        and arms nothing.
         """
         if req_pool_indices.shape[0] == 0:
             return
@@ -100,7 +100,8 @@ class FutureMap:
         self.publish_ready = self._forward_stream.record(scope)
 
     def stash(self, req_pool_indices: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
-        """Write what only the next forward reads. Shapes: [B, ...]. Enqueues on the forward stream; B == 0 writes nothing.
+        """Write what only the next forward reads. Shapes: [B, ...]. Enqueues on the forward stream; B == 0 writes
+        nothing.
 
         No fence: the one reader is a later piece of the same stream.
         """
@@ -118,8 +119,8 @@ class FutureMap:
     def resolve_seq_lens(self, batch: ScheduleBatch) -> None:
         """Give the batch the lengths the last verify published, on the device and the CPU together.
 
-        Schedule side, before the next launch. Waits `publish_ready`, bounded. Rows bootstrapped since that verify keep the
-        lengths they came with, which bootstrap wrote to the same rows. Without relayed lengths it does nothing.
+        Schedule side, before the next launch. Waits `publish_ready`, bounded. Rows bootstrapped since that verify keep
+        the lengths they came with, which bootstrap wrote to the same rows. Without relayed lengths it does nothing.
         """
         if not self.relays_lengths or batch.is_empty or self.publish_ready is None:
             return
@@ -137,10 +138,11 @@ class FutureMap:
         return RelayedInputs(tokens.masked_fill(is_invalid, 0), seeds, is_invalid)
 
     def bootstrap(self, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
-        """Seed rows that no forward has produced. Schedule side, when a prebuilt batch is merged; B == 0 writes nothing.
+        """Seed rows that no forward has produced. Schedule side, when a prebuilt batch is merged; B == 0 writes
+        nothing.
 
-        Safe beside a forward in flight: a row leaves quarantine only when no forward references it. The launch orders it
-        before the next forward. It never touches `publish_ready`, so it never waits for a draft-extend.
+        Safe beside a forward in flight: a row leaves quarantine only when no forward references it. The launch orders
+        it before the next forward. It never touches `publish_ready`, so it never waits for a draft-extend.
         """
         if prebuilt.is_empty:
             return

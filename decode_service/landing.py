@@ -262,7 +262,7 @@ class LandingZone:
             if row is None:
                 continue
             if row.columns is not None:
-                raise FrameRejected(index, f"a second PrebuiltBatch entry")
+                raise FrameRejected(index, "a second PrebuiltBatch entry")
             if columns.seq_lens[entry] != len(row.req.token_ids):
                 raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
             if not 0 <= columns.first_token_ids[entry] < self._vocab_size:

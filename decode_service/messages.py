@@ -9,7 +9,6 @@ from common.errors import BatonError
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.wire.handoff import Frame, HandoffRow
 
-
 # ---- edge to engine -------------------------------------------------------------------------------------------------
 
 

@@ -38,9 +38,9 @@ class ReadyRows:
 class ScheduleBatch:
     """Entry i of `reqs` and of every column is one request; order is kept by every operation.
 
-    `req_pool_indices`, `seq_lens` [B] int64 on the device, `*_cpu` their twins on the host, which never share storage with
-    them. A tensor here is replaced, never written in place: a forward in flight may read it. `spec_info` is None without
-    speculation.
+    `req_pool_indices`, `seq_lens` [B] int64 on the device, `*_cpu` their twins on the host, which never share storage
+    with them. A tensor here is replaced, never written in place: a forward in flight may read it. `spec_info` is None
+    without speculation.
     """
 
     def __init__(

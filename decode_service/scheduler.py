@@ -16,42 +16,35 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.errors import PieceFailed
 from common.device.stream import Device, Scope
-from common.errors import BatonError, Draining, EngineFault, InvalidRequest, PrefillUnavailable
+from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
-from common.telemetry.step_stats import StepStats
-from common.wire.handoff import HandoffRow
-from decode_service.future_map import FutureMap, RelayPayload
-from decode_service.landing import FrameRejected, LandingZone, LostRow, ReadyRows
+from common.telemetry.step_stats import OnStep, StepStats
+from decode_service.dispatcher import PrefillDispatcher
+from decode_service.future_map import FutureMap
+from decode_service.landing import LandingZone
 from decode_service.messages import (
     Abort,
-    BreakCall,
     CallEnded,
-    CancelHandoffRows,
     Command,
     Drain,
     Event,
     Failed,
-    Finished,
     FinishAtStop,
+    Finished,
     FinishReason,
     FrameArrived,
     ReplicasChanged,
-    SegmentsLanded,
-    StartHandoff,
     Submit,
     Tokens,
 )
 from decode_service.request import Phase, Request
-from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
 from decode_service.step_in_flight import RowResult, StepInFlight, first_token_payload
-from decode_service.waiting_queue import ReplicaSet, WaitingQueue
 from decode_service.worker import PlainWorker
 
-_HEADROOM_TOKENS = 16
-"""Slots left free for each row at admission, so that one just admitted does not soon cause a retraction."""
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _COPY_WAIT_S = 0.001
@@ -60,8 +53,8 @@ _COPY_WAIT_S = 0.001
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    `max_rows` bounds rows reserved, transferring and running together. `overlap=False` finishes each step before the next
-    is scheduled, by the same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
+    `max_rows` bounds rows reserved, transferring and running together. `overlap=False` finishes each step before the
+    next is scheduled, by the same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
     """
 
     def __init__(
@@ -76,13 +69,11 @@ class DecodeEngine:
         max_handoff_attempts: int = 3,
         prefill_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
-        on_step: Callable[[StepStats], None] = lambda stats: None,
+        on_step: OnStep = lambda stats: None,
         debug_checks: bool = False,
     ) -> None:
         self._device = device
         self._overlap = overlap
-        self._max_handoff_attempts = max_handoff_attempts
-        self._prefill_timeout_s = prefill_timeout_s
         self._clock = clock
         self._on_step = on_step
         self._debug_checks = debug_checks
@@ -112,18 +103,23 @@ class DecodeEngine:
             wait_timeout_s=_STEP_TIMEOUT_S,
         )
         self._landing = LandingZone(device=device, pool=self.pool, vocab_size=model.vocab_size)
+        self._dispatcher = PrefillDispatcher(
+            pool=self.pool,
+            landing=self._landing,
+            max_attempts=max_handoff_attempts,
+            unavailable_timeout_s=prefill_timeout_s,
+            clock=clock,
+            post=self._post,
+            fail=self._fail,
+        )
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
-        self._replicas = ReplicaSet(clock())
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
         self._in_flight: StepInFlight | None = None
         self._outbox: list[Event] = []
         self._arrivals = itertools.count()
-        self._call_numbers = itertools.count()
         self._is_draining = False
         self._num_steps = 0
-        self._num_row_retries = 0
         self._num_retractions = 0
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -132,9 +128,9 @@ class DecodeEngine:
         """One overlap iteration: launch the next batch, then finish the previous one."""
         for command in commands:
             self._apply(command)
-        ready = self._collect_landed()
+        ready = self._dispatcher.collect()
         self.pool.reclaim()
-        self._hand_off_waiting()
+        self._dispatcher.hand_off()
         batch = self._next_batch(ready)
         launched = self._launch(batch) if batch is not None else None
         if launched is not None or self._in_flight is not None:
@@ -154,7 +150,7 @@ class DecodeEngine:
     def idle_timeout_s(self) -> float:
         if self._in_flight is not None or any(req.wants_launch for req in self._running.reqs):
             return 0.0
-        if self._landing.is_copying or self.pool.has_quarantined:
+        if self._dispatcher.is_landing or self.pool.has_quarantined:
             return _COPY_WAIT_S
         return _IDLE_WAIT_S
 
@@ -162,10 +158,10 @@ class DecodeEngine:
         return EngineLoad(
             rows=self.pool.row_counts(),
             slots=self.pool.slot_counts(),
-            num_queued=len(self._waiting),
+            num_queued=self._dispatcher.num_waiting,
             num_running=self._running.batch_size,
             num_steps=self._num_steps,
-            num_row_retries=self._num_row_retries,
+            num_row_retries=self._dispatcher.num_row_retries,
             num_retractions=self._num_retractions,
         )
 
@@ -188,14 +184,11 @@ class DecodeEngine:
             case FinishAtStop():
                 self._finish_at_stop(command)
             case FrameArrived(call_id, frame):
-                try:
-                    self._handle_lost(self._landing.take_frame(call_id, frame))
-                except FrameRejected as rejected:
-                    self._break_call(call_id, rejected)
+                self._dispatcher.take_frame(call_id, frame)
             case CallEnded(call_id, error):
-                self._handle_lost(self._landing.end_call(call_id, error))
+                self._dispatcher.end_call(call_id, error)
             case ReplicasChanged(replicas):
-                self._replicas.update(replicas, self._clock())
+                self._dispatcher.update_replicas(replicas)
             case Drain():
                 self._is_draining = True
 
@@ -203,16 +196,16 @@ class DecodeEngine:
         assert submit.request_id not in self._requests, "the edge refuses duplicates"
         total = submit.prompt_len + submit.sampling.max_tokens
         if self._is_draining:
-            self._outbox.append(Failed(submit.request_id, Draining("the service is stopping")))
+            self._post(Failed(submit.request_id, Draining("the service is stopping")))
             return
         if total > min(self._max_context_tokens, self.pool.num_slots):
             limit = min(self._max_context_tokens, self.pool.num_slots)
             message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
-            self._outbox.append(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
+            self._post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
             return
         req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
         self._requests[req.request_id] = req
-        self._waiting.add(req)
+        self._dispatcher.add(req)
 
     def _finish_at_stop(self, command: FinishAtStop) -> None:
         req = self._requests.get(command.request_id)
@@ -220,110 +213,6 @@ class DecodeEngine:
             return
         self._post_finished(req, FinishReason.STOP_STRING, command.num_output_tokens, None, command.stop_string)
         self._end(req)
-
-    def _break_call(self, call_id: str, rejected: FrameRejected) -> None:
-        self._outbox.append(BreakCall(call_id, str(rejected)))
-        cause = PrefillUnavailable(f"the replica broke the protocol: {rejected}")
-        guilty = self._landing.request_of(call_id, rejected.row)
-        for lost in self._landing.end_call(call_id, cause):
-            if lost.req is guilty:
-                self._fail(lost.req, EngineFault(f"the handoff broke the protocol: {rejected}"))
-            else:
-                self._handle_lost([lost])
-
-    # ---- handing off --------------------------------------------------------------------------------------------
-
-    def _hand_off_waiting(self) -> None:
-        now_s = self._clock()
-        by_replica: dict[str, list[Request]] = {}
-
-        def rows_at(replica: str) -> int:
-            return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
-
-        for req in self._waiting:
-            if req.not_before_s > now_s:
-                continue
-            replica = self._replicas.least_loaded(rows_at, req.avoid_replica)
-            if replica is None or not self._reserve(req):
-                break
-            by_replica.setdefault(replica, []).append(req)
-        for replica, reqs in by_replica.items():
-            self._start_call(replica, reqs, now_s)
-        self._expire_waiting(now_s)
-
-    def _reserve(self, req: Request) -> bool:
-        num_tokens = len(req.token_ids)
-        num_held = self.pool.rows.max_rows - self.pool.num_free_rows
-        if num_held and self.pool.num_free_slots < num_tokens + (num_held + 1) * _HEADROOM_TOKENS:
-            return False
-        req.lease = self.pool.reserve(num_tokens)
-        return req.lease is not None
-
-    def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
-        call_id = f"call-{next(self._call_numbers)}"
-        rows = []
-        for req in reqs:
-            self._waiting.remove(req)
-            req.phase = Phase.HANDED_OFF
-            req.clock.close("queue_s", now_s)
-            rows.append(
-                HandoffRow(
-                    request_id=req.request_id,
-                    attempt=req.num_attempts,
-                    token_ids=tuple(req.token_ids),
-                    prompt_len=req.prompt_len,
-                    sampling=req.sampling,
-                    deadline_unix_ms=req.deadline_unix_ms,
-                    traceparent=req.traceparent,
-                )
-            )
-            req.num_attempts += 1
-        self._landing.open(call_id, replica, reqs)
-        self._outbox.append(StartHandoff(call_id, replica, tuple(rows)))
-
-    def _expire_waiting(self, now_s: float) -> None:
-        since_s = self._replicas.none_ready_since_s
-        if since_s is None:
-            return
-        for req in self._waiting:
-            if now_s - max(since_s, req.clock.since_s) >= self._prefill_timeout_s:
-                self._fail(req, self._replicas.unavailable_error())
-
-    def _handle_lost(self, lost: Sequence[LostRow]) -> None:
-        """Retry rows elsewhere while attempts are left; what they reserved is given up first."""
-        now_s = self._clock()
-        for row in lost:
-            req = row.req
-            req.num_failures += 1
-            if not row.is_retryable or req.num_failures >= self._max_handoff_attempts:
-                self._fail(req, row.error)
-                continue
-            self._num_row_retries += 1
-            self._landing.forget(req)
-            req.avoid_replica = row.replica
-            req.not_before_s = now_s + row.retry_after_s
-            req.clock.close("prefill_s", now_s)
-            self._requeue(req)
-
-    def _requeue(self, req: Request) -> None:
-        assert req.lease is not None
-        self.pool.release(req.lease)
-        req.lease = None
-        req.phase = Phase.WAITING
-        self._waiting.add(req)
-
-    def _collect_landed(self) -> tuple[ReadyRows, ...]:
-        landed = self._landing.poll()
-        now_s = self._clock()
-        for req in landed.arrived:
-            req.clock.close("prefill_s", now_s)
-        self._handle_lost(landed.lost)
-        self._outbox.extend(SegmentsLanded(call_id, num_bytes) for call_id, num_bytes in landed.freed_bytes)
-        for part in landed.ready:
-            for req in part.reqs:
-                req.phase = Phase.READY
-                req.clock.close("transfer_s", now_s)
-        return landed.ready
 
     # ---- scheduling ---------------------------------------------------------------------------------------------
 
@@ -394,7 +283,7 @@ class DecodeEngine:
 
     def _requeue_retracted(self, req: Request) -> None:
         req.clock.close("decode_s", self._clock())
-        self._requeue(req)
+        self._dispatcher.requeue(req)
 
     # ---- launching and finishing --------------------------------------------------------------------------------
 
@@ -457,12 +346,15 @@ class DecodeEngine:
             req.has_decoded = True
         req.token_ids.append(result.token_id)
         logprobs = () if result.logprobs is None else (result.logprobs,)
-        self._outbox.append(Tokens(req.request_id, (result.token_id,), logprobs))
+        self._post(Tokens(req.request_id, (result.token_id,), logprobs))
         ending = req.ending()
         if ending is not None:
             reason, stop_token_id = ending
             self._post_finished(req, reason, req.num_output, stop_token_id, None)
             self._end(req)
+
+    def _post(self, event: Event) -> None:
+        self._outbox.append(event)
 
     # ---- endings ------------------------------------------------------------------------------------------------
 
@@ -474,7 +366,7 @@ class DecodeEngine:
         stop_token_id: int | None,
         stop_string: str | None,
     ) -> None:
-        self._outbox.append(
+        self._post(
             Finished(
                 request_id=req.request_id,
                 reason=reason,
@@ -487,7 +379,7 @@ class DecodeEngine:
         )
 
     def _fail(self, req: Request, error: BatonError) -> None:
-        self._outbox.append(Failed(req.request_id, error))
+        self._post(Failed(req.request_id, error))
         self._end(req)
 
     def _end(self, req: Request) -> None:
@@ -496,12 +388,8 @@ class DecodeEngine:
             return
         req.phase = Phase.ENDED
         del self._requests[req.request_id]
-        self._waiting.remove(req)
         self._unseeded = [other for other in self._unseeded if other is not req]
-        cancelled = self._landing.forget(req)
-        if cancelled is not None:
-            call_id, row = cancelled
-            self._outbox.append(CancelHandoffRows(call_id, (row,)))
+        self._dispatcher.forget(req)
         if req.lease is not None:
             self.pool.release(req.lease)
             req.lease = None

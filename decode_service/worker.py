@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,16 +18,16 @@ from common.model.target import TargetModel
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload, SeedColumnSpec
 from decode_service.schedule_batch import ForwardBatch
 
-OnPublish = Callable[[Cell[Tensor]], None]
-"""Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]: bound to the batch's rows."""
+"""Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]: bound to the batch's
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
     """Cells that the step's pieces fill.
 
-    `payload`: what to stash. `sampled`: the step's tokens. `is_invalid` [B] bool: rows whose relayed input or logits were
-    not usable.
+    `payload`: what to stash. `sampled`: the step's tokens. `is_invalid` [B] bool: rows whose relayed input or logits
+    were not usable.
     """
 
     payload: Cell[RelayPayload]

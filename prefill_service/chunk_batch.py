@@ -43,8 +43,8 @@ def cut_chunks(prompts: Sequence[Prompt], *, chunk_tokens: int, max_batch_tokens
 class ChunkBatch:
     """The tensors of one forward; it owns them all.
 
-    `sampled_rows` and `sampled_positions` [R] int64 belong to the chunks that end their prompt, in order: each row's first
-    token is drawn there. `sampled_entries` are those chunks' places in `chunks`.
+    `sampled_rows` and `sampled_positions` [R] int64 belong to the chunks that end their prompt, in order: each row's
+    first token is drawn there. `sampled_entries` are those chunks' places in `chunks`.
     """
 
     chunks: tuple[Chunk, ...]

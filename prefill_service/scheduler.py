@@ -28,7 +28,7 @@ from common.model.logprobs import unpack_logprobs
 from common.model.sampling import Sampled, sample, sampled_to_host
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
-from common.telemetry.step_stats import StepStats
+from common.telemetry.step_stats import OnStep, StepStats
 from common.wire.handoff import PrebuiltBatch, RowFailed
 from prefill_service.chunk_batch import ChunkBatch, cut_chunks
 from prefill_service.messages import (
@@ -64,8 +64,8 @@ class _StepInFlight:
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
-    A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds prompts
-    that wait for a row. `clock` is in monotonic seconds.
+    A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
+    prompts that wait for a row. `clock` is in monotonic seconds.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PrefillEngine:
         max_queued_rows: int = 1024,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        on_step: Callable[[StepStats], None] = lambda stats: None,
+        on_step: OnStep = lambda stats: None,
         debug_checks: bool = False,
     ) -> None:
         self._model = model

@@ -57,8 +57,8 @@ class SentPiece:
 class KvSender:
     """Only the engine thread calls it; nothing here blocks.
 
-    Bytes copied out and not yet taken by a transport never exceed `budget_bytes` (one segment is always allowed). No call
-    takes more than a quarter of it while others wait, so that one slow receiver does not starve the rest.
+    Bytes copied out and not yet taken by a transport never exceed `budget_bytes` (one segment is always allowed). No
+    call takes more than a quarter of it while others wait, so that one slow receiver does not starve the rest.
     """
 
     def __init__(self, *, device: Device, pool: KvPool, budget_bytes: int, max_segment_bytes: int) -> None:

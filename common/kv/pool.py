@@ -21,7 +21,6 @@ from common.kv.row_table import ReqToTokenPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator
 from common.load import PoolCounts
 
-
 _Weight = Callable[["RowLease"], int]
 
 
@@ -36,7 +35,8 @@ class LeaseState(Enum):
 class RowLease:
     """A row and the slots it holds, from `KvPool.reserve` until reclaimed. `slots[t]` holds token t's KV.
 
-    `num_tokens` slots are reserved; how many of them hold committed KV is the request's `seq_len`, counted by the engine.
+    `num_tokens` slots are reserved; how many of them hold committed KV is the request's `seq_len`, counted by the
+    engine.
     """
 
     def __init__(self, row: int, slots: list[int]) -> None:
@@ -174,7 +174,7 @@ class KvPool:
         leases = [*self._held.values(), *self._quarantined.values()]
         places = [*self._slots.free, *(slot for lease in leases for slot in lease.slots)]
         assert sorted(places) == list(range(PADDING_SLOT + 1, self.num_slots + 1)), (
-            f"slots are lost or held twice: {len(places)} in places, {len(set(places))} distinct, {self.num_slots} exist"
+            f"slots are lost or held twice: {len(places)} placed, {len(set(places))} distinct, {self.num_slots} exist"
         )
         assert self.rows.num_free + len(leases) == self.rows.max_rows, (
             f"rows: {self.rows.num_free} free + {len(leases)} held or quarantined != {self.rows.max_rows}"

@@ -23,8 +23,8 @@ _DROPPED = float("-inf")
 class Sampled:
     """`token_ids` [B] int64. `is_invalid` [B] bool: the logits held no finite value to choose.
 
-    With logprobs, for the entries of SamplingBatch.with_logprobs in order: `logprobs` [W] float32, `top_ids` [W, k] int64
-    and `top_logprobs` [W, k] float32; else None.
+    With logprobs, for the entries of SamplingBatch.with_logprobs in order: `logprobs` [W] float32, `top_ids` [W, k]
+    int64 and `top_logprobs` [W, k] float32; else None.
     """
 
     token_ids: Tensor

@@ -1,7 +1,7 @@
 """What sampling remembers of each request, in tables addressed by pool row.
 
-Written only on the forward stream: seeded when a row is bootstrapped, counted when a token is drawn. Nothing here follows
-a row's place in a batch, so merges and filters have nothing to keep aligned.
+Written only on the forward stream: seeded when a row is bootstrapped, counted when a token is drawn. Nothing here
+follows a row's place in a batch, so merges and filters have nothing to keep aligned.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RowSeed:
 class SamplingState:
     """Tables of max_rows + 1 rows on the device; row 0 is padding.
 
-    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows]; bias and end ids padded to fixed
-    widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first).
+    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows]; bias and end ids padded to
+    fixed widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first).
     """
 
     def __init__(self, *, max_rows: int, vocab_size: int, torch_device: torch.device) -> None:

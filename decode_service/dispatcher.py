@@ -1,0 +1,195 @@
+"""From a waiting request to a landed row: which replica gets it, and what happens when that goes wrong.
+
+waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone ──▶ ready
+   ▲                                   │
+   └──────────── lost, retryable ──────┘      lost for good ──▶ failed
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from common.errors import BatonError, EngineFault, PrefillUnavailable
+from common.kv.pool import KvPool
+from common.wire.handoff import Frame, HandoffRow
+from decode_service.landing import FrameRejected, LandingZone, LostRow
+from decode_service.messages import (
+    BreakCall,
+    CancelHandoffRows,
+    Event,
+    Replica,
+    SegmentsLanded,
+    StartHandoff,
+)
+from decode_service.request import Phase, Request
+from decode_service.schedule_batch import ReadyRows
+from decode_service.waiting_queue import ReplicaSet, WaitingQueue
+
+_HEADROOM_TOKENS = 16
+"""Slots left free for each row at admission, so that one just admitted does not soon cause a retraction."""
+
+
+class PrefillDispatcher:
+    """Owns requests in WAITING and HANDED_OFF. Only the engine thread calls it.
+
+    `post` takes events for the edge; `fail` ends a request for good. A row is handed off at most `max_attempts` times
+    without success; with no replica ready, a request waits at most `unavailable_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: KvPool,
+        landing: LandingZone,
+        max_attempts: int,
+        unavailable_timeout_s: float,
+        clock: Callable[[], float],
+        post: Callable[[Event], None],
+        fail: Callable[[Request, BatonError], None],
+    ) -> None:
+        self._pool = pool
+        self._landing = landing
+        self._max_attempts = max_attempts
+        self._unavailable_timeout_s = unavailable_timeout_s
+        self._clock = clock
+        self._post = post
+        self._fail = fail
+        self._waiting = WaitingQueue()
+        self._replicas = ReplicaSet(clock())
+        self._call_numbers = itertools.count()
+        self.num_row_retries = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_landing(self) -> bool:
+        return self._landing.is_copying
+
+    def add(self, req: Request) -> None:
+        self._waiting.add(req)
+
+    def requeue(self, req: Request) -> None:
+        """Give up what the request holds; it waits again at its own place, with all its tokens."""
+        assert req.lease is not None
+        self._pool.release(req.lease)
+        req.lease = None
+        req.phase = Phase.WAITING
+        self._waiting.add(req)
+
+    def forget(self, req: Request) -> None:
+        """The request ended: it waits for nothing, and its replica is told."""
+        self._waiting.remove(req)
+        if (cancelled := self._landing.forget(req)) is not None:
+            call_id, row = cancelled
+            self._post(CancelHandoffRows(call_id, (row,)))
+
+    def update_replicas(self, replicas: tuple[Replica, ...]) -> None:
+        self._replicas.update(replicas, self._clock())
+
+    def take_frame(self, call_id: str, frame: Frame) -> None:
+        """Apply a frame. One that fits no row fails the row it names and breaks its call; the others are retried."""
+        try:
+            self._handle_lost(self._landing.take_frame(call_id, frame))
+        except FrameRejected as rejected:
+            self._post(BreakCall(call_id, str(rejected)))
+            guilty = self._landing.request_of(call_id, rejected.row)
+            cause = PrefillUnavailable(f"the replica broke the protocol: {rejected}")
+            for lost in self._landing.end_call(call_id, cause):
+                if lost.req is guilty:
+                    self._fail(lost.req, EngineFault(f"the handoff broke the protocol: {rejected}"))
+                else:
+                    self._handle_lost([lost])
+
+    def end_call(self, call_id: str, error: BatonError | None) -> None:
+        self._handle_lost(self._landing.end_call(call_id, error))
+
+    def collect(self) -> tuple[ReadyRows, ...]:
+        """The rows that have become ready; their bytes go back to the receive budget."""
+        landed = self._landing.poll()
+        now_s = self._clock()
+        for req in landed.arrived:
+            req.clock.close("prefill_s", now_s)
+        self._handle_lost(landed.lost)
+        for call_id, num_bytes in landed.freed_bytes:
+            self._post(SegmentsLanded(call_id, num_bytes))
+        for part in landed.ready:
+            for req in part.reqs:
+                req.phase = Phase.READY
+                req.clock.close("transfer_s", now_s)
+        return landed.ready
+
+    def hand_off(self) -> None:
+        """Reserve for waiting requests, oldest first, and start one call per replica."""
+        now_s = self._clock()
+        by_replica: dict[str, list[Request]] = {}
+
+        def rows_at(replica: str) -> int:
+            return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
+
+        for req in self._waiting:
+            if req.not_before_s > now_s:
+                continue
+            replica = self._replicas.least_loaded(rows_at, req.avoid_replica)
+            if replica is None or not self._reserve(req):
+                break
+            by_replica.setdefault(replica, []).append(req)
+        for replica, reqs in by_replica.items():
+            self._start_call(replica, reqs, now_s)
+        self._expire(now_s)
+
+    def _reserve(self, req: Request) -> bool:
+        num_tokens = len(req.token_ids)
+        num_held = self._pool.rows.max_rows - self._pool.num_free_rows
+        if num_held and self._pool.num_free_slots < num_tokens + (num_held + 1) * _HEADROOM_TOKENS:
+            return False
+        req.lease = self._pool.reserve(num_tokens)
+        return req.lease is not None
+
+    def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
+        call_id = f"call-{next(self._call_numbers)}"
+        rows = []
+        for req in reqs:
+            self._waiting.remove(req)
+            req.phase = Phase.HANDED_OFF
+            req.clock.close("queue_s", now_s)
+            rows.append(
+                HandoffRow(
+                    request_id=req.request_id,
+                    attempt=req.num_attempts,
+                    token_ids=tuple(req.token_ids),
+                    prompt_len=req.prompt_len,
+                    sampling=req.sampling,
+                    deadline_unix_ms=req.deadline_unix_ms,
+                    traceparent=req.traceparent,
+                )
+            )
+            req.num_attempts += 1
+        self._landing.open(call_id, replica, reqs)
+        self._post(StartHandoff(call_id, replica, tuple(rows)))
+
+    def _expire(self, now_s: float) -> None:
+        since_s = self._replicas.none_ready_since_s
+        if since_s is None:
+            return
+        for req in self._waiting:
+            if now_s - max(since_s, req.clock.since_s) >= self._unavailable_timeout_s:
+                self._fail(req, self._replicas.unavailable_error())
+
+    def _handle_lost(self, lost: Sequence[LostRow]) -> None:
+        """Retry rows elsewhere while attempts are left; what they reserved is given up first."""
+        now_s = self._clock()
+        for row in lost:
+            req = row.req
+            req.num_failures += 1
+            if not row.is_retryable or req.num_failures >= self._max_attempts:
+                self._fail(req, row.error)
+                continue
+            self.num_row_retries += 1
+            self._landing.forget(req)
+            req.avoid_replica = row.replica
+            req.not_before_s = now_s + row.retry_after_s
+            req.clock.close("prefill_s", now_s)
+            self.requeue(req)
