@@ -1,154 +1,132 @@
-"""What both services' servers share: bounds, keepalive, TLS, reflection, truthful health, signals, draining."""
+"""What both services' servers share: bounds, TLS, reflection, truthful health, signals."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError
+from common.wire.grpc_options import MAX_MESSAGE_BYTES, server_options
 
-MAX_MESSAGE_BYTES = 16 << 20
-HEALTH_INTERVAL_S = 0.2
-_CLOSE_TIMEOUT_S = 1.0  # for streams whose last message is on its way
+READINESS_INTERVAL_S = 0.1
+_ALIVE = ""
 
 _log = structlog.get_logger(__name__)
 
-# A generation may be silent for long: pings keep middleboxes quiet, notice a dead peer, and are never an offence.
-_CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_metadata_size", 16 << 10),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.so_reuseport", 0),  # a second process on the same address is a mistake, not load balancing
-)
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM files. With `client_ca`, clients must present a certificate that it signed."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
-
 
 class ServiceServer:
-    """A gRPC server with grpc.health.v1 and reflection.
+    """A gRPC server with health and reflection; add servicers to `grpc_server` before `start`.
 
-    Health: "" serves while the process lives; `service_name` while `is_ready()` says so, which is asked periodically
-    and by `refresh_health`. Add servicers to `grpc_server` before `start`.
+    Health tells "" (the process is alive) from `service_name` (requests are served: `set_ready`).
     """
 
     def __init__(
         self,
         *,
-        listen: str,
         service_name: str,
-        is_ready: Callable[[], bool],
-        tls: TlsFiles | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        self.grpc_server = grpc.aio.server(options=_CHANNEL_OPTIONS)
-        self._listen = listen
         self._service_name = service_name
-        self._is_ready = is_ready
-        self._tls = tls
-        self._health = health.aio.HealthServicer()
-        self._last_status: int | None = None
-        self._watch: asyncio.Task[None] | None = None
-
-    async def start(self) -> str:
-        """Returns the address it listens on: the port is a real one when `listen` asked for port 0."""
+        self._credentials = credentials
+        self._health = health_aio.HealthServicer()
+        self._is_ready: bool | None = None
+        self.grpc_server = grpc.aio.server(options=server_options(max_receive_bytes=max_message_bytes))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
-        names = (self._service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (service_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
-        await self.refresh_health()
-        port = self._bind()
-        await self.grpc_server.start()
-        self._watch = asyncio.create_task(self._watch_health(), name="health")
-        return f"{self._listen.rpartition(':')[0]}:{port}"
 
-    async def refresh_health(self) -> None:
-        serving = health_pb2.HealthCheckResponse.SERVING
-        status = serving if self._is_ready() else health_pb2.HealthCheckResponse.NOT_SERVING
-        if status != self._last_status:
-            self._last_status = status
-            await self._health.set(self._service_name, status)
-            _log.info("health", service=self._service_name, is_ready=status == serving)
+    async def start(self, address: str) -> int:
+        """Listen on `address` ("host:port", port 0 for any); returns the port. Not ready until `set_ready`.
 
-    async def stop(self) -> None:
-        """End what is still open and the server. Bounded in time."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
-        await self.grpc_server.stop(_CLOSE_TIMEOUT_S)
-
-    async def _watch_health(self) -> None:
-        while True:
-            await asyncio.sleep(HEALTH_INTERVAL_S)
-            await self.refresh_health()
-
-    def _bind(self) -> int:
+        Raises ConfigError when the address cannot be had.
+        """
         try:
-            if self._tls is None:
-                return self.grpc_server.add_insecure_port(self._listen)
-            return self.grpc_server.add_secure_port(self._listen, _server_credentials(self._tls))
+            if self._credentials is None:
+                port = self.grpc_server.add_insecure_port(address)
+            else:
+                port = self.grpc_server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
-            raise ConfigError(f"listen: cannot listen on {self._listen}: {error}") from error
+            raise ConfigError(f"listen: cannot listen on {address}: {error}") from error
+        await self._health.set(_ALIVE, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(False)
+        await self.grpc_server.start()
+        return port
+
+    async def set_ready(self, is_ready: bool) -> None:
+        if is_ready == self._is_ready:
+            return
+        self._is_ready = is_ready
+        response = health_pb2.HealthCheckResponse
+        await self._health.set(self._service_name, response.SERVING if is_ready else response.NOT_SERVING)
+        _log.info("readiness", service=self._service_name, is_ready=is_ready)
+
+    async def follow(self, is_ready: Callable[[], bool], *, interval_s: float = READINESS_INTERVAL_S) -> None:
+        """Keep readiness what `is_ready` says, until cancelled."""
+        while True:
+            await self.set_ready(is_ready())
+            await asyncio.sleep(interval_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no further call; those open have `grace_s` to end."""
+        await asyncio.shield(self.grpc_server.stop(grace_s))
 
 
 @contextmanager
 def termination_signals() -> Iterator[asyncio.Event]:
-    """The event is set by the first SIGTERM or SIGINT; a further one has the system's effect."""
+    """The event is set by the first SIGTERM or SIGINT; a further one ends the process as the system has it."""
     loop = asyncio.get_running_loop()
     received = asyncio.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def on_signal() -> None:
         received.set()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:
         yield received
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
-async def is_done_within(work: Awaitable[None], timeout_s: float) -> bool:
-    try:
-        await asyncio.wait_for(work, timeout_s)
-    except TimeoutError:
-        return False
-    return True
-
-
-def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+def server_credentials(
+    certificate: Path | None, key: Path | None, client_ca: Path | None
+) -> grpc.ServerCredentials | None:
+    """None without a certificate. With `client_ca`, clients must present a certificate that it signed."""
+    if certificate is None or key is None:
+        return None
     return grpc.ssl_server_credentials(
-        [(_read("tls_key", tls.key), _read("tls_cert", tls.certificate))],
-        root_certificates=None if tls.client_ca is None else _read("tls_ca", tls.client_ca),
-        require_client_auth=tls.client_ca is not None,
+        [(_read("tls_key", key), _read("tls_cert", certificate))],
+        root_certificates=None if client_ca is None else _read("tls_ca", client_ca),
+        require_client_auth=client_ca is not None,
     )
 
 
-def _read(key: str, path: Path) -> bytes:
+def channel_credentials(ca: Path | None, certificate: Path | None, key: Path | None) -> grpc.ChannelCredentials:
+    """What a client needs: whom it trusts (None: the system's authorities), and its own certificate where asked for."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=None if ca is None else _read("prefill_tls_ca", ca),
+        private_key=None if key is None else _read("tls_key", key),
+        certificate_chain=None if certificate is None else _read("tls_cert", certificate),
+    )
+
+
+def _read(setting: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error

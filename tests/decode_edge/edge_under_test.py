@@ -105,16 +105,16 @@ async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
         executor=executor,
     )
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
-    server = ServiceServer(
-        listen="127.0.0.1:0",
-        service_name=SERVICE,
-        is_ready=lambda: is_ready(engine=engine, replicas=replicas, live_requests=live_requests),
-    )
+    server = ServiceServer(service_name=SERVICE)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
-    address = await server.start()
-    async with grpc.aio.insecure_channel(address) as channel:
+    port = await server.start("127.0.0.1:0")
+    follower = asyncio.create_task(
+        server.follow(lambda: is_ready(engine=engine, replicas=replicas, live_requests=live_requests), interval_s=0.01)
+    )
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Edge(engine, transport, live_requests, router, replicas, server, channel, registry, tokenizer, log)
-    await server.stop()
+    follower.cancel()
+    await server.stop(0)
     executor.shutdown()
 
 

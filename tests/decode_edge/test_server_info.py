@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -18,51 +20,48 @@ from decode_service.messages import (
     StartHandoff,
 )
 from tests.decode_edge.edge_under_test import SERVICE, Edge
-from tests.decode_edge.fake_engine import until
+from tests.decode_edge.fake_engine import BOUND_S, until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 HERE = "127.0.0.1:1"
 
 
-async def health_of(edge: Edge, service: str) -> int:
-    await edge.server.refresh_health()
+async def health_becomes(edge: Edge, status: int) -> None:
+    """The service's own health; the process's stays what it is: alive."""
     stub = health_pb2_grpc.HealthStub(edge.channel)
-    return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
+    async with asyncio.timeout(BOUND_S):
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        while (await watch.read()).status != status:
+            pass
+        watch.cancel()
+    assert (await stub.Check(health_pb2.HealthCheckRequest(service=""))).status == SERVING
 
 
 async def test_ready_while_the_engine_runs_and_a_replica_is_ready(edge: Edge) -> None:
-    assert await health_of(edge, SERVICE) == SERVING
+    await health_becomes(edge, SERVING)
 
     edge.replicas.on_report(ReplicasChanged((Replica(HERE, is_ready=False),)))
-    assert await health_of(edge, SERVICE) == NOT_SERVING
+    await health_becomes(edge, NOT_SERVING)
 
     edge.replicas.on_report(ReplicasChanged((Replica(HERE, is_ready=False), Replica("127.0.0.1:2", is_ready=True))))
-    assert await health_of(edge, SERVICE) == SERVING
+    await health_becomes(edge, SERVING)
 
 
 async def test_a_dead_engine_is_alive_but_not_ready(edge: Edge) -> None:
+    await health_becomes(edge, SERVING)
+
     edge.engine.die()
 
-    assert await health_of(edge, SERVICE) == NOT_SERVING
-    assert await health_of(edge, "") == SERVING
+    await health_becomes(edge, NOT_SERVING)
 
 
 async def test_not_ready_while_draining(edge: Edge) -> None:
+    await health_becomes(edge, SERVING)
+
     edge.live_requests.drain()
 
-    assert await health_of(edge, SERVICE) == NOT_SERVING
-    assert await health_of(edge, "") == SERVING
-
-
-async def test_health_follows_by_itself(edge: Edge) -> None:
-    watch = health_pb2_grpc.HealthStub(edge.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-    assert (await watch.read()).status == SERVING
-
-    edge.engine.die()
-
-    assert (await watch.read()).status == NOT_SERVING
-    watch.cancel()
+    await health_becomes(edge, NOT_SERVING)
 
 
 async def test_reflection_lists_the_services(edge: Edge) -> None:
