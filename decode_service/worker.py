@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +19,8 @@ from common.model.target import TargetModel
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload, SeedColumnSpec
 from decode_service.schedule_batch import ForwardBatch
 
-"""Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]: bound to the batch's
-rows."""
+OnPublish = Callable[[Cell[Tensor]], None]
+"""Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]. Bound to the rows."""
 
 
 @dataclass(frozen=True, slots=True)
