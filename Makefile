@@ -53,7 +53,7 @@ gpu:
 	python3 -m pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache build dist *.egg-info
 
 # torch goes first, by its range alone: pip then takes the newest build on offer (a CPU build where an index has one), and
 # nothing installed after it can bring in another.

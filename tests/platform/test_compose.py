@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from common.config.load import load_settings
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 FILES = ("compose.yaml", "compose.cpu.yaml")
@@ -60,3 +64,16 @@ def test_the_cpu_pair_differs_in_image_and_device_only() -> None:
             assert definition[service].pop("image") == image
             assert definition[service]["environment"].pop("BATON_DEVICE") == device
     assert gpu == cpu
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("service", "kind"), [("prefill", PrefillSettings), ("decode", DecodeSettings)])
+def test_the_services_accept_the_environment_they_get(
+    monkeypatch: pytest.MonkeyPatch, name: str, service: str, kind: type[ServiceSettings]
+) -> None:
+    for key, value in services(name)[service]["environment"].items():
+        monkeypatch.setenv(key, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
+    settings = load_settings(kind, [], program=service)
+    assert settings.listen == "0.0.0.0:50051"
+    assert settings.model == "demo"
+    assert settings.device == ("cuda" if name == "compose.yaml" else "cpu")
