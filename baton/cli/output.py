@@ -29,7 +29,7 @@ def print_event(value: Any) -> None:
 
 def text_console() -> Console:
     """Everything that is not the answer itself goes to standard error, so that answers can be piped."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @contextmanager
