@@ -35,6 +35,7 @@ from decode_service.output import OutputProcessor
 
 _log = structlog.get_logger(__name__)
 
+INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

@@ -19,7 +19,7 @@ from common.serving import ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.tokenizer import TextTokenizer
 from decode_service.edge.event_router import EventRouter
-from decode_service.edge.inference import InferenceServicer
+from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.readiness import is_ready
@@ -29,7 +29,7 @@ from decode_service.messages import Replica, ReplicasChanged
 from tests.decode_edge.fake_engine import FakeEngine
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
 
-SERVICE = "baton.v1.Inference"
+SERVICE = INFERENCE_SERVICE
 MAX_LIVE = 3
 CONTEXT = 64
 

@@ -1,0 +1,76 @@
+"""What a service needs before it can serve: its model, device, fingerprint and tokenizer, from its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from common.config.settings import ServiceSettings
+from common.device.factory import open_device
+from common.device.stream import Device
+from common.errors import StartupError, UnsupportedModel
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from common.model_source import resolve_model
+from common.tokenizer import TextTokenizer
+from common.wire.fingerprint import Fingerprint, compute_fingerprint
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """`max_context_tokens` is the least of what the model, the settings and the KV pool allow one request."""
+
+    model: TargetModel
+    device: Device
+    tokenizer: TextTokenizer
+    fingerprint: Fingerprint
+    architecture: str
+    max_context_tokens: int
+
+
+def open_runtime(settings: ServiceSettings) -> Runtime:
+    """Load everything; minutes for a large model. Raises StartupError."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
+    device = open_device(settings.device, num_threads=settings.num_threads or len(os.sched_getaffinity(0)))
+    directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
+    _log.info("loading_model", model=settings.model, directory=str(directory))
+    try:
+        model = load_target(directory, device=settings.device, dtype=settings.dtype)
+        tokenizer = TextTokenizer.from_directory(directory)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{settings.model}: {error}") from error
+    bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
+    return Runtime(
+        model=model,
+        device=device,
+        tokenizer=tokenizer,
+        fingerprint=compute_fingerprint(directory, model),
+        architecture=_architecture(directory),
+        max_context_tokens=min(bound for bound in bounds if bound is not None),
+    )
+
+
+def _architecture(directory: Path) -> str:
+    try:
+        return str(json.loads((directory / "config.json").read_text())["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StartupError(f"{directory}: config.json names no architecture: {error}") from error
+
+
+class _LoggedProgress:
+    """One line when a stage begins, none for each step of it."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, stage: str, num_done: int, num_total: int) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            _log.info("preparing_model", stage=stage)

@@ -1,0 +1,82 @@
+"""The life of a service's process: settings, logs, loading, serving, and what it exits with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from common.config.load import load_settings
+from common.config.settings import ServiceSettings
+from common.errors import ConfigError, StartupError
+from common.runtime import Runtime, open_runtime
+from common.telemetry.exposition import MetricsServer
+from common.telemetry.logs import configure_logs
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+
+EXIT_OK, EXIT_STARTUP, EXIT_CONFIG = 0, 1, 2
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """What belongs to this start of the process. `instance_id` is never used again."""
+
+    instance_id: str
+    runtime: Runtime
+    registry: CollectorRegistry
+
+
+Serve = Callable[[SettingsT, Process], Awaitable[None]]
+
+
+def run_service(program: str, kind: type[SettingsT], serve: Serve[SettingsT], argv: Sequence[str]) -> int:
+    """Load, then `serve` until it returns, which SIGTERM and SIGINT make it do. Returns the exit status.
+
+    0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong.
+    """
+    with _exit_on_termination():
+        try:
+            settings = load_settings(kind, argv, program=program)
+            instance_id = uuid.uuid4().hex
+            configure_logs(settings.log_level, service=program, instance_id=instance_id)
+            _log.info("config", **settings.model_dump(mode="json"))
+            process = Process(instance_id=instance_id, runtime=open_runtime(settings), registry=CollectorRegistry())
+            with MetricsServer(settings.metrics_listen, process.registry):
+                asyncio.run(_serve(serve, settings, process))
+        except ConfigError as error:
+            print(f"{program}: {error}", file=sys.stderr)
+            return EXIT_CONFIG
+        except StartupError as error:
+            print(f"{program}: {error}", file=sys.stderr)
+            return EXIT_STARTUP
+    _log.info("stopped")
+    return EXIT_OK
+
+
+async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process) -> None:
+    await serve(settings, process)
+
+
+@contextlib.contextmanager
+def _exit_on_termination() -> Iterator[None]:
+    """A signal while nothing is served yet ends the process at once, and in order."""
+
+    def exit_now(_number: int, _frame: object) -> None:
+        raise SystemExit(EXIT_OK)
+
+    previous = {number: signal.signal(number, exit_now) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,26 @@
+"""GetModelInfo's answer: it does not change while the process lives."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from baton.v1 import inference_pb2
+from common.config.settings import DecodeSettings
+from common.runtime import Runtime
+from common.wire.codec_fingerprint import encode_fingerprint
+
+DISTRIBUTION = "baton-serve"
+
+
+def model_info(settings: DecodeSettings, runtime: Runtime) -> inference_pb2.GetModelInfoResponse:
+    return inference_pb2.GetModelInfoResponse(
+        model=settings.model,
+        architecture=runtime.architecture,
+        vocab_size=runtime.model.vocab_size,
+        max_context_tokens=runtime.max_context_tokens,
+        eos_token_ids=runtime.model.eos_token_ids,
+        device=settings.device,
+        dtype=settings.dtype,
+        version=version(DISTRIBUTION),
+        fingerprint=encode_fingerprint(runtime.fingerprint),
+    )

@@ -1,0 +1,151 @@
+"""Puts the decode service together.
+
+gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EngineThread(DecodeEngine) ─deliver─▶ EventRouter
+                                        ▲                       ▲                                │  │
+                                        └──── requests' events ─┼────────────────────────────────┘  │
+                                                  reports ──────┴───── GrpcTransport ◀── handoffs ──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import structlog
+
+from baton.v1 import inference_pb2_grpc
+from common.config.settings import DecodeSettings
+from common.engine_thread import EngineThread
+from common.errors import Draining
+from common.service_main import Process, run_service
+from common.serving import ServiceServer, channel_credentials, server_credentials, termination_signals
+from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.request_metrics import RequestMetrics
+from decode_service.edge.event_router import EventRouter
+from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
+from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.model_info import model_info
+from decode_service.edge.observer import RequestObserver
+from decode_service.edge.readiness import is_ready
+from decode_service.edge.replicas import ReplicaBoard
+from decode_service.edge.request_checks import ModelLimits
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import Post, TransportReport
+from decode_service.messages import Command, Drain, Event
+from decode_service.scheduler import DecodeEngine
+
+_ENGINE_STOP_TIMEOUT_S = 10.0
+_CLOSE_GRACE_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_service("decode_service", DecodeSettings, serve, sys.argv[1:] if argv is None else argv)
+
+
+async def serve(settings: DecodeSettings, process: Process) -> None:
+    """Serve until SIGTERM or SIGINT; then finish the requests there are, within the grace period."""
+    runtime = process.runtime
+    engine_metrics = EngineMetrics(process.registry)
+    observer = RequestObserver(RequestMetrics(process.registry))
+    replicas = ReplicaBoard()
+
+    def deliver(events: Sequence[Event]) -> None:
+        router.deliver(events)
+
+    def on_death(error: BaseException) -> None:
+        router.on_death(error)
+
+    thread: EngineThread[Command] = EngineThread(
+        engine=_engine(settings, process, engine_metrics), deliver=deliver, on_death=on_death, name="decode-engine"
+    )
+
+    def post_report(report: TransportReport) -> None:
+        replicas.on_report(report)
+        thread.post(report)
+
+    transport = _transport(settings, process, post_report)
+    live_requests = LiveRequests(
+        engine=thread, max_live=settings.max_rows + settings.max_queued_requests, observer=observer
+    )
+    router = EventRouter(
+        loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
+    )
+    server = ServiceServer(
+        service_name=INFERENCE_SERVICE,
+        credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
+    )
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor, termination_signals() as terminated:
+        servicer = InferenceServicer(
+            engine=thread,
+            live_requests=live_requests,
+            tokenizer=runtime.tokenizer,
+            limits=ModelLimits(
+                vocab_size=runtime.model.vocab_size,
+                max_context_tokens=runtime.max_context_tokens,
+                eos_token_ids=runtime.model.eos_token_ids,
+            ),
+            model_info=model_info(settings, runtime),
+            replicas=replicas,
+            instance_id=process.instance_id,
+            observer=observer,
+            executor=executor,
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
+        engine_metrics.watch(lambda: thread.load)
+        thread.start()
+        await transport.open()
+        port = await server.start(settings.listen)
+        _log.info("serving", port=port)
+        readiness = asyncio.create_task(
+            server.follow(lambda: is_ready(engine=thread, replicas=replicas, live_requests=live_requests)),
+            name="readiness",
+        )
+        await terminated.wait()
+        _log.info("draining", num_requests=len(live_requests))
+        live_requests.drain()
+        thread.post(Drain())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(live_requests.wait_idle(), settings.grace_period_s)
+        live_requests.fail_all(Draining("the service stopped before the request's end"))
+        readiness.cancel()
+        await server.set_ready(False)
+        await server.stop(_CLOSE_GRACE_S)
+        await transport.close()
+        await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S)
+
+
+def _engine(settings: DecodeSettings, process: Process, metrics: EngineMetrics) -> DecodeEngine:
+    runtime = process.runtime
+    return DecodeEngine(
+        model=runtime.model,
+        device=runtime.device,
+        max_rows=settings.max_rows,
+        max_kv_tokens=settings.max_kv_tokens,
+        max_context_tokens=runtime.max_context_tokens,
+        overlap=settings.overlap,
+        max_handoff_attempts=settings.max_handoff_attempts,
+        prefill_timeout_s=settings.prefill_timeout_s,
+        on_step=metrics.on_step,
+        debug_checks=settings.debug_checks,
+    )
+
+
+def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTransport:
+    credentials = None
+    if settings.prefill_tls:
+        credentials = channel_credentials(settings.prefill_tls_ca, settings.tls_cert, settings.tls_key)
+    return GrpcTransport(
+        post=post,
+        addresses=settings.prefill,
+        fingerprint=process.runtime.fingerprint,
+        vocab_size=process.runtime.model.vocab_size,
+        receive_budget_bytes=settings.receive_budget_bytes,
+        timeouts=HandoffTimeouts(progress_timeout_s=settings.handoff_progress_timeout_s),
+        credentials=credentials,
+    )

@@ -1,0 +1,95 @@
+"""Puts the prefill service together.
+
+gRPC server ─▶ PrefillServicer ─post─▶ EngineThread(PrefillEngine) ─deliver─▶ PrefillServicer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import structlog
+
+from common.config.settings import PrefillSettings
+from common.engine_thread import EngineThread
+from common.service_main import Process, run_service
+from common.serving import server_credentials, termination_signals
+from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.handoff_metrics import HandoffMetrics
+from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.messages import Command, Drain, Event, FrameReady
+from prefill_service.scheduler import PrefillEngine
+
+_ENGINE_STOP_TIMEOUT_S = 10.0
+_CLOSE_GRACE_S = 1.0
+_DRAIN_POLL_S = 0.05
+
+_log = structlog.get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_service("prefill_service", PrefillSettings, serve, sys.argv[1:] if argv is None else argv)
+
+
+async def serve(settings: PrefillSettings, process: Process) -> None:
+    """Serve until SIGTERM or SIGINT; then finish the calls there are, within the grace period."""
+    runtime = process.runtime
+    engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
+    engine = PrefillEngine(
+        model=runtime.model,
+        device=runtime.device,
+        max_rows=settings.max_rows,
+        max_kv_tokens=settings.max_kv_tokens,
+        max_context_tokens=runtime.max_context_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
+        send_budget_bytes=settings.send_budget_bytes,
+        max_segment_bytes=settings.max_segment_bytes,
+        max_queued_rows=settings.max_queued_rows,
+        on_step=engine_metrics.on_step,
+        debug_checks=settings.debug_checks,
+    )
+
+    def deliver(events: Sequence[Event]) -> None:
+        handoff_metrics.on_frames(event.frame for event in events if isinstance(event, FrameReady))
+        servicer.deliver(events)
+
+    def on_death(error: BaseException) -> None:
+        servicer.engine_died(error)
+
+    thread: EngineThread[Command] = EngineThread(
+        engine=engine, deliver=deliver, on_death=on_death, name="prefill-engine"
+    )
+    servicer = PrefillServicer(
+        engine=thread,
+        fingerprint=runtime.fingerprint,
+        model_limits=ModelLimits(vocab_size=runtime.model.vocab_size, max_context_tokens=runtime.max_context_tokens),
+        instance_id=process.instance_id,
+        limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
+    )
+    server = PrefillServer(
+        servicer=servicer, credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    )
+    engine_metrics.watch(lambda: thread.load)
+    with termination_signals() as terminated:
+        thread.start()
+        port = await server.start(settings.listen)
+        _log.info("serving", port=port)
+        readiness = asyncio.create_task(
+            server.follow(lambda: thread.is_alive and not terminated.is_set()), name="readiness"
+        )
+        await terminated.wait()
+        _log.info("draining", num_calls=servicer.num_calls)
+        thread.post(Drain())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.grace_period_s):
+                while servicer.num_calls and thread.is_alive:  # noqa: ASYNC110 - either may change first
+                    await asyncio.sleep(_DRAIN_POLL_S)
+        readiness.cancel()
+        await server.set_ready(False)
+        await server.stop(_CLOSE_GRACE_S)
+        await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import urllib.request
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.errors import ConfigError, RowFailure
+from common.load import EngineLoad, PoolCounts
+from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.exposition import MetricsServer
+from common.telemetry.handoff_metrics import HandoffMetrics
+from common.telemetry.step_stats import StepStats
+from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
+
+LOAD = EngineLoad(
+    rows=PoolCounts(total=8, free=1, reserved=2, transferring=3, running=1, quarantined=1),
+    slots=PoolCounts(total=64, free=60, running=4),
+    num_queued=5,
+    num_running=1,
+    num_steps=7,
+    unsent_bytes=11,
+    num_row_retries=2,
+    num_retractions=1,
+)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) -> None:
+    loads = [LOAD]
+    EngineMetrics(registry).watch(lambda: loads[-1])
+
+    states = {"free": 1, "reserved": 2, "transferring": 3, "running": 1, "quarantined": 1}
+    assert {state: registry.get_sample_value("baton_rows", {"state": state}) for state in states} == states
+    assert registry.get_sample_value("baton_kv_slots", {"state": "running"}) == 4
+    assert registry.get_sample_value("baton_queued_requests") == 5
+    assert registry.get_sample_value("baton_unsent_kv_bytes") == 11
+    assert registry.get_sample_value("baton_row_retries_total") == 2
+    assert registry.get_sample_value("baton_retractions_total") == 1
+
+    loads.append(EngineLoad(LOAD.rows, LOAD.slots, num_queued=0, num_running=0, num_steps=8))
+    assert registry.get_sample_value("baton_queued_requests") == 0
+    assert registry.get_sample_value("baton_steps_total") == 8
+
+
+def test_steps_fill_the_histograms(registry: CollectorRegistry) -> None:
+    metrics = EngineMetrics(registry)
+
+    metrics.on_step(StepStats(batch_size=3, num_tokens=48, step_s=0.25))
+    metrics.on_step(StepStats(batch_size=1, num_tokens=1, step_s=0.25))
+
+    assert registry.get_sample_value("baton_batch_size_sum") == 4
+    assert registry.get_sample_value("baton_batch_size_bucket", {"le": "2.0"}) == 1
+    assert registry.get_sample_value("baton_step_tokens_sum") == 49
+    assert registry.get_sample_value("baton_step_seconds_sum") == 0.5
+
+
+def test_a_prefill_counts_rows_by_outcome_and_bytes(registry: CollectorRegistry) -> None:
+    two = np.array([0, 1], np.int64)
+    prebuilt = PrebuiltBatch(two, two, two, {"target": two}, np.array([0.25, 0.5]), np.array([1.0, 2.0]), (None, None))
+    segment = KvSegment(0, "target", 0, 1, 0, 1, b"x" * 100)
+
+    HandoffMetrics(registry).on_frames(
+        [Accepted("a"), segment, segment, prebuilt, RowFailed(2, RowFailure.CAPACITY, retryable=True)]
+    )
+
+    assert registry.get_sample_value("baton_requests_total", {"outcome": "prebuilt"}) == 2
+    assert registry.get_sample_value("baton_requests_total", {"outcome": "capacity"}) == 1
+    assert registry.get_sample_value("baton_handoff_bytes_total") == 200
+    assert registry.get_sample_value("baton_queue_seconds_sum") == 0.75
+    assert registry.get_sample_value("baton_prefill_seconds_sum") == 3.0
+
+
+def test_the_endpoint_serves_the_registry_it_was_given(registry: CollectorRegistry) -> None:
+    EngineMetrics(registry).watch(lambda: LOAD)
+
+    with MetricsServer("127.0.0.1:0", registry) as server:
+        text = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5).read().decode()
+
+    assert 'baton_rows{state="transferring"} 3.0' in text
+
+
+def test_an_address_in_use_is_a_wrong_configuration(registry: CollectorRegistry) -> None:
+    with (
+        MetricsServer("127.0.0.1:0", registry) as server,
+        pytest.raises(ConfigError, match="metrics_listen"),
+        MetricsServer(f"127.0.0.1:{server.port}", registry),
+    ):
+        pass
+
+
+def test_without_an_address_nothing_listens(registry: CollectorRegistry) -> None:
+    with MetricsServer("", registry) as server:
+        assert server.port is None
