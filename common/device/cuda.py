@@ -32,7 +32,7 @@ class CudaEvent(Event):
     def is_done(self) -> bool:
         if not self._is_done:
             try:
-                self._is_done = bool(self.cuda_event.query())  # type: ignore[no-untyped-call]
+                self._is_done = bool(self.cuda_event.query())
             except RuntimeError as error:
                 self._error = _lost(error)
                 self._is_done = True
@@ -95,7 +95,7 @@ class CudaStream(Stream):
             time.sleep(_LONGEST_POLL_S)
 
     def _record(self, scope: Scope | None) -> CudaEvent:
-        cuda_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        cuda_event = torch.cuda.Event()
         try:
             cuda_event.record(self._cuda_stream)
         except RuntimeError as error:
@@ -124,7 +124,7 @@ class CudaDevice(Device):
         return self._schedule_stream
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
-        stream = CudaStream(name, torch.cuda.Stream(self._torch_device))  # type: ignore[no-untyped-call]
+        stream = CudaStream(name, torch.cuda.Stream(self._torch_device))
         self._streams.append(stream)
         return stream
 
