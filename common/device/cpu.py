@@ -107,7 +107,7 @@ class CpuStream(Stream):
             self._abandon()
 
     def _run(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
+        _set_own_num_threads(num_threads)
         try:
             while (operation := self._queue.get()) is not None:
                 match operation:
@@ -179,3 +179,13 @@ class CpuDevice(Device):
 
     def close(self, timeout_s: float) -> None:
         close_all([*self._streams, self._schedule_stream], timeout_s)
+
+
+def _set_own_num_threads(num_threads: int) -> None:
+    """Give the calling thread its own number of intra-op threads, whatever other threads set before or later.
+
+    torch initialises the number lazily, per thread, from the value that any thread set last, over what the thread has set
+    itself by then. Asking first makes it initialise now.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(num_threads)

@@ -18,7 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Work = Callable[[], None]
+Work = Callable[[], object]
+"""What it returns is dropped."""
 
 
 class Scope:

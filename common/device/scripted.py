@@ -1,0 +1,274 @@
+"""A device for tests: nothing on its streams runs until the test, or the device's policy, picks it.
+
+    device = ScriptedDevice(on_synchronize=refuse)
+    forward = device.new_stream("forward")
+    ...                                  # the code under test enqueues
+    forward.pending()                    # ["resolve", "verify", "publish"]
+    forward.run_next()                   # "resolve" has run; the code under test may look again
+
+Records and waits are no steps of their own: an event is done, and a wait passed, as soon as what they need has run.
+Everything happens on the calling thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
+from common.device.inline import InlineStream
+from common.device.piece import close_all, failure_of, piece_name, raise_failure, run_piece
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+
+Policy = Callable[["ScriptedDevice", Event], None]
+"""What happens when somebody blocks on an event: run what should run. If the event is then not done, they time out."""
+
+
+def run_needed(device: ScriptedDevice, event: Event) -> None:
+    """Run what the event needs and nothing else: the other work runs as late as it can."""
+    device.run_until(event)
+
+
+def refuse(device: ScriptedDevice, event: Event) -> None:
+    """Run nothing: blocking on an event that is not done raises DeviceTimeout at once."""
+
+
+def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:
+    """Until the event is done, run the next piece of the stream that `choose` picks from those that are ready."""
+
+    def pick(device: ScriptedDevice, event: Event) -> None:
+        while not event.is_done() and (ready := device.ready_streams()):
+            choose(ready).run_next()
+
+    return pick
+
+
+class NotReady(Exception):
+    """The script asked a stream to run, and it has nothing to run or waits for another stream."""
+
+
+class ScriptedEvent(Event):
+    def __init__(self, stream: ScriptedStream, scope: Scope | None, stream_scope: Scope) -> None:
+        self.stream = stream
+        self._scope = scope
+        self._stream_scope = stream_scope
+        self._is_done = False
+        self._error: BaseException | None = None
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def synchronize(self, timeout_s: float) -> None:
+        self.stream.device.block_on(self)
+        raise_failure(self._error, (self._scope or self._stream_scope).name)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def reach(self, abandoned: BaseException | None = None) -> None:
+        """The stream is here; or never will be, with the reason."""
+        self._error = abandoned or failure_of(self._scope, self._stream_scope)
+        self._is_done = True
+
+
+@dataclass(slots=True)
+class _Piece:
+    work: Work
+    scope: Scope | None
+
+
+@dataclass(slots=True)
+class _Wait:
+    event: Event
+
+
+class ScriptedStream(Stream):
+    """Made by `ScriptedDevice.new_stream`."""
+
+    def __init__(self, device: ScriptedDevice, name: str) -> None:
+        self.device = device
+        self._scope = Scope(name)
+        self._queue: deque[_Piece | _Wait | ScriptedEvent] = deque()
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._scope.name
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        self._put(_Piece(work, scope))
+
+    def record(self, scope: Scope | None = None) -> Event:
+        event = ScriptedEvent(self, scope, self._scope)
+        self._put(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self._put(_Wait(event))
+
+    def close(self, timeout_s: float) -> None:
+        if self._is_closed:
+            return
+        end = self.record()
+        self._is_closed = True
+        try:
+            with contextlib.suppress(PieceFailed):
+                end.synchronize(timeout_s)
+        finally:
+            self._abandon()
+
+    def pending(self) -> list[str]:
+        """Names of the pieces not run yet, in order. A piece is named after its function."""
+        return [piece_name(operation.work) for operation in self._queue if isinstance(operation, _Piece)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `run_next` would run a piece."""
+        return bool(self._queue) and isinstance(self._queue[0], _Piece)
+
+    @property
+    def blocked_on(self) -> Event | None:
+        """The event that this stream waits for before it can go on."""
+        head = self._queue[0] if self._queue else None
+        return head.event if isinstance(head, _Wait) else None
+
+    def run_next(self) -> str:
+        """Run the next piece, or skip it when its scope has failed. Returns its name. Raises NotReady."""
+        if not self.is_ready:
+            reason = "waits for another stream" if self._queue else "has nothing to run"
+            raise NotReady(f"stream {self.name} {reason}")
+        piece = self._queue.popleft()
+        assert isinstance(piece, _Piece)
+        try:
+            run_piece(piece.work, piece.scope, self._scope)
+        finally:
+            self.device.settle()
+        return piece_name(piece.work)
+
+    def run_until(self, event: Event) -> None:
+        """Run this stream until `event` is done. Raises NotReady when that takes more than this stream."""
+        while not event.is_done():
+            self.run_next()
+
+    def run_all(self) -> None:
+        """Run every piece of this stream. Raises NotReady when one waits for another stream."""
+        while self._queue:
+            self.run_next()
+
+    def settle(self) -> bool:
+        """Reach the records and pass the waits at the head. True when something moved."""
+        moved = False
+        while self._queue:
+            match self._queue[0]:
+                case ScriptedEvent() as event:
+                    event.reach()
+                case _Wait(event) if event.is_done():
+                    pass
+                case _:
+                    break
+            self._queue.popleft()
+            moved = True
+        return moved
+
+    def _put(self, operation: _Piece | _Wait | ScriptedEvent) -> None:
+        if self._is_closed:
+            raise StreamClosed(f"stream {self.name} is closed")
+        self._queue.append(operation)
+        self.device.settle()
+        self.device.on_host_call(self.device)
+
+    def _abandon(self) -> None:
+        dropped = StreamClosed(f"stream {self.name} ended before it reached this work")
+        while self._queue:
+            operation = self._queue.popleft()
+            if isinstance(operation, ScriptedEvent):
+                operation.reach(dropped)
+        self.device.settle()
+
+
+def run_nothing(device: ScriptedDevice) -> None:
+    pass
+
+
+class ScriptedDevice(Device):
+    """`on_synchronize` acts when somebody blocks on an event; `on_host_call` whenever something was enqueued.
+
+    With `on_host_call` a test lets streams progress between any two calls of the code under test, as threads would.
+    Both may be replaced at any time.
+    """
+
+    def __init__(
+        self, *, on_synchronize: Policy = run_needed, on_host_call: Callable[[ScriptedDevice], None] = run_nothing
+    ) -> None:
+        self.on_synchronize = on_synchronize
+        self.on_host_call = on_host_call
+        self.streams: list[ScriptedStream] = []
+        self._torch_device = torch.device("cpu")
+        self._schedule_stream = InlineStream("schedule", wait_timeout_s=0.0)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._torch_device
+
+    @property
+    def schedule_stream(self) -> Stream:
+        return self._schedule_stream
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> ScriptedStream:
+        stream = ScriptedStream(self, name)
+        self.streams.append(stream)
+        return stream
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def close(self, timeout_s: float) -> None:
+        close_all([*self.streams, self._schedule_stream], timeout_s)
+
+    def stream(self, name: str) -> ScriptedStream:
+        """The stream that the code under test made under this name."""
+        return next(stream for stream in self.streams if stream.name == name)
+
+    def ready_streams(self) -> list[ScriptedStream]:
+        """Streams whose next piece may run now, in the order in which they were made."""
+        return [stream for stream in self.streams if stream.is_ready]
+
+    def run_until(self, event: Event) -> None:
+        """Run what `event` needs, on every stream it needs, and nothing else."""
+        while not event.is_done():
+            assert isinstance(event, ScriptedEvent), "an event of another device"
+            stream = event.stream
+            while (obstacle := stream.blocked_on) is not None:
+                assert isinstance(obstacle, ScriptedEvent), "an event of another device"
+                stream = obstacle.stream
+            stream.run_next()
+
+    def run_all(self) -> None:
+        """Run everything, the streams taking turns."""
+        while ready := self.ready_streams():
+            for stream in ready:
+                stream.run_next()
+
+    def settle(self) -> None:
+        while any(stream.settle() for stream in self.streams):
+            pass
+
+    def block_on(self, event: Event) -> None:
+        """Let the policy run what it will. Raises DeviceTimeout when `event` is then not done."""
+        if not event.is_done():
+            self.on_synchronize(self, event)
+        if not event.is_done():
+            blocked = ", ".join(f"{stream.name}: {stream.pending()}" for stream in self.streams)
+            raise DeviceTimeout(f"the script left an event undone that somebody waits for; pending: {blocked}")

@@ -1,0 +1,95 @@
+"""A device of each implementation, with what the contract's tests need beside the contract: a way to hold a stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from common.device.cpu import CpuDevice
+from common.device.cuda import CudaDevice
+from common.device.scripted import ScriptedDevice, refuse, run_needed
+from common.device.stream import Device, Event, Scope, Stream
+
+BOUND_S = 20.0
+SOON_S = 0.01
+_CUDA_HOLD_CYCLES = 1_000_000_000
+
+KINDS = ["cpu", "scripted"]
+if torch.cuda.is_available():
+    KINDS.append("cuda")
+
+
+class Journal:
+    """What pieces wrote, in the device's order. Kept on the device: on CUDA Python's order proves nothing."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._entries = torch.zeros(64, dtype=torch.int64, device=torch_device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=torch_device)
+        self._one = torch.ones(1, dtype=torch.int64, device=torch_device)
+
+    def write(self, value: int) -> None:
+        self._entries.index_copy_(0, self._count, self._one * value)
+        self._count.add_(self._one)
+
+    def piece(self, value: int) -> Callable[[], None]:
+        return lambda: self.write(value)
+
+    def read(self) -> list[int]:
+        """Everything written so far; behind an event."""
+        return self._entries[: int(self._count)].tolist()
+
+
+@dataclass
+class Rig:
+    kind: str
+    device: Device
+    _gates: list[threading.Event] = field(default_factory=list)
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.device.torch_device)
+
+    def hold(self, stream: Stream) -> None:
+        """What is enqueued next does not run before `release` (on CUDA: not for some hundred milliseconds)."""
+        match self.device:
+            case ScriptedDevice():
+                self.device.on_synchronize = refuse
+            case CpuDevice():
+                gate = threading.Event()
+                self._gates.append(gate)
+                stream.enqueue(lambda: _wait(gate))
+            case _:
+                stream.enqueue(lambda: torch.cuda._sleep(_CUDA_HOLD_CYCLES))
+
+    def release(self) -> None:
+        if isinstance(self.device, ScriptedDevice):
+            self.device.on_synchronize = run_needed
+        for gate in self._gates:
+            gate.set()
+
+
+def open_rig(kind: str) -> Rig:
+    devices: dict[str, Callable[[], Device]] = {
+        "cpu": lambda: CpuDevice(num_threads=1, wait_timeout_s=BOUND_S),
+        "scripted": ScriptedDevice,
+        "cuda": lambda: CudaDevice(0),
+    }
+    return Rig(kind, devices[kind]())
+
+
+def finish(stream: Stream, scope: Scope | None = None) -> Event:
+    """Let everything enqueued so far run."""
+    event = stream.record(scope)
+    event.synchronize(BOUND_S)
+    return event
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def _wait(gate: threading.Event) -> None:
+    assert gate.wait(BOUND_S)

@@ -1,0 +1,355 @@
+"""What every stream promises, run against every implementation."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
+from common.device.stream import Scope, Stream
+from tests.device.rigs import BOUND_S, KINDS, SOON_S, Rig, boom, finish, open_rig
+
+
+@pytest.fixture(params=KINDS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = open_rig(request.param)
+    yield rig
+    rig.release()
+    rig.device.close(BOUND_S)
+
+
+@pytest.fixture(params=["worker", "schedule"])
+def stream(rig: Rig, request: pytest.FixtureRequest) -> Stream:
+    """Either kind of stream of a device."""
+    return rig.device.schedule_stream if request.param == "schedule" else rig.device.new_stream("forward")
+
+
+class Payload:
+    """Something that can be watched by a weak reference."""
+
+
+# --- order
+
+
+def test_pieces_run_in_the_order_of_their_enqueueing(rig: Rig, stream: Stream) -> None:
+    journal = rig.journal
+    for value in range(20):
+        stream.enqueue(journal.piece(value))
+    finish(stream)
+    assert journal.read() == list(range(20))
+
+
+def test_an_event_is_done_once_the_work_before_it_has_run(rig: Rig) -> None:
+    journal, forward = rig.journal, rig.device.new_stream("forward")
+    finish(forward)
+    rig.hold(forward)
+    forward.enqueue(journal.piece(1))
+    event = forward.record()
+    assert not event.is_done()
+    rig.release()
+    event.synchronize(BOUND_S)
+    assert event.is_done()
+    assert journal.read() == [1]
+
+
+def test_an_event_does_not_cover_later_work(rig: Rig) -> None:
+    forward = rig.device.new_stream("forward")
+    forward.enqueue(lambda: None)
+    early = forward.record()
+    early.synchronize(BOUND_S)
+    rig.hold(forward)
+    forward.enqueue(lambda: None)
+    late = forward.record()
+    assert early.is_done()
+    assert not late.is_done()
+
+
+def test_a_wait_orders_two_streams(rig: Rig) -> None:
+    journal = rig.journal
+    forward, copy = rig.device.new_stream("forward"), rig.device.new_stream("copy")
+    finish(forward)
+    finish(copy)
+    rig.hold(forward)
+    forward.enqueue(journal.piece(1))
+    copy.wait(forward.record())
+    copy.enqueue(journal.piece(2))
+    end = copy.record()
+    assert not end.is_done()
+    rig.release()
+    end.synchronize(BOUND_S)
+    assert journal.read() == [1, 2]
+
+
+def test_a_stream_goes_on_beside_one_that_it_does_not_wait_for(rig: Rig) -> None:
+    journal = rig.journal
+    forward, copy = rig.device.new_stream("forward"), rig.device.new_stream("copy")
+    finish(forward)
+    if rig.kind != "scripted":
+        rig.hold(forward)
+    forward.enqueue(journal.piece(1))
+    held = forward.record()
+    free = rig.device.to_host(torch.tensor([3]))
+    copy.enqueue(lambda: free.add_(1))
+    finish(copy)
+    assert not held.is_done()
+    assert free.tolist() == [4]
+
+
+def test_a_wait_for_a_done_event_holds_nothing_up(rig: Rig, stream: Stream) -> None:
+    journal, other = rig.journal, rig.device.new_stream("other")
+    stream.wait(finish(other))
+    stream.enqueue(journal.piece(1))
+    finish(stream)
+    assert journal.read() == [1]
+
+
+def test_the_schedule_stream_runs_behind_what_it_waits_for(rig: Rig) -> None:
+    journal, forward = rig.journal, rig.device.new_stream("forward")
+    forward.enqueue(journal.piece(1))
+    rig.device.schedule_stream.wait(forward.record())
+    journal.write(2)
+    finish(rig.device.schedule_stream)
+    assert journal.read() == [1, 2]
+
+
+def test_a_stream_runs_behind_what_the_schedule_stream_did(rig: Rig) -> None:
+    journal, forward = rig.journal, rig.device.new_stream("forward")
+    journal.write(1)
+    forward.wait(rig.device.schedule_stream.record())
+    forward.enqueue(journal.piece(2))
+    finish(forward)
+    assert journal.read() == [1, 2]
+
+
+def test_a_done_event_stays_done(rig: Rig) -> None:
+    forward = rig.device.new_stream("forward")
+    event = finish(forward)
+    rig.hold(forward)
+    forward.enqueue(boom)
+    assert [event.is_done() for _ in range(3)] == [True, True, True]
+    rig.release()
+    with pytest.raises(PieceFailed):
+        finish(forward)
+    assert event.is_done()
+    assert event.error is None
+
+
+# --- failure
+
+
+def test_a_piece_that_raises_fails_the_events_of_its_scope(stream: Stream) -> None:
+    step = Scope("step 7")
+    stream.enqueue(boom, step)
+    event = stream.record(step)
+    with pytest.raises(PieceFailed, match="step 7: ValueError: boom") as raised:
+        event.synchronize(BOUND_S)
+    assert isinstance(event.error, ValueError)
+    assert raised.value.__cause__ is event.error is step.error
+    assert event.is_done()
+
+
+def test_the_error_names_the_piece_and_its_stream(stream: Stream) -> None:
+    step = Scope("step 7")
+    stream.enqueue(boom, step)
+    with pytest.raises(PieceFailed) as raised:
+        finish(stream, step)
+    assert raised.value.__cause__ is not None
+    assert raised.value.__cause__.__notes__ == [f"in piece 'boom' of step 7 on stream {stream.name}"]
+
+
+def test_later_pieces_of_a_failed_scope_are_skipped(rig: Rig, stream: Stream) -> None:
+    journal, step = rig.journal, Scope("step")
+    stream.enqueue(journal.piece(1), step)
+    stream.enqueue(boom, step)
+    stream.enqueue(journal.piece(2), step)
+    with pytest.raises(PieceFailed):
+        finish(stream, step)
+    assert journal.read() == [1]
+
+
+def test_a_scope_fails_on_every_stream(rig: Rig) -> None:
+    journal, step = rig.journal, Scope("step")
+    forward, copy = rig.device.new_stream("forward"), rig.device.new_stream("copy")
+    forward.enqueue(boom, step)
+    copy.wait(forward.record(step))
+    copy.enqueue(journal.piece(1), step)
+    with pytest.raises(PieceFailed, match="boom"):
+        finish(copy, step)
+    assert journal.read() == []
+
+
+def test_other_scopes_run_on(rig: Rig, stream: Stream) -> None:
+    journal = rig.journal
+    bad, good = Scope("bad"), Scope("good")
+    stream.enqueue(boom, bad)
+    stream.enqueue(journal.piece(1), good)
+    stream.enqueue(journal.piece(2))
+    assert finish(stream, good).error is None
+    assert finish(stream).error is None
+    assert journal.read() == [1, 2]
+
+
+def test_waiting_for_a_failed_event_does_not_fail_the_waiter(rig: Rig, stream: Stream) -> None:
+    journal, other = rig.journal, rig.device.new_stream("other")
+    bad, good = Scope("bad"), Scope("good")
+    other.enqueue(boom, bad)
+    stream.wait(other.record(bad))
+    stream.enqueue(journal.piece(1), good)
+    finish(stream, good)
+    assert journal.read() == [1]
+
+
+def test_an_event_reached_before_the_failure_stays_good(stream: Stream) -> None:
+    step = Scope("step")
+    published = stream.record(step)
+    stream.enqueue(boom, step)
+    with pytest.raises(PieceFailed):
+        finish(stream, step)
+    published.synchronize(BOUND_S)
+    assert published.error is None
+
+
+def test_the_first_failure_of_a_scope_stays() -> None:
+    step = Scope("step")
+    first = ValueError("first")
+    step.fail(first)
+    step.fail(ValueError("second"))
+    assert step.error is first
+
+
+def test_a_piece_without_scope_that_raises_fails_its_stream(rig: Rig, stream: Stream) -> None:
+    journal, healthy = rig.journal, rig.device.new_stream("healthy")
+    before = finish(stream)
+    stream.enqueue(boom)
+    stream.enqueue(journal.piece(1), Scope("step"))
+    with pytest.raises(PieceFailed, match=f"{stream.name}: ValueError: boom"):
+        finish(stream)
+    with pytest.raises(PieceFailed):
+        finish(stream, Scope("later"))
+    finish(healthy)
+    assert before.error is None
+    assert journal.read() == []
+
+
+# --- bounds
+
+
+def test_synchronize_times_out_and_leaves_the_stream_usable(rig: Rig) -> None:
+    journal, forward = rig.journal, rig.device.new_stream("forward")
+    rig.hold(forward)
+    forward.enqueue(journal.piece(1))
+    event = forward.record()
+    with pytest.raises(DeviceTimeout):
+        event.synchronize(SOON_S)
+    forward.enqueue(journal.piece(2))
+    rig.release()
+    event.synchronize(BOUND_S)
+    finish(forward)
+    assert journal.read() == [1, 2]
+
+
+def test_close_lets_enqueued_work_finish(rig: Rig, stream: Stream) -> None:
+    journal = rig.journal
+    for value in range(5):
+        stream.enqueue(journal.piece(value))
+    event = stream.record()
+    stream.close(BOUND_S)
+    assert event.is_done()
+    assert journal.read() == list(range(5))
+
+
+def test_a_closed_stream_takes_no_work(stream: Stream) -> None:
+    event = finish(stream)
+    stream.close(BOUND_S)
+    stream.close(BOUND_S)
+    with pytest.raises(StreamClosed):
+        stream.enqueue(lambda: None)
+    with pytest.raises(StreamClosed):
+        stream.record()
+    with pytest.raises(StreamClosed):
+        stream.wait(event)
+
+
+def test_closing_a_device_closes_its_streams(rig: Rig) -> None:
+    streams = [rig.device.new_stream("forward"), rig.device.new_stream("copy"), rig.device.schedule_stream]
+    rig.device.close(BOUND_S)
+    for stream in streams:
+        with pytest.raises(StreamClosed):
+            stream.record()
+
+
+def test_close_gives_up_after_its_bound(rig: Rig) -> None:
+    forward = rig.device.new_stream("forward")
+    rig.hold(forward)
+    forward.enqueue(lambda: None)
+    with pytest.raises(DeviceTimeout):
+        forward.close(SOON_S)
+
+
+# --- memory
+
+
+def test_a_piece_is_let_go_once_it_has_run(stream: Stream) -> None:
+    payload = Payload()
+    watched = weakref.ref(payload)
+    stream.enqueue(lambda payload=payload: None)
+    del payload
+    finish(stream)
+    assert watched() is None
+
+
+def test_a_skipped_piece_is_let_go(stream: Stream) -> None:
+    payload, step = Payload(), Scope("step")
+    watched = weakref.ref(payload)
+    stream.enqueue(boom, step)
+    stream.enqueue(lambda payload=payload: None, step)
+    del payload
+    with pytest.raises(PieceFailed):
+        finish(stream, step)
+    assert watched() is None
+
+
+def test_a_failure_does_not_keep_the_locals_of_its_piece(stream: Stream) -> None:
+    step, seen = Scope("step"), []
+
+    def piece() -> None:
+        payload = Payload()
+        seen.append(weakref.ref(payload))
+        raise ValueError("boom")
+
+    stream.enqueue(piece, step)
+    with pytest.raises(PieceFailed):
+        finish(stream, step)
+    gc.collect()
+    assert step.error is not None
+    assert seen[0]() is None
+
+
+# --- copies
+
+
+def test_copies_to_the_host_never_share_storage(rig: Rig) -> None:
+    source = torch.arange(6, device=rig.device.torch_device).view(2, 3)
+    host = rig.device.to_host(source.t())
+    finish(rig.device.schedule_stream)
+    source.zero_()
+    assert host.device.type == "cpu"
+    assert host.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_copies_to_the_device_never_share_storage(rig: Rig) -> None:
+    host = torch.arange(3)
+    there = rig.device.to_device(host)
+    finish(rig.device.schedule_stream)
+    host.zero_()
+    assert there.device == rig.device.torch_device
+    assert there.tolist() == [0, 1, 2]
+
+
+def test_a_host_buffer_has_the_shape_and_type_asked_for(rig: Rig) -> None:
+    buffer = rig.device.host_buffer((2, 3), torch.bfloat16)
+    assert (tuple(buffer.shape), buffer.dtype, buffer.device.type) == ((2, 3), torch.bfloat16, "cpu")

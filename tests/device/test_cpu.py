@@ -1,0 +1,212 @@
+"""CPU threads, beyond the contract: the work is asynchronous in fact, and no thread's end hangs another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.device.cpu import CpuDevice
+from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
+from common.device.stream import Scope, Stream, StreamKind
+from tests.device.rigs import BOUND_S, SOON_S, finish
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(num_threads=3, wait_timeout_s=BOUND_S)
+    yield device
+    device.close(BOUND_S)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def hold(stream: Stream, gate: threading.Event) -> None:
+    """Returns once the stream's thread is inside a piece that ends when `gate` opens."""
+    entered = threading.Event()
+
+    def piece() -> None:
+        entered.set()
+        assert gate.wait(BOUND_S)
+
+    stream.enqueue(piece)
+    assert entered.wait(BOUND_S)
+
+
+def test_enqueue_returns_while_an_earlier_piece_still_runs(device: CpuDevice, gate: threading.Event) -> None:
+    ran_on: list[int] = []
+    forward = device.new_stream("forward")
+    hold(forward, gate)
+    forward.enqueue(lambda: ran_on.append(threading.get_ident()))
+    end = forward.record()
+    assert ran_on == []
+    assert not end.is_done()
+    gate.set()
+    end.synchronize(BOUND_S)
+    assert ran_on != [threading.get_ident()]
+
+
+def test_two_streams_run_at_the_same_time(device: CpuDevice) -> None:
+    meeting = threading.Barrier(2, timeout=BOUND_S)
+    streams = [device.new_stream("forward"), device.new_stream("copy")]
+    for stream in streams:
+        stream.enqueue(meeting.wait)
+    for stream in streams:
+        finish(stream)
+
+
+def test_waiting_for_another_stream_does_not_block_the_caller(device: CpuDevice, gate: threading.Event) -> None:
+    forward, copy = device.new_stream("forward"), device.new_stream("copy")
+    hold(forward, gate)
+    copy.wait(forward.record())
+    assert not copy.record().is_done()
+
+
+def test_the_schedule_stream_gives_up_at_the_bound_of_the_device(gate: threading.Event) -> None:
+    device = CpuDevice(num_threads=1, wait_timeout_s=SOON_S)
+    forward = device.new_stream("forward")
+    hold(forward, gate)
+    with pytest.raises(DeviceTimeout, match="forward"):
+        device.schedule_stream.wait(forward.record())
+    gate.set()
+    device.close(BOUND_S)
+
+
+def test_an_event_may_be_awaited_from_several_threads(device: CpuDevice, gate: threading.Event) -> None:
+    forward = device.new_stream("forward")
+    hold(forward, gate)
+    event = forward.record()
+    waiters = [threading.Thread(target=event.synchronize, args=(BOUND_S,)) for _ in range(4)]
+    for waiter in waiters:
+        waiter.start()
+    gate.set()
+    for waiter in waiters:
+        waiter.join(BOUND_S)
+    assert not any(waiter.is_alive() for waiter in waiters)
+
+
+# --- a stream that ends early
+
+
+def test_what_a_stream_had_not_begun_when_it_was_given_up_is_dropped(device: CpuDevice, gate: threading.Event) -> None:
+    ran: list[str] = []
+    forward = device.new_stream("forward")
+    hold(forward, gate)
+    forward.enqueue(lambda: ran.append("late"))
+    event = forward.record(Scope("step"))
+    with pytest.raises(DeviceTimeout):
+        forward.close(SOON_S)
+    assert isinstance(event.error, StreamClosed)
+    with pytest.raises(PieceFailed, match="ended before it reached this work"):
+        event.synchronize(BOUND_S)
+    gate.set()
+    device.close(BOUND_S)
+    assert ran == []
+
+
+def test_a_stream_that_is_given_up_lets_those_who_wait_for_it_go_on(device: CpuDevice, gate: threading.Event) -> None:
+    ran: list[str] = []
+    forward, copy = device.new_stream("forward"), device.new_stream("copy")
+    hold(forward, gate)
+    copy.wait(forward.record())
+    copy.enqueue(lambda: ran.append("copied"))
+    with pytest.raises(DeviceTimeout):
+        forward.close(SOON_S)
+    finish(copy)
+    assert ran == ["copied"]
+
+
+def test_a_stream_that_waits_for_another_can_be_given_up(device: CpuDevice, gate: threading.Event) -> None:
+    forward, copy = device.new_stream("forward"), device.new_stream("copy")
+    hold(forward, gate)
+    copy.wait(forward.record())
+    event = copy.record()
+    with pytest.raises(DeviceTimeout):
+        copy.close(SOON_S)
+    assert isinstance(event.error, StreamClosed)
+    copy_thread = next(thread for thread in threading.enumerate() if thread.name == "stream-copy")
+    copy_thread.join(BOUND_S)
+    assert not copy_thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stream_whose_thread_died_completes_its_events(device: CpuDevice, gate: threading.Event) -> None:
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    forward = device.new_stream("forward")
+    hold(forward, gate)
+    forward.enqueue(die)
+    queued = forward.record()
+    gate.set()
+    with pytest.raises(PieceFailed):
+        queued.synchronize(BOUND_S)
+    with pytest.raises(PieceFailed):
+        forward.record().synchronize(BOUND_S)
+
+
+# --- threads
+
+
+def test_a_compute_stream_has_the_configured_number_of_threads(device: CpuDevice) -> None:
+    seen: list[int] = []
+    forward = device.new_stream("forward")
+    forward.enqueue(lambda: seen.append(torch.get_num_threads()))
+    finish(forward)
+    assert seen == [3]
+
+
+def test_a_copy_stream_uses_one_thread(device: CpuDevice) -> None:
+    seen: list[int] = []
+    copy = device.new_stream("copy", StreamKind.COPY)
+    copy.enqueue(lambda: seen.append(torch.get_num_threads()))
+    finish(copy)
+    assert seen == [1]
+
+
+def test_a_stream_keeps_its_number_of_threads_when_another_is_made(device: CpuDevice) -> None:
+    seen: list[int] = []
+    forward = device.new_stream("forward")
+    finish(forward)
+    finish(device.new_stream("copy", StreamKind.COPY))
+    forward.enqueue(lambda: seen.append(torch.get_num_threads()))
+    finish(forward)
+    assert seen == [3]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads of the operating system")
+def test_the_threads_of_a_compute_stream_exist(device: CpuDevice) -> None:
+    """The number that torch reports is the number of threads that compute."""
+
+    def num_os_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    seen: list[int] = []
+    values = torch.ones(1 << 20)
+
+    def compute() -> None:
+        before = num_os_threads()
+        values.exp()
+        seen.append(num_os_threads() - before)
+
+    forward = device.new_stream("forward")
+    forward.enqueue(compute)
+    finish(forward)
+    assert seen == [2]
+
+
+def test_grad_mode_is_left_as_torch_has_it(device: CpuDevice) -> None:
+    seen: list[tuple[bool, bool]] = []
+    forward = device.new_stream("forward")
+    with torch.inference_mode():
+        forward.enqueue(lambda: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
+        finish(forward)
+    assert seen == [(True, False)]

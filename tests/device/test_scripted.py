@@ -1,0 +1,214 @@
+"""The scripted device: a test decides what has run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
+from common.device.scripted import NotReady, ScriptedDevice, ScriptedStream, pick_with, refuse, run_needed
+from common.device.stream import Scope
+from tests.device.rigs import BOUND_S, boom
+
+
+class Script:
+    """Named pieces that write their names down."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def put(self, stream: ScriptedStream, name: str) -> None:
+        def piece() -> None:
+            self.ran.append(name)
+
+        piece.__name__ = name
+        stream.enqueue(piece)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def device() -> ScriptedDevice:
+    return ScriptedDevice()
+
+
+def test_nothing_runs_until_the_test_says_so(device: ScriptedDevice, script: Script) -> None:
+    forward = device.new_stream("forward")
+    script.put(forward, "verify")
+    script.put(forward, "publish")
+    assert forward.pending() == ["verify", "publish"]
+    assert script.ran == []
+    assert forward.run_next() == "verify"
+    assert forward.pending() == ["publish"]
+    assert script.ran == ["verify"]
+
+
+def test_an_event_is_done_as_soon_as_what_it_covers_has_run(device: ScriptedDevice, script: Script) -> None:
+    forward = device.new_stream("forward")
+    script.put(forward, "verify")
+    verified = forward.record()
+    script.put(forward, "extend")
+    assert not verified.is_done()
+    forward.run_next()
+    assert verified.is_done()
+    assert forward.pending() == ["extend"]
+
+
+def test_a_stream_without_work_is_not_ready(device: ScriptedDevice) -> None:
+    with pytest.raises(NotReady, match="nothing to run"):
+        device.new_stream("forward").run_next()
+
+
+def test_a_stream_that_waits_is_blocked_until_the_other_has_run(device: ScriptedDevice, script: Script) -> None:
+    forward, copy = device.new_stream("forward"), device.new_stream("copy")
+    script.put(forward, "verify")
+    verified = forward.record()
+    copy.wait(verified)
+    script.put(copy, "fetch")
+    assert copy.blocked_on is verified
+    assert device.ready_streams() == [forward]
+    with pytest.raises(NotReady, match="copy waits for another stream"):
+        copy.run_next()
+    forward.run_next()
+    assert device.ready_streams() == [copy]
+    copy.run_next()
+    assert script.ran == ["verify", "fetch"]
+
+
+def test_an_event_behind_a_chain_of_waits_is_done_with_the_last_of_them(device: ScriptedDevice, script: Script) -> None:
+    first, second, third = (device.new_stream(name) for name in ("first", "second", "third"))
+    third.wait(second.record())
+    script.put(first, "work")
+    second.wait(first.record())
+    third.wait(second.record())
+    end = third.record()
+    assert not end.is_done()
+    first.run_next()
+    assert end.is_done()
+
+
+def test_blocking_runs_what_the_event_needs_and_nothing_else(device: ScriptedDevice, script: Script) -> None:
+    forward, copy, landing = (device.new_stream(name) for name in ("forward", "copy", "landing"))
+    script.put(forward, "verify")
+    copy.wait(forward.record())
+    script.put(forward, "extend")
+    script.put(copy, "fetch")
+    fetched = copy.record()
+    script.put(copy, "later")
+    script.put(landing, "land")
+    fetched.synchronize(BOUND_S)
+    assert script.ran == ["verify", "fetch"]
+
+
+def test_the_schedule_stream_blocks_by_the_same_policy(device: ScriptedDevice, script: Script) -> None:
+    forward = device.new_stream("forward")
+    script.put(forward, "verify")
+    verified = forward.record()
+    device.on_synchronize = refuse
+    with pytest.raises(DeviceTimeout):
+        device.schedule_stream.wait(verified)
+    device.on_synchronize = run_needed
+    device.schedule_stream.wait(verified)
+    assert script.ran == ["verify"]
+
+
+def test_a_refusal_says_what_is_pending(device: ScriptedDevice, script: Script) -> None:
+    device.on_synchronize = refuse
+    forward = device.new_stream("forward")
+    script.put(forward, "verify")
+    with pytest.raises(DeviceTimeout, match=r"forward: \['verify'\]"):
+        forward.record().synchronize(BOUND_S)
+    assert script.ran == []
+
+
+def test_a_policy_may_pick_any_order_that_the_events_permit(script: Script) -> None:
+    """Every order of two independent streams is reached, and none that breaks a wait."""
+    orders: set[tuple[str, ...]] = set()
+    for seed in range(100):
+        rng = random.Random(seed)
+        device, script = ScriptedDevice(on_synchronize=pick_with(rng.choice)), Script()
+        forward, copy = device.new_stream("forward"), device.new_stream("copy")
+        script.put(forward, "a1")
+        first = forward.record()
+        script.put(forward, "a2")
+        script.put(copy, "b1")
+        copy.wait(first)
+        script.put(copy, "b2")
+        forward.wait(copy.record())
+        forward.record().synchronize(BOUND_S)
+        orders.add(tuple(script.ran))
+    legal = {
+        order
+        for order in itertools.permutations(["a1", "a2", "b1", "b2"])
+        if order.index("a1") < order.index("a2")
+        and order.index("b1") < order.index("b2")
+        and order.index("a1") < order.index("b2")
+    }
+    assert orders == legal
+
+
+def test_streams_may_progress_between_any_two_calls(script: Script) -> None:
+    """The other extreme: everything runs as early as it can."""
+    device = ScriptedDevice(on_host_call=ScriptedDevice.run_all)
+    forward = device.new_stream("forward")
+    script.put(forward, "verify")
+    assert script.ran == ["verify"]
+
+
+def test_run_all_takes_turns(device: ScriptedDevice, script: Script) -> None:
+    forward, copy = device.new_stream("forward"), device.new_stream("copy")
+    for number in range(2):
+        script.put(forward, f"a{number}")
+        script.put(copy, f"b{number}")
+    device.run_all()
+    assert script.ran == ["a0", "b0", "a1", "b1"]
+
+
+def test_a_stream_can_be_run_alone(device: ScriptedDevice, script: Script) -> None:
+    forward, copy = device.new_stream("forward"), device.new_stream("copy")
+    script.put(forward, "verify")
+    verified = forward.record()
+    script.put(forward, "extend")
+    script.put(copy, "land")
+    forward.run_until(verified)
+    assert script.ran == ["verify"]
+    forward.run_all()
+    assert script.ran == ["verify", "extend"]
+    copy.wait(forward.record())
+    script.put(forward, "next")
+    copy.wait(forward.record())
+    script.put(copy, "fetch")
+    with pytest.raises(NotReady):
+        copy.run_all()
+    assert script.ran == ["verify", "extend", "land"]
+
+
+def test_the_streams_of_the_code_under_test_are_found_by_name(device: ScriptedDevice) -> None:
+    forward = device.new_stream("forward")
+    assert device.stream("forward") is forward
+
+
+def test_a_skipped_piece_is_a_step_like_any_other(device: ScriptedDevice) -> None:
+    forward, step = device.new_stream("forward"), Scope("step")
+    forward.enqueue(boom, step)
+    forward.enqueue(boom, step)
+    end = forward.record(step)
+    assert [forward.run_next(), forward.run_next()] == ["boom", "boom"]
+    with pytest.raises(PieceFailed):
+        end.synchronize(BOUND_S)
+
+
+def test_closing_drops_what_the_policy_does_not_run(device: ScriptedDevice, script: Script) -> None:
+    device.on_synchronize = refuse
+    forward = device.new_stream("forward")
+    script.put(forward, "verify")
+    event = forward.record()
+    with pytest.raises(DeviceTimeout):
+        forward.close(BOUND_S)
+    assert isinstance(event.error, StreamClosed)
+    assert (forward.pending(), script.ran) == ([], [])
