@@ -13,6 +13,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ATTENTION_NAME, AttentionBackend
 from common.model.attention_torch import TorchAttention
+from common.model.cpu_linear import pack_linears
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
 
@@ -37,6 +38,8 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
     model = model.to(torch_device).eval().requires_grad_(False)
     shape = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
+    if torch_device.type == "cpu":
+        pack_linears(model)
     return TargetModel(
         model=model,
         backend=backend or TorchAttention(),

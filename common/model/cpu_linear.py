@@ -1,0 +1,55 @@
+"""Linear layers for CPUs: weights reordered once into the layout oneDNN's kernels read, instead of at every call.
+
+The figures behind this are in docs/models.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_reorder = torch.ops.mkldnn._reorder_linear_weight.default
+_linear = torch.ops.mkldnn._linear_pointwise.default
+
+
+class PackedLinear(nn.Module):
+    """Computes what `linear` does, from a reordered copy of its weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._packed = _reorder(linear.weight.detach())
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        output: Tensor = _linear(x, self._packed, self._bias, "none", [], "")
+        return output
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace every plain nn.Linear of `model`, on a CPU, by a PackedLinear. Returns how many were replaced.
+
+    A replaced layer's own weight is freed at once, unless the model also uses it elsewhere (a tied embedding). Where
+    oneDNN has no kernel for the weight's dtype on this CPU, that layer stays as it is.
+    """
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or not _can_pack(child.weight):
+                continue
+            setattr(parent, name, PackedLinear(child))
+            num_packed += 1
+    return num_packed
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        _reorder(weight.detach()[:1])
+    except RuntimeError:  # its way of saying that this CPU lacks the dtype's instructions
+        return False
+    return True
