@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,24 +53,28 @@ def last_token_target(last_token_model_dir: Path) -> TargetModel:
     return load_target(last_token_model_dir, device="cpu", dtype="float32")
 
 
-@pytest.fixture
-def make_pair() -> Iterator[MakePair]:
-    """Pairs of engines on CPU threads. At the end of the test every row and slot must be back (A6)."""
+@contextmanager
+def pairs_that_keep_all() -> Iterator[MakePair]:
+    """Pairs of engines on CPU threads. At the end every row and slot must be back (A6): AssertionError otherwise."""
     made: list[InProcessPair] = []
 
-    def make(model: TargetModel, options: PairOptions | None = None) -> InProcessPair:
-        pair = InProcessPair(
-            model,
-            prefill_device=open_device("cpu", num_threads=1),
-            decode_device=open_device("cpu", num_threads=1),
-            options=options,
-        )
+    def make(
+        model: TargetModel, options: PairOptions | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> InProcessPair:
+        pair = InProcessPair(model, new_device=lambda: open_device("cpu", num_threads=1), options=options, clock=clock)
         made.append(pair)
         return pair
 
-    yield make
-    for pair in made:
-        try:
+    try:
+        yield make
+        for pair in made:
             pair.settle()
-        finally:
+    finally:
+        for pair in made:
             pair.close()
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    with pairs_that_keep_all() as make:
+        yield make

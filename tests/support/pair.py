@@ -1,6 +1,6 @@
 """Both engines in one process, stepped by the test: the reference for "disaggregated equals undisaggregated".
 
-    submit ─▶ DecodeEngine ⇄ InProcessTransport ⇄ PrefillEngine
+    submit ─▶ DecodeEngine ⇄ InProcessTransport ⇄ PrefillEngine     (one transport for each prefill replica)
 
 Nothing here runs by itself: `step` gives each engine one step with what was posted to it since.
 """
@@ -17,14 +17,16 @@ from common.errors import BatonError
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
 from common.telemetry.step_stats import StepStats
-from common.wire.handoff import HandoffRow
+from common.wire.handoff import Frame, HandoffRow, KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.in_process import InProcessTransport
+from decode_service.handoff.transport import TransportReport
 from decode_service.scheduler import DecodeEngine
 from prefill_service import messages as prefill
 from prefill_service.scheduler import PrefillEngine
 
-REPLICA = "in-process"
+Tamper = Callable[[Frame], Sequence[Frame]]
+"""What arrives in place of a frame that a prefill engine sent."""
 
 
 @dataclass
@@ -57,37 +59,90 @@ class PairOptions:
     receive_budget_bytes: int = 1 << 20
     max_segment_bytes: int = 1 << 16
     max_handoff_attempts: int = 3
+    num_replicas: int = 1
 
 
 class _PrefillInbox:
-    """Turns what the transport tells the prefill engine into commands for its next step."""
+    """Turns what a transport tells its prefill engine into commands for that engine's next step."""
 
-    def __init__(self, inbox: list[prefill.Command]) -> None:
-        self._inbox = inbox
+    def __init__(self) -> None:
+        self.commands: list[prefill.Command] = []
+        self.forged_bytes: dict[str, int] = {}
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
-        self._inbox.append(prefill.OpenCall(call_id, rows))
+        self.commands.append(prefill.OpenCall(call_id, rows))
 
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None:
-        self._inbox.append(prefill.CancelCallRows(call_id, rows))
+        self.commands.append(prefill.CancelCallRows(call_id, rows))
 
     def close(self, call_id: str) -> None:
-        self._inbox.append(prefill.CloseCall(call_id))
+        self.commands.append(prefill.CloseCall(call_id))
 
     def sent(self, call_id: str, num_bytes: int) -> None:
-        self._inbox.append(prefill.SegmentBytesSent(call_id, num_bytes))
+        """Bytes of segments that the engine did not send are not reported to it."""
+        forged = min(num_bytes, self.forged_bytes.get(call_id, 0))
+        if forged:
+            self.forged_bytes[call_id] -= forged
+        if num_bytes > forged:
+            self.commands.append(prefill.SegmentBytesSent(call_id, num_bytes - forged))
+
+
+@dataclass
+class PrefillReplica:
+    """A prefill engine, and the transport that leads to it."""
+
+    address: str
+    engine: PrefillEngine
+    transport: InProcessTransport
+    inbox: _PrefillInbox
 
 
 class InProcessPair:
+    """One decode engine and `options.num_replicas` prefill engines; `prefill` is the first of them.
+
+    `tamper` replaces frames between the engines. `clock` is every engine's.
+    """
+
     def __init__(
-        self, model: TargetModel, *, prefill_device: Device, decode_device: Device, options: PairOptions | None = None
+        self,
+        model: TargetModel,
+        *,
+        new_device: Callable[[], Device],
+        options: PairOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        options = options or PairOptions()
+        self._options = options = options or PairOptions()
         self.prefill_steps: list[StepStats] = []
         self.decode_steps: list[StepStats] = []
-        self.prefill = PrefillEngine(
+        self.outcomes: dict[str, Outcome] = {}
+        self.tamper: Tamper | None = None
+        self._aborted: set[str] = set()
+        self._to_decode: list[decode.Command] = []
+        self._reported: dict[str, decode.Replica] = {}
+        self._replica_of_call: dict[str, PrefillReplica] = {}
+        self.decode = DecodeEngine(
             model=model,
-            device=prefill_device,
+            device=new_device(),
+            max_rows=options.decode_rows,
+            max_kv_tokens=options.decode_tokens,
+            max_context_tokens=options.context_tokens,
+            overlap=options.overlap,
+            max_handoff_attempts=options.max_handoff_attempts,
+            clock=clock,
+            on_step=self.decode_steps.append,
+            debug_checks=True,
+        )
+        self.replicas = [
+            self._new_replica(f"replica-{number}", model, new_device(), clock) for number in range(options.num_replicas)
+        ]
+
+    def _new_replica(
+        self, address: str, model: TargetModel, device: Device, clock: Callable[[], float]
+    ) -> PrefillReplica:
+        options = self._options
+        engine = PrefillEngine(
+            model=model,
+            device=device,
             max_rows=options.prefill_rows,
             max_kv_tokens=options.prefill_tokens,
             max_context_tokens=options.context_tokens,
@@ -96,30 +151,23 @@ class InProcessPair:
             send_budget_bytes=options.send_budget_bytes,
             max_segment_bytes=options.max_segment_bytes,
             overlap=options.overlap,
+            clock=clock,
             on_step=self.prefill_steps.append,
             debug_checks=True,
         )
-        self.decode = DecodeEngine(
-            model=model,
-            device=decode_device,
-            max_rows=options.decode_rows,
-            max_kv_tokens=options.decode_tokens,
-            max_context_tokens=options.context_tokens,
-            overlap=options.overlap,
-            max_handoff_attempts=options.max_handoff_attempts,
-            on_step=self.decode_steps.append,
-            debug_checks=True,
-        )
-        self._to_prefill: list[prefill.Command] = []
-        self._to_decode: list[decode.Command] = []
-        self.transport = InProcessTransport(
-            post=self._to_decode.append,
-            prefill=_PrefillInbox(self._to_prefill),
-            address=REPLICA,
+        inbox = _PrefillInbox()
+        transport = InProcessTransport(
+            post=self._post_report,
+            prefill=inbox,
+            address=address,
             receive_budget_bytes=options.receive_budget_bytes,
         )
-        asyncio.run(self.transport.open())
-        self.outcomes: dict[str, Outcome] = {}
+        asyncio.run(transport.open())
+        return PrefillReplica(address, engine, transport, inbox)
+
+    @property
+    def prefill(self) -> PrefillEngine:
+        return self.replicas[0].engine
 
     def submit(
         self, request_id: str, token_ids: Sequence[int], sampling: ResolvedSampling, *, prompt_len: int | None = None
@@ -129,8 +177,18 @@ class InProcessPair:
         self.outcomes[request_id] = Outcome()
         return self.outcomes[request_id]
 
+    def abort(self, request_id: str) -> Outcome:
+        """What the stream carried until now; an event that follows is an AssertionError."""
+        self._to_decode.append(decode.Abort(request_id))
+        self._aborted.add(request_id)
+        return self.outcomes.pop(request_id)
+
     def post(self, command: decode.Command) -> None:
         self._to_decode.append(command)
+
+    def lose(self, replica: PrefillReplica) -> None:
+        """The replica's process dies, as its transport sees it."""
+        replica.transport.peer_lost("killed")
 
     def step(self) -> None:
         """One step of each engine; what one says to the other arrives at its next step."""
@@ -138,12 +196,13 @@ class InProcessPair:
         self.step_decode()
 
     def step_prefill(self) -> None:
-        commands, self._to_prefill[:] = list(self._to_prefill), []
-        for event in self.prefill.step(commands):
-            if isinstance(event, prefill.FrameReady):
-                self.transport.frame_ready(event.call_id, event.frame)
-            else:
-                self.transport.call_done(event.call_id)
+        for replica in self.replicas:
+            commands, replica.inbox.commands = replica.inbox.commands, []
+            for event in replica.engine.step(commands):
+                if isinstance(event, prefill.FrameReady):
+                    self._carry(replica, event.call_id, event.frame)
+                else:
+                    replica.transport.call_done(event.call_id)
 
     def step_decode(self) -> None:
         commands, self._to_decode[:] = list(self._to_decode), []
@@ -151,38 +210,65 @@ class InProcessPair:
             self._route(event)
 
     def run(self, *, bound_s: float = 60.0, until: Callable[[], bool] | None = None) -> None:
-        """Step until every request has ended, or `until` holds. AssertionError when that takes longer than `bound_s`."""
+        """Step until every request has ended, or `until` holds: AssertionError when it takes longer than `bound_s`."""
         is_over = until or (lambda: all(outcome.has_ended for outcome in self.outcomes.values()))
         give_up_s = time.monotonic() + bound_s
         while not is_over():
             assert time.monotonic() < give_up_s, f"not over: {self.decode.load()}, {self.prefill.load()}"
             self.step()
 
-    def settle(self) -> None:
-        """Step until nothing is in use, then check that nothing was lost."""
+    def settle(self, *, bound_s: float = 60.0) -> None:
+        """Step until nothing is in use and no segment is owed, then check that nothing was lost."""
+        engines: list[DecodeEngine | PrefillEngine] = [self.decode, *(replica.engine for replica in self.replicas)]
 
         def is_empty() -> bool:
-            loads = (self.decode.load(), self.prefill.load())
-            return all(load.rows.free == load.rows.total and load.slots.free == load.slots.total for load in loads)
+            loads = [engine.load() for engine in engines]
+            return all(
+                load.rows.free == load.rows.total and load.slots.free == load.slots.total and not load.unsent_bytes
+                for load in loads
+            )
 
-        self.run(until=is_empty)
-        self.decode.pool.check_conservation()
-        self.prefill.pool.check_conservation()
+        self.run(until=is_empty, bound_s=bound_s)
+        for engine in engines:
+            engine.pool.check_conservation()
 
     def close(self) -> None:
         self.decode.close()
-        self.prefill.close()
+        for replica in self.replicas:
+            replica.engine.close()
+
+    def _post_report(self, report: TransportReport) -> None:
+        """A transport knows its own replica only; the engine is told of all of them."""
+        if isinstance(report, decode.ReplicasChanged):
+            self._reported.update({replica.address: replica for replica in report.replicas})
+            report = decode.ReplicasChanged(tuple(self._reported.values()))
+        self._to_decode.append(report)
+
+    def _carry(self, replica: PrefillReplica, call_id: str, frame: Frame) -> None:
+        arriving = [frame] if self.tamper is None else list(self.tamper(frame))
+        forged = _payload_bytes(arriving) - _payload_bytes([frame])
+        replica.inbox.forged_bytes[call_id] = replica.inbox.forged_bytes.get(call_id, 0) + max(0, forged)
+        for arrived in arriving:
+            replica.transport.frame_ready(call_id, arrived)
 
     def _route(self, event: decode.Event) -> None:
         match event:
             case decode.StartHandoff():
-                self.transport.start(event)
+                replica = next(replica for replica in self.replicas if replica.address == event.replica)
+                self._replica_of_call[event.call_id] = replica
+                replica.transport.start(event)
             case decode.CancelHandoffRows():
-                self.transport.cancel_rows(event)
+                self._replica_of_call[event.call_id].transport.cancel_rows(event)
             case decode.BreakCall():
-                self.transport.break_call(event)
+                self._replica_of_call[event.call_id].transport.break_call(event)
             case decode.SegmentsLanded():
-                self.transport.landed(event)
+                self._replica_of_call[event.call_id].transport.landed(event)
+            case _:
+                self._deliver(event)
+
+    def _deliver(self, event: decode.Tokens | decode.Finished | decode.Failed) -> None:
+        assert event.request_id not in self._aborted, f"an event after the abort: {event}"
+        match event:
             case decode.Tokens(request_id, token_ids, logprobs):
                 self.outcomes[request_id].token_ids.extend(token_ids)
                 self.outcomes[request_id].logprobs.extend(logprobs)
@@ -192,3 +278,7 @@ class InProcessPair:
             case decode.Failed():
                 assert not self.outcomes[event.request_id].has_ended, "a second terminal event"
                 self.outcomes[event.request_id].error = event.error
+
+
+def _payload_bytes(frames: Sequence[Frame]) -> int:
+    return sum(frame.num_bytes for frame in frames if isinstance(frame, KvSegment))
