@@ -13,7 +13,11 @@ from common.demo_model import ensure_demo_model
 def describe_machine() -> str:
     """Processor and cores, without the machine's name."""
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         "unknown processor",
     )
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""

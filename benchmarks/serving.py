@@ -39,13 +39,20 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--reference-requests", type=int, default=2, help="requests of `generate` a round")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--peer", help="a program that prints the peer's figures as one JSON object, with its arguments")
+    parser.add_argument(
+        "--peer", help="a program that prints the peer's figures as one JSON object, with its arguments"
+    )
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     levels = [int(level) for level in args.concurrency.split(",")]
     model_dir = demo_model_dir()
     rounds: list[dict[str, Any]] = []
-    rows = ("--max-rows", str(max(levels)), "--max-kv-tokens", str(max(levels) * (args.prompt_tokens + args.new_tokens + 16)))
+    rows = (
+        "--max-rows",
+        str(max(levels)),
+        "--max-kv-tokens",
+        str(max(levels) * (args.prompt_tokens + args.new_tokens + 16)),
+    )
     pair_options = {"model": str(model_dir), "dtype": args.dtype, "prefill_args": rows, "decode_args": rows}
     with LocalPair(**pair_options) as pair:
         for number in range(args.rounds):
@@ -159,7 +166,10 @@ def render(rounds: list[dict[str, Any]], levels: list[int], result: dict[str, An
             f"| {row['decode_tokens_per_s'] / statistics.median([r['decode_tokens_per_s'] for r in reference]):.2f} "
             "| | | | | | |"
         )
-    lines += ["", "Cancellation, tiny model: seconds from dropping the stream until both services hold nothing (bound 0.5):"]
+    lines += [
+        "",
+        "Cancellation, tiny model: seconds from dropping the stream until both services hold nothing (bound 0.5):",
+    ]
     for phase, seconds in result["cancellation_s"].items():
         met = seconds < 0.5
         is_met &= met

@@ -1,0 +1,124 @@
+"""The long parity table: SmolLM2 in float32 through the gRPC pair against `generate`, token for token.
+
+Six configurations cover every pair of {alone, 16 at once} x {overlap on, off} x {chunk 16, 64, 512}; the first turns of a
+JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two of them. Writes its table into
+benchmarks/results. Exit status 1 when anything but a tie diverges, or ties exceed one in 5,000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.client import AsyncClient
+from baton.local_pair import LocalPair
+from benchmarks.machine import demo_model_dir, describe_machine
+from tests.parity.prompts import PROMPTS, ParityPrompt
+from tests.parity.reference import MAX_TIES_PER_TOKEN, Divergence, Reference
+
+RESULTS = Path(__file__).parent / "results"
+NEW_TOKENS = 64
+DEFAULT_TURNS = Path("../shared/prompts/mt_bench.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    concurrency: int
+    overlap: bool
+    chunk_tokens: int
+    with_turns: bool = False
+
+    def __str__(self) -> str:
+        mode = "alone" if self.concurrency == 1 else f"{self.concurrency} at once"
+        return f"{mode}, overlap {'on' if self.overlap else 'off'}, chunk {self.chunk_tokens}"
+
+
+CONFIGURATIONS = (
+    Configuration(16, True, 64, with_turns=True),
+    Configuration(1, False, 64),
+    Configuration(16, False, 16),
+    Configuration(1, True, 16),
+    Configuration(16, False, 512, with_turns=True),
+    Configuration(1, True, 512),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=Path, default=DEFAULT_TURNS, help="skipped, and said so, when it is not there")
+    args = parser.parse_args()
+    model_dir = demo_model_dir()
+    reference = Reference(model_dir, new_tokens=NEW_TOKENS)
+    own = [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
+    turns = outside_prompts(args.turns, reference)
+    lines = [
+        f"# Parity with `generate`, {datetime.date.today().isoformat()}",
+        "",
+        f"{describe_machine()}; SmolLM2-135M-Instruct, float32, greedy, {NEW_TOKENS} new tokens, through the gRPC client; "
+        f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench. `make parity`",
+        "",
+        "| configuration | prompts | tokens | equal prompts | ties | divergences |",
+        "|---|---|---|---|---|---|",
+    ]
+    details: list[str] = []
+    is_met = True
+    for configuration in CONFIGURATIONS:
+        prompts = own + (turns if configuration.with_turns else [])
+        outputs = asyncio.run(run(model_dir, configuration, prompts))
+        found = [reference.compare(name, ids, tokens) for (name, ids), tokens in zip(prompts, outputs, strict=True)]
+        divergences = [divergence for divergence in found if divergence is not None]
+        num_tokens = sum(len(tokens) for tokens in outputs)
+        ties = [divergence for divergence in divergences if divergence.is_tie]
+        is_met &= len(ties) == len(divergences) and len(ties) <= max(1, num_tokens * MAX_TIES_PER_TOKEN)
+        lines.append(row(configuration, len(prompts), num_tokens, divergences, ties))
+        details += [f"- {configuration}: {divergence}" for divergence in divergences]
+        print(lines[-1], file=sys.stderr, flush=True)
+    table = "\n".join([*lines, "", *details]).rstrip()
+    print(table)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{datetime.date.today().isoformat()}-parity.md").write_text(table + "\n")
+    sys.exit(0 if is_met else 1)
+
+
+def row(
+    configuration: Configuration, num_prompts: int, num_tokens: int, found: list[Divergence], ties: list[Divergence]
+) -> str:
+    num_equal = num_prompts - len(found)
+    return f"| {configuration} | {num_prompts} | {num_tokens} | {num_equal} | {len(ties)} | {len(found) - len(ties)} |"
+
+
+def outside_prompts(path: Path, reference: Reference) -> list[tuple[str, list[int]]]:
+    if not path.exists():
+        print(f"{path} is not there: only the project's own prompts run", file=sys.stderr)
+        return []
+    questions = [json.loads(line) for line in path.read_text().splitlines()]
+    prompts = [ParityPrompt(f"mt_bench {question['question_id']}", question["turns"][0]) for question in questions]
+    return [(prompt.name, reference.prompt_ids(prompt)) for prompt in prompts]
+
+
+async def run(model_dir: Path, configuration: Configuration, prompts: list[tuple[str, list[int]]]) -> list[list[int]]:
+    overlap = "--overlap" if configuration.overlap else "--no-overlap"
+    with LocalPair(
+        model=str(model_dir),
+        dtype="float32",
+        prefill_args=(f"--chunk-tokens={configuration.chunk_tokens}", "--max-kv-tokens=24576"),
+        decode_args=(overlap, "--max-kv-tokens=24576", "--max-rows=16"),
+    ) as pair:
+        async with AsyncClient(pair.decode_addresses[0]) as client:
+            slots = asyncio.Semaphore(configuration.concurrency)
+
+            async def complete(ids: list[int]) -> list[int]:
+                async with slots:
+                    completion = await client.complete(token_ids=ids, temperature=0.0, max_tokens=NEW_TOKENS)
+                return list(completion.token_ids)
+
+            return list(await asyncio.gather(*(complete(ids) for _, ids in prompts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What transformers' `generate` says about the parity prompts, and how output is compared with it.
+
+A divergence counts as a tie only when the reference's two best logits there are closer than TIE_GAP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.parity.prompts import ParityPrompt
+
+TIE_GAP = 1e-4
+MAX_TIES_PER_TOKEN = 1 / 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place where an output left the reference. After a tie the rest of that output is not comparable."""
+
+    name: str
+    place: int
+    wanted: int
+    got: int | None
+    gap: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.got is not None and self.gap < TIE_GAP
+
+    def __str__(self) -> str:
+        kind = "tie" if self.is_tie else "DIVERGENCE"
+        return (
+            f"{kind}: {self.name}, token {self.place}: {self.wanted} wanted, {self.got} got, top-2 gap {self.gap:.2e}"
+        )
+
+
+class Reference:
+    """Greedy float32 `generate` of one model, each prompt alone."""
+
+    def __init__(self, model_dir: Path, *, new_tokens: int) -> None:
+        self.new_tokens = new_tokens
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._outputs: dict[tuple[int, ...], list[int]] = {}
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        ids = self._model.generation_config.eos_token_id
+        return tuple(ids) if isinstance(ids, list) else (ids,)
+
+    def prompt_ids(self, prompt: ParityPrompt) -> list[int]:
+        if not prompt.is_chat:
+            return list(self._tokenizer(prompt.text)["input_ids"])
+        messages = [{"role": "user", "content": prompt.text}]
+        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def tokens(self, prompt_ids: Sequence[int]) -> list[int]:
+        key = tuple(prompt_ids)
+        if key not in self._outputs:
+            ids = torch.tensor([list(prompt_ids)])
+            output = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=self.new_tokens
+            )
+            self._outputs[key] = output[0, len(prompt_ids) :].tolist()
+        return self._outputs[key]
+
+    def compare(self, name: str, prompt_ids: Sequence[int], got: Sequence[int]) -> Divergence | None:
+        """None when every token agrees."""
+        wanted = self.tokens(prompt_ids)
+        if list(got) == wanted:
+            return None
+        place = next(
+            (i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(len(wanted), len(got))
+        )
+        if place >= len(wanted):
+            return Divergence(name, place, -1, got[place], float("inf"))
+        prefix = torch.tensor([[*prompt_ids, *wanted[:place]]])
+        with torch.inference_mode():
+            best = self._model(prefix, use_cache=False, logits_to_keep=1).logits[0, -1].topk(2).values
+        return Divergence(
+            name, place, wanted[place], got[place] if place < len(got) else None, float(best[0] - best[1])
+        )
