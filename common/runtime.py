@@ -9,6 +9,7 @@ from pathlib import Path
 
 import structlog
 import torch
+import transformers
 
 from common.config.settings import ServiceSettings
 from common.device.factory import open_device
@@ -37,6 +38,7 @@ class Runtime:
 
 def open_runtime(settings: ServiceSettings) -> Runtime:
     """Load everything; minutes for a large model. Raises StartupError."""
+    transformers.utils.logging.disable_progress_bar()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     device = open_device(settings.device, num_threads=settings.num_threads or len(os.sched_getaffinity(0)))
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)

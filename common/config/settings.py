@@ -50,7 +50,7 @@ class ServiceSettings(BaseSettings):
     tf32: bool = False
     num_threads: Annotated[int, Field(ge=0)] = 0
     max_rows: Positive = 32
-    max_kv_tokens: Positive = 65536
+    max_kv_tokens: Positive = 32768
     max_context_tokens: Positive | None = None
     grace_period_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
