@@ -20,9 +20,8 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class TokenDecoder(Protocol):
     """What turning output into text needs."""
 
-    @property
-    def skipped_ids(self) -> frozenset[int]:
-        """Special tokens: they have no text and do not separate what is around them."""
+    def is_skipped(self, token_id: int) -> bool:
+        """Special tokens, and ids past the vocabulary: they have no text and do not separate what is around them."""
 
     @property
     def byte_ids(self) -> frozenset[int]:
@@ -55,7 +54,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         self._pretrained = pretrained
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_ids = _byte_fallback_ids(backend)
         pretrained("")  # resets truncation and padding now: later calls then only read the backend
 
@@ -64,8 +63,11 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return cls(AutoTokenizer.from_pretrained(str(directory)))
 
     @property
-    def skipped_ids(self) -> frozenset[int]:
-        return self._skipped_ids
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids
+
+    def is_skipped(self, token_id: int) -> bool:
+        return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     @property
     def byte_ids(self) -> frozenset[int]:

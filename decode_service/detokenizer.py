@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         self._num_emitted_chars = 0  # of the window's text
 
     def push(self, token_id: int) -> DecodedText:
-        if token_id in self._decoder.skipped_ids:
+        if self._decoder.is_skipped(token_id):
             return DecodedText("")
         self._window.append(token_id)
         text = self._decoder.decode(self._window)

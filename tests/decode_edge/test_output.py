@@ -186,7 +186,8 @@ def test_an_ending_token_is_in_the_ids_and_not_in_the_text() -> None:
     assert output.match is None
 
 
-def test_special_tokens_without_end_do_not_slow_the_next_token_down() -> None:
+@pytest.mark.parametrize("token_id", [eos_id(BYTES), vocab_size(BYTES) + 1], ids=["special", "past the vocabulary"])
+def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> None:
     """With EOS ignored a model may repeat it for thousands of tokens: no context may grow with them."""
     decoded_lens: list[int] = []
 
@@ -199,6 +200,6 @@ def test_special_tokens_without_end_do_not_slow_the_next_token_down() -> None:
     tokenizer.__class__ = Counting
     output = OutputProcessor(decoder=tokenizer)
 
-    output.push([eos_id(tokenizer)] * 500 + [ord("a")] * 500)
+    output.push([token_id] * 500 + [ord("a")] * 500)
 
     assert max(decoded_lens) < 10

@@ -64,11 +64,11 @@ def _wrapped(tokenizer: Tokenizer) -> TextTokenizer:
 
 
 def vocab_size(tokenizer: TextTokenizer) -> int:
-    return max(tokenizer.skipped_ids) + 2
+    return max(tokenizer.special_ids) + 2
 
 
 def eos_id(tokenizer: TextTokenizer) -> int:
-    return min(tokenizer.skipped_ids)
+    return min(tokenizer.special_ids)
 
 
 def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
