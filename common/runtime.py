@@ -17,9 +17,10 @@ from common.device.stream import Device
 from common.errors import StartupError, UnsupportedModel
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from common.model_digest import compute_fingerprint
 from common.model_source import resolve_model
 from common.tokenizer import TextTokenizer
-from common.wire.fingerprint import Fingerprint, compute_fingerprint
+from common.wire.fingerprint import Fingerprint
 
 _log = structlog.get_logger(__name__)
 
