@@ -1,0 +1,261 @@
+"""Sampled tokens follow the exact distribution, and the same seed gives the same tokens wherever it runs (A4, I13).
+
+The target's next token depends on its last one only, so every transition is a draw from a known row. The distribution
+of each row is computed here in float64 from the model's own logits, apart from the code under test.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.stats import chi2
+from torch import Tensor
+
+import common.model.sampling
+from common.model.noise import row_keys
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from tests.conftest import MakePair
+from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
+from tests.support.pair import InProcessPair, PairOptions
+
+NUM_REQUESTS = 320
+NEW_TOKENS = 64
+NUM_FIRST_TOKENS = 1600
+FIRST_SEED = 1000
+FIRST_SOURCES = (7, 19, 33, 52)
+SETTINGS = {
+    "temperature-0.7": ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.7),
+    "temperature-1.0": ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=1.0),
+    "top_p": ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, top_p=0.8),
+    "top_k": ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, top_k=12),
+    "min_p": ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, min_p=0.1),
+}
+FALSE_ALARM = 1e-6 / (2 * len(SETTINGS))
+"""Of one test: first tokens and decode tokens of every setting are tested, and together they may err once in 10^6."""
+
+Matrix = NDArray[np.float64]
+
+
+@pytest.fixture(scope="session")
+def logits(last_token_model_dir: Path) -> Matrix:
+    return next_token_logits(last_token_model_dir).double().numpy()
+
+
+def distribution(logits: Matrix, sampling: ResolvedSampling) -> Matrix:
+    """[vocab, vocab]: row t is the exact distribution after token t. Asserts that no cut lies within rounding."""
+    scaled = logits / sampling.temperature
+    order = np.argsort(-scaled, axis=1, kind="stable")
+    ordered = np.take_along_axis(scaled, order, axis=1)
+    kept = np.ones_like(ordered, dtype=bool)
+    if sampling.top_k:
+        assert np.abs(np.diff(ordered[:, sampling.top_k - 1 : sampling.top_k + 1])).min() > 1e-5
+        kept[:, sampling.top_k :] = False
+    probs = normalised(np.exp(ordered - ordered[:, :1]) * kept)
+    mass_before = np.cumsum(probs, axis=1) - probs
+    if sampling.top_p < 1:
+        assert np.abs(mass_before - sampling.top_p).min() > 1e-6
+        kept &= mass_before < sampling.top_p
+    if sampling.min_p > 0:
+        relative = probs / probs[:, :1]
+        assert np.abs(relative - sampling.min_p).min() > 1e-6
+        kept &= relative >= sampling.min_p
+    exact = np.zeros_like(probs)
+    np.put_along_axis(exact, order, normalised(probs * kept), axis=1)
+    return exact
+
+
+def normalised(weights: Matrix) -> Matrix:
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def p_value(counts: Matrix, exact: Matrix) -> float:
+    """Chi-square over all source rows together; cells expecting fewer than 5 draws are pooled within their row."""
+    assert counts[exact == 0].sum() == 0, "a token of probability 0 was drawn"
+    statistic, degrees = 0.0, 0
+    for observed, probs in zip(counts, exact, strict=True):
+        expected = probs * observed.sum()
+        is_large = expected >= 5
+        cells = [*zip(observed[is_large], expected[is_large], strict=True)]
+        pooled = expected[~is_large].sum()
+        if pooled >= 1:
+            cells.append((observed[~is_large].sum(), pooled))
+        if len(cells) > 1:
+            statistic += sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+            degrees += len(cells) - 1
+    assert degrees >= 10, "too few draws to tell anything"
+    return float(chi2.sf(statistic, degrees))
+
+
+def transition_counts(transitions: list[tuple[int, int]]) -> Matrix:
+    counts = np.zeros((SMALL_VOCAB_SIZE, SMALL_VOCAB_SIZE))
+    for source, token in transitions:
+        counts[source, token] += 1
+    return counts
+
+
+def draw(pair: InProcessPair, sampling: ResolvedSampling, *, num_requests: int) -> tuple[Matrix, Matrix]:
+    """Counts of (last prompt token, first token), drawn on prefill, and of every later transition, drawn on decode."""
+    sources = [FIRST_SOURCES[number % len(FIRST_SOURCES)] for number in range(num_requests)]
+    outcomes = [
+        pair.submit(f"{sampling.max_tokens}-{number}", [5, source], replace(sampling, seed=FIRST_SEED + number))
+        for number, source in enumerate(sources)
+    ]
+    pair.run()
+    assert all(len(outcome.token_ids) == sampling.max_tokens for outcome in outcomes)
+    first = [(source, outcome.token_ids[0]) for source, outcome in zip(sources, outcomes, strict=True)]
+    later = [step for outcome in outcomes for step in zip(outcome.token_ids, outcome.token_ids[1:], strict=False)]
+    return transition_counts(first), transition_counts(later)
+
+
+WIDE = PairOptions(
+    prefill_rows=80,
+    decode_rows=80,
+    prefill_tokens=800,
+    decode_tokens=80 * 70,
+    context_tokens=80,
+)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_follow_the_exact_distribution(
+    name: str, make_pair: MakePair, last_token_target: TargetModel, logits: Matrix
+) -> None:
+    pair = make_pair(last_token_target, WIDE)
+    exact = distribution(logits, SETTINGS[name])
+    later = draw(pair, SETTINGS[name], num_requests=NUM_REQUESTS)[1]
+    first = draw(pair, replace(SETTINGS[name], max_tokens=1), num_requests=NUM_FIRST_TOKENS)[0]
+    assert (first.sum(), later.sum()) == (NUM_FIRST_TOKENS, NUM_REQUESTS * (NEW_TOKENS - 1))
+    assert p_value(first, exact) > FALSE_ALARM, "first tokens"
+    assert p_value(later, exact) > FALSE_ALARM, "decode tokens"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_test_tells_a_setting_from_no_setting(
+    name: str, make_pair: MakePair, last_token_target: TargetModel, logits: Matrix
+) -> None:
+    """Draws at temperature 0.85 fit none of the settings."""
+    exact = distribution(logits, SETTINGS[name])
+    sampling = ResolvedSampling(seed=0, max_tokens=24, temperature=0.85)
+    counts = draw(make_pair(last_token_target, WIDE), sampling, num_requests=NUM_REQUESTS)[1]
+    assert (exact == 0)[counts > 0].any() or p_value(counts, exact) < FALSE_ALARM
+
+
+# ---- the same seed, the same tokens ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SeededRequest:
+    prompt: list[int]
+    sampling: ResolvedSampling
+
+
+def seeded_requests() -> list[SeededRequest]:
+    numbers = random.Random(3)
+    shapes = [replace(sampling, max_tokens=24) for sampling in SETTINGS.values()]
+    return [
+        SeededRequest(
+            [numbers.randrange(4, SMALL_VOCAB_SIZE) for _ in range(1 + 3 * number)],
+            replace(shapes[number % len(shapes)], seed=numbers.getrandbits(64)),
+        )
+        for number in range(16)
+    ]
+
+
+def options(*, chunk_tokens: int = 512, overlap: bool = True) -> PairOptions:
+    return PairOptions(chunk_tokens=chunk_tokens, overlap=overlap, max_batch_tokens=512, context_tokens=96)
+
+
+def tokens_alone(pair: InProcessPair) -> list[list[int]]:
+    tokens = []
+    for number, request in enumerate(seeded_requests()):
+        outcome = pair.submit(str(number), request.prompt, request.sampling)
+        pair.run()
+        tokens.append(outcome.token_ids)
+    return tokens
+
+
+def tokens_in_a_batch(pair: InProcessPair, *, is_staggered: bool = False) -> list[list[int]]:
+    requests = list(enumerate(seeded_requests()))
+    outcomes = {}
+    for number, request in reversed(requests):
+        outcomes[number] = pair.submit(str(number), request.prompt, request.sampling)
+        for _ in range(number % 3 if is_staggered else 0):
+            pair.step()
+    pair.run()
+    assert max(step.batch_size for step in pair.decode_steps) >= 8, "the requests did not run together"
+    return [outcomes[number].token_ids for number, _ in requests]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("chunk_tokens", [4, 16, 512])
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
+    chunk_tokens: int, overlap: bool, make_pair: MakePair, last_token_target: TargetModel
+) -> None:
+    alone = tokens_alone(make_pair(last_token_target, options()))
+    pair = make_pair(last_token_target, options(chunk_tokens=chunk_tokens, overlap=overlap))
+    assert tokens_in_a_batch(pair) == alone
+
+
+def test_requests_that_differ_in_the_seed_alone_differ_in_their_tokens(
+    make_pair: MakePair, last_token_target: TargetModel
+) -> None:
+    pair = make_pair(last_token_target, options())
+    first, same, other = (
+        pair.submit(name, [5, 7], ResolvedSampling(seed=seed, max_tokens=24))
+        for name, seed in [("first", 1), ("same", 1), ("other", 1 << 63 | 1)]
+    )
+    pair.run()
+    assert first.token_ids == same.token_ids != other.token_ids
+
+
+# ---- broken noise is noticed ----------------------------------------------------------------------------------------
+
+
+def keyed_by_batch_row(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+    return row_keys(seeds + torch.arange(seeds.shape[0]), choice_indices, positions)
+
+
+class KeyedByStep:
+    """Ignores the position: each call of the sampler is one step."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def __call__(self, seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+        self._num_calls += 1
+        return row_keys(seeds, choice_indices, torch.full_like(positions, self._num_calls))
+
+
+@pytest.mark.parametrize("broken", [keyed_by_batch_row, KeyedByStep()], ids=["batch-row", "step"])
+def test_noise_keyed_by_place_or_time_fails_the_comparison(
+    broken: Any, make_pair: MakePair, last_token_target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common.model.sampling, "row_keys", broken)
+    alone = tokens_alone(make_pair(last_token_target, options()))
+    together = tokens_in_a_batch(make_pair(last_token_target, options()), is_staggered=True)
+    differing = sum(one != other for one, other in zip(alone, together, strict=True))
+    assert differing >= 12
+
+
+def test_noise_without_the_seed_fails_the_distribution(
+    make_pair: MakePair, last_token_target: TargetModel, logits: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request then draws with one noise: the draws are no sample of anything."""
+
+    def seedless(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+        return row_keys(torch.zeros_like(seeds), choice_indices, positions)
+
+    monkeypatch.setattr(common.model.sampling, "row_keys", seedless)
+    sampling = SETTINGS["temperature-1.0"]
+    first, later = draw(make_pair(last_token_target, WIDE), sampling, num_requests=NUM_REQUESTS)
+    exact = distribution(logits, sampling)
+    assert p_value(first, exact) < FALSE_ALARM
+    assert p_value(later, exact) < FALSE_ALARM
