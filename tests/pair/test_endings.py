@@ -1,0 +1,238 @@
+"""Tokens, log-probabilities and counts agree in every ending (A7); what shapes the logits does as `generate` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from decode_service.messages import FinishAtStop, Finished, FinishReason
+from tests.conftest import MakePair
+from tests.support.pair import InProcessPair, Outcome, PairOptions
+from tests.support.reference import Reference, generate_greedily
+
+PROMPT = [31, 77, 150, 203, 48, 99, 121, 64, 180, 15, 220, 36, 142, 88, 59, 101, 240, 17, 73, 195]
+NEW_TOKENS = 24
+EOS = 2
+Generate = Callable[..., Reference]
+
+
+@pytest.fixture
+def pair(make_pair: MakePair, tiny_target: Callable[[str], TargetModel]) -> InProcessPair:
+    return make_pair(tiny_target("llama"), PairOptions(chunk_tokens=8))
+
+
+@pytest.fixture(scope="module")
+def generate(tiny_model_dir: Callable[[str], Path]) -> Generate:
+    """`generate` for PROMPT."""
+
+    def run(num_tokens: int = NEW_TOKENS, **options: object) -> Reference:
+        return generate_greedily(tiny_model_dir("llama"), PROMPT, num_tokens, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(generate: Generate) -> list[int]:
+    """What follows PROMPT when nothing ends it."""
+    return generate().token_ids
+
+
+def first_new_at(tokens: list[int], at_least: int) -> int:
+    """The first place, not before `at_least`, whose token did not occur before it."""
+    return next(place for place in range(at_least, len(tokens)) if tokens[place] not in tokens[:place])
+
+
+def greedy(**changes: object) -> ResolvedSampling:
+    return ResolvedSampling(**{"seed": 0, "max_tokens": NEW_TOKENS, "temperature": 0.0, "num_logprobs": 3, **changes})
+
+
+def run(pair: InProcessPair, sampling: ResolvedSampling) -> Outcome:
+    outcome = pair.submit("request", PROMPT, sampling)
+    pair.run()
+    return outcome
+
+
+def ending_of(outcome: Outcome) -> Finished:
+    """The terminal event, after checking that every count agrees."""
+    assert outcome.finished is not None, outcome.error
+    assert outcome.finished.num_prompt_tokens == len(PROMPT)
+    assert outcome.finished.num_completion_tokens == len(outcome.token_ids) == len(outcome.logprobs)
+    return outcome.finished
+
+
+# ---- endings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_token_that_is_eos_is_the_only_one_and_no_decode_step_runs(pair: InProcessPair) -> None:
+    outcome = run(pair, greedy(eos_token_ids=(EOS,), logit_bias=((EOS, 100.0),)))
+    assert outcome.token_ids == [EOS]
+    assert ending_of(outcome).reason is FinishReason.EOS
+    assert pair.decode_steps == [] and pair.decode.load().num_steps == 0
+
+
+def test_a_first_token_that_is_a_stop_token_is_the_only_one_and_is_named(pair: InProcessPair, plain: list[int]) -> None:
+    outcome = run(pair, greedy(eos_token_ids=(EOS,), stop_token_ids=(5, plain[0])))
+    assert outcome.token_ids == plain[:1]
+    finished = ending_of(outcome)
+    assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP_TOKEN, plain[0])
+    assert pair.decode_steps == []
+
+
+def test_max_tokens_1_gives_exactly_one_token(pair: InProcessPair, plain: list[int]) -> None:
+    outcome = run(pair, greedy(max_tokens=1))
+    assert outcome.token_ids == plain[:1]
+    assert ending_of(outcome).reason is FinishReason.LENGTH
+    assert pair.decode_steps == []
+
+
+@pytest.mark.parametrize("max_tokens", [2, 3, NEW_TOKENS])
+def test_max_tokens_is_exact(max_tokens: int, pair: InProcessPair, plain: list[int]) -> None:
+    outcome = run(pair, greedy(max_tokens=max_tokens))
+    assert outcome.token_ids == plain[:max_tokens]
+    finished = ending_of(outcome)
+    assert (finished.reason, finished.stop_token_id, finished.stop_string) == (FinishReason.LENGTH, None, None)
+    assert len(pair.decode_steps) == max_tokens - 1, "no step runs whose tokens are dropped"
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_eos_in_the_middle_ends_the_output_with_it(
+    overlap: bool, make_pair: MakePair, tiny_target: Callable[[str], TargetModel], plain: list[int]
+) -> None:
+    place = first_new_at(plain, at_least=4)
+    outcome = run(make_pair(tiny_target("llama"), PairOptions(overlap=overlap)), greedy(eos_token_ids=(plain[place],)))
+    assert outcome.token_ids == plain[: place + 1]
+    assert ending_of(outcome).reason is FinishReason.EOS
+
+
+def test_a_last_allowed_token_that_is_eos_ends_with_eos(pair: InProcessPair, plain: list[int]) -> None:
+    place = first_new_at(plain, at_least=4)
+    outcome = run(pair, greedy(eos_token_ids=(plain[place],), max_tokens=place + 1))
+    assert outcome.token_ids == plain[: place + 1]
+    assert ending_of(outcome).reason is FinishReason.EOS
+
+
+def test_an_ignored_eos_ends_nothing(pair: InProcessPair) -> None:
+    outcome = run(pair, greedy(eos_token_ids=(), logit_bias=((EOS, 100.0),), max_tokens=5))
+    assert outcome.token_ids == [EOS] * 5
+    assert ending_of(outcome).reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("min_tokens", [1, 6])
+def test_no_end_comes_before_min_tokens(
+    min_tokens: int, pair: InProcessPair, generate: Generate, plain: list[int]
+) -> None:
+    """The end tokens cannot be drawn, on prefill or on decode, until min_tokens are out; then they can."""
+    ends = tuple(dict.fromkeys(plain[:3]))
+    wanted = generate(min_new_tokens=min_tokens, eos_token_id=list(ends)).token_ids
+    assert wanted != plain[: len(wanted)] and len(wanted) > min_tokens
+    outcome = run(pair, greedy(eos_token_ids=ends[:1], stop_token_ids=ends[1:], min_tokens=min_tokens))
+    assert outcome.token_ids == wanted
+    ending_of(outcome)
+
+
+def test_a_stop_that_the_edge_matched_cuts_the_counts_and_the_stream(pair: InProcessPair, plain: list[int]) -> None:
+    outcome = pair.submit("request", PROMPT, greedy())
+    pair.run(until=lambda: len(outcome.token_ids) >= 6)
+    pair.post(FinishAtStop("request", 4, "stop"))
+    pair.step_decode()
+    num_delivered = len(outcome.token_ids)
+    assert outcome.finished is not None
+    assert (outcome.finished.reason, outcome.finished.stop_string) == (FinishReason.STOP_STRING, "stop")
+    assert (outcome.finished.num_prompt_tokens, outcome.finished.num_completion_tokens) == (len(PROMPT), 4)
+    pair.settle()
+    assert outcome.token_ids == plain[:num_delivered], "nothing follows the terminal event"
+
+
+def test_a_stop_matched_after_the_output_ended_is_ignored(pair: InProcessPair, plain: list[int]) -> None:
+    outcome = run(pair, greedy(max_tokens=3))
+    pair.post(FinishAtStop("request", 2, "stop"))
+    pair.settle()
+    assert ending_of(outcome).reason is FinishReason.LENGTH
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shaping", [{}, {"logit_bias": ((9, 4.0),), "repetition_penalty": 1.3}], ids=["plain", "shaped logits"]
+)
+def test_logprobs_of_first_and_later_tokens_are_the_unmodified_models(
+    shaping: dict[str, object], pair: InProcessPair, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    outcome = run(pair, greedy(num_logprobs=5, max_tokens=12, **shaping))
+    ending_of(outcome)
+    for place, (token, logprobs) in enumerate(zip(outcome.token_ids, outcome.logprobs, strict=True)):
+        row = generate_greedily(tiny_model_dir("llama"), [*PROMPT, *outcome.token_ids[:place]], 1).logprobs[0]
+        top = row.topk(5)
+        assert logprobs.chosen == pytest.approx(float(row[token]), abs=1e-4)
+        assert logprobs.top_ids == tuple(top.indices.tolist())
+        assert logprobs.top_values == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_each_request_of_a_batch_gets_as_many_logprobs_as_it_asked_for(pair: InProcessPair) -> None:
+    asked = {"none": None, "chosen alone": 0, "two": 2, "five": 5}
+    outcomes = {name: pair.submit(name, PROMPT, greedy(num_logprobs=number)) for name, number in asked.items()}
+    pair.run()
+    assert outcomes["none"].logprobs == []
+    for name in ("chosen alone", "two", "five"):
+        assert len(outcomes[name].logprobs) == NEW_TOKENS
+        assert all(len(entry.top_ids) == len(entry.top_values) == asked[name] for entry in outcomes[name].logprobs)
+
+
+# ---- what shapes the logits -----------------------------------------------------------------------------------------
+
+
+class PresenceAndFrequency(LogitsProcessor):  # type: ignore[misc]
+    """The two penalties on output tokens, as their definition says."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.bincount(input_ids[0, len(PROMPT) :], minlength=scores.shape[1])
+        return scores - counts * self._frequency - (counts > 0) * self._presence
+
+
+def test_repetition_penalty_equals_generate(pair: InProcessPair, generate: Generate, plain: list[int]) -> None:
+    wanted = generate(repetition_penalty=1.8).token_ids
+    assert wanted != plain, "the penalty changes something"
+    assert run(pair, greedy(repetition_penalty=1.8)).token_ids == wanted
+
+
+def test_presence_and_frequency_penalties_equal_generate(
+    pair: InProcessPair, generate: Generate, plain: list[int]
+) -> None:
+    """The first token counts too, though another engine drew it."""
+    favourite = plain[0]
+    bias = ((favourite, 12.0),)
+    processors = LogitsProcessorList([PresenceAndFrequency(0.5, 1.5)])
+    wanted = generate(logits_processor=processors, sequence_bias={(favourite,): 12.0}).token_ids
+    assert wanted[0] == favourite and wanted.count(favourite) > 2, "counts matter"
+    outcome = run(pair, greedy(presence_penalty=0.5, frequency_penalty=1.5, logit_bias=bias))
+    assert outcome.token_ids == wanted
+
+
+def test_logit_bias_equals_generate(pair: InProcessPair, generate: Generate, plain: list[int]) -> None:
+    bias = ((9, 5.0), (plain[0], -100.0), (plain[3], -100.0))
+    wanted = generate(sequence_bias={(token,): value for token, value in bias}).token_ids
+    assert wanted[0] != plain[0]
+    assert run(pair, greedy(logit_bias=bias)).token_ids == wanted
+
+
+def test_shaping_stays_with_its_request_in_a_batch(pair: InProcessPair, generate: Generate, plain: list[int]) -> None:
+    penalised = pair.submit("penalised", PROMPT, greedy(repetition_penalty=1.8, max_tokens=12))
+    unshaped = pair.submit("plain", PROMPT, greedy())
+    pair.run(until=lambda: penalised.has_ended)
+    reused = pair.submit("a later request in the same row", PROMPT, greedy(repetition_penalty=1.4))
+    pair.run()
+    assert penalised.token_ids == generate(repetition_penalty=1.8).token_ids[:12]
+    assert unshaped.token_ids == plain
+    assert reused.token_ids == generate(repetition_penalty=1.4).token_ids

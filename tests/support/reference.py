@@ -1,0 +1,48 @@
+"""What transformers computes for one prompt: the reference for tokens and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+MIN_GAP = 1e-4
+"""Where the two best choices are closer than this, a greedy token says nothing: pick another prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Greedy output; `logprobs` [tokens, vocab] are the model's own, before any processor."""
+
+    token_ids: list[int]
+    logprobs: Tensor
+
+
+@cache
+def _model(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def generate_greedily(directory: Path, prompt: Sequence[int], num_tokens: int, **options: Any) -> Reference:
+    """`generate` with these options, at most `num_tokens`. Raises AssertionError where a choice nearly ties."""
+    ids = torch.tensor([list(prompt)])
+    generated = _model(directory).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        output_logits=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **{"eos_token_id": None, **options},
+    )
+    gaps = [float(step.topk(2).values[0].diff().abs()) for step in generated.scores]
+    assert min(gaps) > MIN_GAP, "the reference nearly ties"
+    logprobs = torch.log_softmax(torch.cat(generated.logits), dim=-1)
+    return Reference(generated.sequences[0, len(prompt) :].tolist(), logprobs)
