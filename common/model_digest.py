@@ -38,7 +38,7 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
 
 
 def compute_fingerprint(directory: Path, model: TargetModel, *, cache_dir: Path | None = None) -> Fingerprint:
-    """The fingerprint of the model in `directory` as `model` serves it. Raises UnsupportedModel without weight files."""
+    """The fingerprint of the model in `directory` as `model` serves it. UnsupportedModel without weight files."""
     return Fingerprint(
         config_digest=config_digest(json.loads((directory / "config.json").read_text())),
         target_weights_digest=weights_digest(directory, cache_dir or default_cache_dir()),
@@ -78,7 +78,7 @@ def weights_digest(directory: Path, cache_dir: Path) -> str:
 def _tensor_lines(file: Path) -> list[str]:
     lines = []
     with safe_open(str(file), framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118: not a mapping
+        for name in tensors.keys():  # noqa: SIM118
             tensor = tensors.get_tensor(name)
             content = _digest([memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())])
             lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {content}")
