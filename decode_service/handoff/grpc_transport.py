@@ -162,8 +162,10 @@ class GrpcTransport:
         while True:
             look_now.clear()
             self._saw(await replica.look(self._timeouts.poll_timeout_s))
+            # Not wait_for: on Python 3.11 it loses a cancellation that meets its time-out.
             with suppress(TimeoutError):
-                await asyncio.wait_for(look_now.wait(), self._timeouts.poll_interval_s)
+                async with asyncio.timeout(self._timeouts.poll_interval_s):
+                    await look_now.wait()
 
     def _saw(self, replica: Replica) -> None:
         before = self._seen[replica.address]

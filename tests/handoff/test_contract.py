@@ -29,6 +29,13 @@ class Pair:
         self.home.transport.start(StartHandoff(call_id, self.home.address, rows or (row(),)))  # type: ignore[arg-type]
         return self.prefill.opened(opened + 1)[-1].call_id
 
+    def exchange_another_call(self, call_id: str) -> None:
+        """A whole call without payload, there and back: whatever was free to move before it has moved."""
+        call = self.start(call_id=call_id)
+        self.prefill.emit(call, failed(0))
+        self.prefill.finish(call)
+        assert self.decode.ended(call_id).error is None
+
     def land(self, num_bytes: int, call_id: str = "call") -> None:
         self.home.transport.landed(SegmentsLanded(call_id, num_bytes))
 
@@ -172,6 +179,9 @@ def test_a_slow_receiver_holds_the_sender_back_and_resumes(make_pair: MakePair) 
     call = pair.start(row(num_tokens=num_segments * 32))
     pair.prefill.emit(call, *(segment(0, place) for place in range(num_segments)))
     pair.prefill.finish(call)
+    pair.decode.wait_for_segments(budget)
+    for number in range(8):
+        pair.exchange_another_call(f"another {number}")
     in_the_stream = 6  # one read ahead, one being written, and the flow-control windows
     for landed in range(num_segments):
         pair.decode.wait_for_segments(min(landed + budget, num_segments))
@@ -192,14 +202,24 @@ def test_the_budget_is_shared_by_all_calls_in_the_order_they_came(make_pair: Mak
     pair.prefill.emit(second, segment(0, 0))
     pair.prefill.emit(second, failed(0))
     pair.prefill.finish(second)
-    third = pair.start(call_id="third")
-    pair.prefill.emit(third, failed(0))
-    pair.prefill.finish(third)
-    pair.decode.ended("third")  # frames without payload need no budget
+    pair.exchange_another_call("third")  # frames without payload need no budget
     assert len(pair.decode.segments()) == 1
     pair.land(SEGMENT_BYTES, "first")
     pair.decode.frames("second", 2)
     assert pair.decode.ended("second").error is None
+
+
+def test_bytes_that_land_together_let_several_calls_go_on(make_pair: MakePair) -> None:
+    pair = make_pair(2 * SEGMENT_BYTES)
+    first, second, third = (pair.start(call_id=call_id) for call_id in ("first", "second", "third"))
+    pair.prefill.emit(first, segment(0, 0), segment(0, 1))
+    pair.decode.frames("first", 2)
+    for call in (second, third):
+        pair.prefill.emit(call, segment(0, 0))
+    pair.exchange_another_call("another")
+    pair.land(2 * SEGMENT_BYTES, "first")
+    pair.decode.frames("second", 1)
+    pair.decode.frames("third", 1)
 
 
 def test_a_segment_larger_than_the_whole_budget_still_passes(make_pair: MakePair) -> None:
@@ -236,9 +256,7 @@ def test_bytes_of_an_ended_call_are_owed_until_they_land(make_pair: MakePair) ->
     pair.decode.ended("ended")
     call = pair.start(call_id="next")
     pair.prefill.emit(call, segment(0, 1))
-    probe = pair.start(call_id="probe")
-    pair.prefill.finish(probe)
-    pair.decode.ended("probe")
+    pair.exchange_another_call("another")
     assert len(pair.decode.segments()) == 1
     pair.land(SEGMENT_BYTES, "ended")
     pair.decode.wait_for_segments(2)

@@ -88,6 +88,15 @@ async def status_of(call: Call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
+async def refusal(edge: Edge, *rows: HandoffRow) -> grpc.aio.AioRpcError:
+    """How the call failed, be it before its first command was written or after."""
+    try:
+        call = await edge.open(*rows)
+    except grpc.aio.AioRpcError as failure:
+        return failure
+    return await status_of(call)
+
+
 @asynccontextmanager
 async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> AsyncIterator[Edge]:
     prefill = ScriptedPrefill()
@@ -168,8 +177,8 @@ async def test_a_stream_without_a_first_command_is_not_kept() -> None:
 
 async def test_an_oversized_command_fails_its_call_only() -> None:
     async with serve(HandoffLimits(), max_message_bytes=1024) as edge:
-        call = await edge.open(*(row(num_tokens=256) for _ in range(4)))
-        assert (await status_of(call)).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = await refusal(edge, *(row(num_tokens=256) for _ in range(4)))
+        assert status.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert edge.prefill.commands.all() == []
         await edge.still_serves()
 
@@ -300,14 +309,23 @@ async def test_a_receiver_may_close_its_side_and_still_be_served(edge: Edge) -> 
 
 
 async def test_a_dead_engine_is_unavailable(edge: Edge) -> None:
-    edge.prefill.is_alive = False
-    assert (await status_of(await edge.open())).code() == grpc.StatusCode.UNAVAILABLE
+    edge.prefill.is_alive_for_looks = 0
+    assert (await refusal(edge)).code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_engine_that_dies_while_the_call_opens_is_unavailable(edge: Edge) -> None:
+    call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
+    edge.prefill.is_alive_for_looks = 1
+    await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
+    assert (await status_of(call)).code() == grpc.StatusCode.UNAVAILABLE
+    assert edge.prefill.commands.all() == []
+    assert edge.servicer.num_calls == 0
 
 
 async def test_calls_of_an_engine_that_dies_are_unavailable(edge: Edge) -> None:
     call = await edge.open()
     await edge.opened()
-    edge.prefill.is_alive = False
+    edge.prefill.is_alive_for_looks = 0
     edge.servicer.engine_died(RuntimeError("out of memory"))
     status = await status_of(call)
     assert status.code() == grpc.StatusCode.UNAVAILABLE
