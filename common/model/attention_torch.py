@@ -60,22 +60,20 @@ class _DecodePlan:
         kv = self._kv[layer]
         _write(kv, self._out_cache_loc, key, value)
         num_kv_heads, head_dim = key.shape[1:]
+        keys, values = self._tokens(kv)
         output = scaled_dot_product_attention(
-            query.view(self._num_rows, num_kv_heads, -1, head_dim),
-            self._tokens(kv[0]),
-            self._tokens(kv[1]),
-            attn_mask=self._mask,
-            scale=scaling,
+            query.view(self._num_rows, num_kv_heads, -1, head_dim), keys, values, attn_mask=self._mask, scale=scaling
         )
         return output.reshape(query.shape)
 
-    def _tokens(self, plane: Tensor) -> Tensor:
-        """[slots, kv_heads, head_dim] to the rows' [B, kv_heads, tokens, head_dim]."""
+    def _tokens(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """From [2, slots, kv_heads, head_dim] the rows' keys and values, each [B, kv_heads, tokens, head_dim]."""
         if self._view_start is not None:
-            tokens = plane[self._view_start : self._view_start + self._num_tokens]
+            tokens = kv[:, self._view_start : self._view_start + self._num_tokens]
         else:
-            tokens = plane.index_select(0, self._slots)
-        return tokens.view(self._num_rows, self._num_tokens, *plane.shape[1:]).transpose(1, 2)
+            tokens = kv.index_select(1, self._slots)
+        tokens = tokens.view(2, self._num_rows, self._num_tokens, *kv.shape[2:]).transpose(2, 3)
+        return tokens[0], tokens[1]
 
 
 def _is_run(slots: Tensor) -> bool:
@@ -122,7 +120,7 @@ class _ExtendPlan:
             if row.slots is None:
                 keys, values = key[row.start : row.stop], value[row.start : row.stop]
             else:
-                keys, values = kv[0].index_select(0, row.slots), kv[1].index_select(0, row.slots)
+                keys, values = kv.index_select(1, row.slots)
             num_tokens = row.stop - row.start
             output = scaled_dot_product_attention(
                 query[row.start : row.stop].view(num_tokens, num_kv_heads, num_shared, head_dim).permute(1, 2, 0, 3),

@@ -46,7 +46,7 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu":
         return False
     try:
         _reorder(weight.detach()[:1])
