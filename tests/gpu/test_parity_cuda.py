@@ -1,0 +1,39 @@
+"""On CUDA, float32 with TF32 off, the forward on its own stream: the tokens are those of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.device.factory import open_device
+from common.model.loader import load_target
+from tests.support.greedy_parity import check_tokens_equal_generate
+from tests.support.models import ARCHITECTURES
+from tests.support.pair import InProcessPair, PairOptions
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 64, 512])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("mode", ["alone", "crowd"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_equal_generate(
+    architecture: str, mode: str, overlap: bool, chunk_tokens: int, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    directory = tiny_model_dir(architecture)
+    model = load_target(directory, device="cuda", dtype="float32")
+    options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens)
+    pair = InProcessPair(model, new_device=lambda: open_device("cuda", num_threads=1), options=options)
+    try:
+        check_tokens_equal_generate(pair, directory, crowd=mode == "crowd", chunk_tokens=chunk_tokens)
+        pair.settle()
+    finally:
+        pair.close()

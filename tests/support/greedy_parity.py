@@ -1,0 +1,63 @@
+"""Greedy output against transformers' `generate`: one check for every device."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.model.sampling_params import ResolvedSampling
+from tests.support.pair import InProcessPair
+
+NEW_TOKENS = 24
+PROMPT_LENS = (1, 2, 15, 16, 17, 31, 40, 63, 64, 65, 70, 90, 100, 129, 130, 150)
+
+
+def prompts() -> list[list[int]]:
+    numbers = random.Random(11)
+    return [[numbers.randrange(10, 250) for _ in range(length)] for length in PROMPT_LENS]
+
+
+@cache
+def reference(directory: Path) -> list[list[int]]:
+    """`generate`'s tokens for every prompt. Raises AssertionError where the choice is nearly a tie: pick another seed."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            output_logits=True,
+            return_dict_in_generate=True,
+            eos_token_id=None,
+        )
+        gaps = [float(step.topk(2).values[0].diff().abs()) for step in generated.logits]
+        assert min(gaps) > 1e-4, "the reference nearly ties"
+        outputs.append(generated.sequences[0, len(prompt) :].tolist())
+    return outputs
+
+
+def check_tokens_equal_generate(pair: InProcessPair, model_dir: Path, *, crowd: bool, chunk_tokens: int) -> None:
+    """Run every prompt, one after the other or together, and compare. Also shows that the mode was exercised."""
+    sampling = ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0)
+    for number, prompt in enumerate(prompts()):
+        pair.submit(str(number), prompt, sampling)
+        if not crowd:
+            pair.run()
+            continue
+        for _ in range(number % 3):
+            pair.step()  # staggered arrivals
+    pair.run()
+    for number, tokens in enumerate(reference(model_dir)):
+        assert pair.outcomes[str(number)].token_ids == tokens, f"prompt {number}"
+    if crowd:
+        assert max(step.batch_size for step in pair.decode_steps) >= 8, "the requests did not run together"
+    num_chunks = sum(step.batch_size for step in pair.prefill_steps)
+    assert num_chunks >= sum(-(-length // chunk_tokens) for length in PROMPT_LENS), "prompts were not cut"
