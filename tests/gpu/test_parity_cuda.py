@@ -15,6 +15,9 @@ from tests.support.models import ARCHITECTURES
 from tests.support.pair import InProcessPair, PairOptions
 
 
+pytestmark = pytest.mark.gpu
+
+
 @pytest.fixture(autouse=True)
 def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)

@@ -23,7 +23,7 @@ def prompts() -> list[list[int]]:
 
 @cache
 def reference(directory: Path) -> list[list[int]]:
-    """`generate`'s tokens for every prompt. Raises AssertionError where the choice is nearly a tie: pick another seed."""
+    """`generate`'s tokens for every prompt. AssertionError where a choice is nearly a tie."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts():
