@@ -36,11 +36,27 @@ class Fingerprint:
 def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, str] | None:
     """The first field in which they differ, with both values as text; None when KV may move.
 
-    The protocol version is compared first: with another version the other fields may not mean the same.
+    The protocol version is compared first: with another version the other fields may not mean the same. Layer groups of
+    the same names differ in a member of one of them, `layer_groups[target].dtype` for instance.
     """
     names = sorted((member.name for member in fields(Fingerprint)), key=lambda name: name != "protocol_version")
     for name in names:
         our_value, their_value = getattr(ours, name), getattr(theirs, name)
         if our_value != their_value:
-            return name, str(our_value), str(their_value)
+            in_a_group = _layer_group_difference(our_value, their_value) if name == "layer_groups" else None
+            return in_a_group or (name, str(our_value), str(their_value))
+    return None
+
+
+def _layer_group_difference(
+    ours: tuple[LayerGroupSpec, ...], theirs: tuple[LayerGroupSpec, ...]
+) -> tuple[str, str, str] | None:
+    """None when they have not the same groups in the same order."""
+    if [group.name for group in ours] != [group.name for group in theirs]:
+        return None
+    for our_group, their_group in zip(ours, theirs, strict=True):
+        for member in fields(LayerGroupSpec):
+            our_value, their_value = getattr(our_group, member.name), getattr(their_group, member.name)
+            if our_value != their_value:
+                return f"layer_groups[{our_group.name}].{member.name}", str(our_value), str(their_value)
     return None

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from common.kv.layer_group import LayerGroupSpec
 from common.wire.fingerprint import Fingerprint, SeedColumnSpec, first_difference
 from tests.wire.strategies import DRAFT, PLAIN
 
@@ -40,3 +41,28 @@ def test_the_protocol_version_is_compared_first() -> None:
     difference = first_difference(PLAIN, theirs)
     assert difference is not None
     assert difference[0] == "protocol_version"
+
+
+LAYER_GROUP_CHANGES: dict[str, object] = {
+    "num_layers": 99,
+    "num_planes": 1,
+    "num_heads": 99,
+    "head_dim": 99,
+    "dtype": "float16",
+}
+
+
+def test_every_member_of_a_layer_group_counts() -> None:
+    assert set(LAYER_GROUP_CHANGES) == {member.name for member in fields(LayerGroupSpec)} - {"name"}
+
+
+@pytest.mark.parametrize("member", LAYER_GROUP_CHANGES)
+def test_a_difference_within_a_layer_group_names_the_group_and_the_member(member: str) -> None:
+    ours = PLAIN.layer_groups[0]
+    changed = replace(ours, **{member: LAYER_GROUP_CHANGES[member]})
+    theirs = replace(PLAIN, layer_groups=(changed, *PLAIN.layer_groups[1:]))
+    assert first_difference(PLAIN, theirs) == (
+        f"layer_groups[{ours.name}].{member}",
+        str(getattr(ours, member)),
+        str(LAYER_GROUP_CHANGES[member]),
+    )
