@@ -19,8 +19,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._packed = _reorder(linear.weight.detach())
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        parameters = dict(linear.named_parameters(recurse=False))
+        self._packed: Tensor = _reorder(parameters["weight"].detach())
+        self._bias = parameters["bias"].detach() if "bias" in parameters else None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == 0:
