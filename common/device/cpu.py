@@ -184,8 +184,8 @@ class CpuDevice(Device):
 def _set_own_num_threads(num_threads: int) -> None:
     """Give the calling thread its own number of intra-op threads, whatever other threads set before or later.
 
-    torch initialises the number lazily, per thread, from the value that any thread set last, over what the thread has set
-    itself by then. Asking first makes it initialise now.
+    torch initialises the number lazily, per thread, from the value that any thread set last, over what this thread has
+    set by then. Asking first makes it initialise now.
     """
     torch.get_num_threads()
     torch.set_num_threads(num_threads)

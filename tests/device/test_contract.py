@@ -78,7 +78,8 @@ def test_a_wait_orders_two_streams(rig: Rig) -> None:
     copy.wait(forward.record())
     copy.enqueue(journal.piece(2))
     end = copy.record()
-    assert not end.is_done()
+    with pytest.raises(DeviceTimeout):
+        end.synchronize(SOON_S)
     rig.release()
     end.synchronize(BOUND_S)
     assert journal.read() == [1, 2]
@@ -288,6 +289,16 @@ def test_close_gives_up_after_its_bound(rig: Rig) -> None:
     forward.enqueue(lambda: None)
     with pytest.raises(DeviceTimeout):
         forward.close(SOON_S)
+
+
+def test_a_device_closes_the_other_streams_of_one_that_hangs(rig: Rig) -> None:
+    forward, copy = rig.device.new_stream("forward"), rig.device.new_stream("copy")
+    rig.hold(forward)
+    forward.enqueue(lambda: None)
+    with pytest.raises(DeviceTimeout, match="forward"):
+        rig.device.close(SOON_S)
+    with pytest.raises(StreamClosed):
+        copy.record()
 
 
 # --- memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,8 +133,8 @@ def test_a_stream_that_waits_for_another_can_be_given_up(device: CpuDevice, gate
     with pytest.raises(DeviceTimeout):
         copy.close(SOON_S)
     assert isinstance(event.error, StreamClosed)
-    copy_thread = next(thread for thread in threading.enumerate() if thread.name == "stream-copy")
-    copy_thread.join(BOUND_S)
+    copy_thread = [thread for thread in threading.enumerate() if thread.name == "stream-copy"][-1]
+    copy_thread.join(BOUND_S / 2)
     assert not copy_thread.is_alive()
 
 
@@ -151,6 +152,20 @@ def test_a_stream_whose_thread_died_completes_its_events(device: CpuDevice, gate
         queued.synchronize(BOUND_S)
     with pytest.raises(PieceFailed):
         forward.record().synchronize(BOUND_S)
+
+
+def test_an_idle_stream_keeps_nothing_of_its_last_piece(device: CpuDevice) -> None:
+    released = threading.Event()
+
+    class Payload:
+        pass
+
+    payload = Payload()
+    weakref.finalize(payload, released.set)
+    forward = device.new_stream("forward")
+    forward.enqueue(lambda payload=payload: None)
+    del payload
+    assert released.wait(BOUND_S / 2)
 
 
 # --- threads
