@@ -110,13 +110,14 @@ def _table(reports: list[LoadReport]) -> Table:
     table = Table(
         "at a time",
         "failed",
-        "TTFT p50 / p99 ms",
-        "between tokens p50 / p99 ms",
+        "TTFT",
+        "between tokens",
         "tokens/s",
         "decode tokens/s",
         "handoff MB/s",
-        "exposed transfer p50 / p99 ms",
+        "exposed transfer",
         box=None,
+        caption="milliseconds: p50 / p99",
     )
     for report in reports:
         table.add_row(

@@ -17,6 +17,7 @@ from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
 
 _DTYPE = "float32"  # in it the greedy answer is the same on every machine
+_SIZE = ("--max-rows=4", "--max-kv-tokens=2048")  # one short answer: start fast, take little memory
 
 
 def demo(
@@ -35,8 +36,8 @@ def demo(
             model=DEMO_MODEL,
             device="cpu",
             dtype=_DTYPE,
-            prefill_args=prefill_args or (),
-            decode_args=decode_args or (),
+            prefill_args=[*_SIZE, *(prefill_args or ())],
+            decode_args=[*_SIZE, *(decode_args or ())],
             start_timeout_s=start_timeout_s,
         )
         with pair, Client(pair.decode_addresses[0]) as client:
