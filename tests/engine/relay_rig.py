@@ -1,0 +1,94 @@
+"""The relay without an engine: a FutureMap on a scripted device, and steps that relay lengths as speculation will."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.scripted import ScriptedDevice, ScriptedStream
+from common.device.stream import Scope
+from common.kv.pool import KvPool
+from common.model.sampling_params import ResolvedSampling
+from decode_service.future_map import FutureMap, RelayPayload, SeedColumnSpec
+from decode_service.messages import Submit
+from decode_service.request import Request
+from decode_service.schedule_batch import ForwardMode, ScheduleBatch
+from tests.engine.harness import GROUP, VOCAB_SIZE
+
+HIDDEN = SeedColumnSpec("hidden_states", (2,), torch.float32)
+
+
+def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:
+    """Requests named after their rows."""
+    sampling = ResolvedSampling(seed=0, max_tokens=8, temperature=0.0)
+    return ScheduleBatch(
+        reqs=[Request.of(Submit(f"row {row}", (1,), 1, sampling), arrival=row, now_s=0.0) for row in rows],
+        req_pool_indices=torch.tensor(rows, dtype=torch.int64),
+        req_pool_indices_cpu=torch.tensor(rows, dtype=torch.int64),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
+        seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int64),
+        forward_mode=ForwardMode.DECODE,
+    )
+
+
+def make_pool(*, max_rows: int = 4, max_kv_tokens: int = 32) -> KvPool:
+    return KvPool(
+        groups=[GROUP],
+        max_rows=max_rows,
+        max_kv_tokens=max_kv_tokens,
+        max_tokens_per_row=16,
+        torch_device=torch.device("cpu"),
+    )
+
+
+def payload_of(tokens: Sequence[int]) -> RelayPayload:
+    """The seed of each row is its token, twice."""
+    column = torch.tensor(tokens, dtype=torch.float32)
+    return RelayPayload(torch.tensor(tokens, dtype=torch.int64), {HIDDEN.name: column.unsqueeze(1).repeat(1, 2)})
+
+
+@dataclass(frozen=True)
+class Relay:
+    device: ScriptedDevice
+    forward: ScriptedStream
+    future_map: FutureMap
+
+    def launch(self, rows: Sequence[int], new_seq_lens: Sequence[int], tokens: Sequence[int]) -> None:
+        """One speculative step: verify, publish, draft_extend, stash; nothing of it has run."""
+        scope = Scope("step")
+        req_pool_indices = torch.tensor(rows, dtype=torch.int64)
+        relayed: Cell[Tensor] = Cell()
+        payload: Cell[RelayPayload] = Cell()
+
+        def verify() -> None:
+            relayed.set(torch.tensor(new_seq_lens, dtype=torch.int64))
+
+        def draft_extend() -> None:
+            payload.set(payload_of(tokens))
+
+        if rows:
+            self.forward.enqueue(verify, scope)
+        self.future_map.publish(req_pool_indices, relayed, scope)
+        if rows:
+            self.forward.enqueue(draft_extend, scope)
+        self.future_map.stash(req_pool_indices, payload, scope)
+
+
+def make_relay(*, max_rows: int = 4, relays_lengths: bool = True, poisons_consumed_rows: bool = False) -> Relay:
+    device = ScriptedDevice()
+    forward = device.new_stream("forward")
+    future_map = FutureMap(
+        device=device,
+        forward_stream=forward,
+        max_rows=max_rows,
+        vocab_size=VOCAB_SIZE,
+        relays_lengths=relays_lengths,
+        seed_columns=(HIDDEN,),
+        poisons_consumed_rows=poisons_consumed_rows,
+        wait_timeout_s=0.0,
+    )
+    return Relay(device, forward, future_map)

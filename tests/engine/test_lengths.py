@@ -1,0 +1,196 @@
+"""I1, I5: lengths on the device and on the CPU agree, share nothing and are replaced, never changed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.model.sampling_params import ResolvedSampling
+from common.wire.handoff import PrebuiltBatch
+from decode_service.messages import Submit
+from decode_service.request import Request
+from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
+from tests.engine import mutants
+from tests.engine.harness import ScriptedEngine, refuses
+from tests.engine.relay_rig import make_batch, make_pool
+
+ROOT = Path(__file__).parents[2]
+
+
+def prebuilt_batch() -> ScheduleBatch:
+    """Two rows fresh from a handoff, of 3 and 2 tokens."""
+    pool = make_pool()
+    sampling = ResolvedSampling(seed=0, max_tokens=8, temperature=0.0)
+    reqs = []
+    for arrival, length in enumerate((3, 2)):
+        req = Request.of(Submit(str(arrival), (1,) * length, length, sampling), arrival=arrival, now_s=0.0)
+        req.lease = pool.reserve(length)
+        reqs.append(req)
+    columns = PrebuiltBatch(
+        rows=np.array([0, 1]),
+        seq_lens=np.array([3, 2]),
+        first_token_ids=np.array([7, 8]),
+        bytes_sent={},
+        queue_s=np.zeros(2),
+        compute_s=np.zeros(2),
+        first_token_logprobs=(None, None),
+    )
+    return ScheduleBatch.prepare_for_prebuilt([ReadyRows(columns, np.array([0, 1]), tuple(reqs))], torch.device("cpu"))
+
+
+def grown_batch() -> ScheduleBatch:
+    """A batch of two rows, prepared for its first decode step; its out_cache_loc is set."""
+    pool = make_pool()
+    batch = prebuilt_batch()
+    for req, length in zip(batch.reqs, (3, 2), strict=True):
+        req.lease = pool.reserve(length)
+    assert batch.prepare_for_decode(pool)
+    return batch
+
+
+def check_twins_are_apart() -> None:
+    batch = prebuilt_batch()
+    relayed = torch.tensor([9, 9])
+    for place in ("from a handoff", "relayed"):
+        batch.seq_lens.fill_(4)
+        batch.req_pool_indices.fill_(4)
+        assert batch.seq_lens_cpu.tolist() != [4, 4], f"seq_lens and seq_lens_cpu share storage {place}"
+        assert batch.req_pool_indices_cpu.tolist() != [4, 4], f"the row twins share storage {place}"
+        batch.set_seq_lens(relayed)
+
+
+def check_twins_agree_at_every_launch() -> None:
+    scripted = ScriptedEngine()
+    for number, max_tokens in enumerate((3, 9, 5, 7, 2, 6)):
+        scripted.submit(str(number), range(1, number + 2), max_tokens)
+    scripted.run()
+
+
+def check_no_length_is_a_sentinel() -> None:
+    for sentinel in (0, -1):
+        batch = grown_batch()
+        batch.set_seq_lens(torch.tensor([3, sentinel]))
+        assert refuses(lambda batch=batch: ForwardBatch.snapshot(batch)), f"length {sentinel} was launched"
+
+
+def check_a_snapshot_is_the_forwards_own() -> None:
+    batch = grown_batch()
+    snapshot = ForwardBatch.snapshot(batch)
+    assert batch.out_cache_loc is not None
+    slots = batch.out_cache_loc.tolist()
+    for tensor in (batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, batch.out_cache_loc):
+        tensor.fill_(99)
+    batch.reqs.clear()
+    assert snapshot.seq_lens.tolist() == [4, 3], "the forward reads the schedule side's lengths"
+    assert snapshot.seq_lens_cpu == (4, 3) and snapshot.positions.tolist() == [3, 2]
+    assert snapshot.req_pool_indices.tolist() == [1, 2], "the forward reads the schedule side's rows"
+    assert snapshot.out_cache_loc.tolist() == slots, "the forward reads the schedule side's slots"
+
+
+def check_lengths_are_summed_in_one_place(planted: str = "") -> None:
+    places = [f"planted:{line}" for line in summing_lines(planted)]
+    for path in sorted([*ROOT.glob("decode_service/**/*.py"), *ROOT.glob("common/**/*.py")]):
+        places += [f"{path.name}:{line}" for line in summing_lines(path.read_text())]
+    assert len(places) == 1 and places[0].startswith("schedule_batch.py"), f"seq_lens_sum is derived in {places}"
+
+
+def summing_lines(source: str) -> list[int]:
+    """Lines that give some `seq_lens_sum` a value."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "seq_lens_sum":
+            lines.append(node.value.lineno)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.attr if isinstance(target, ast.Attribute) else ast.unparse(target) for target in targets]
+            lines += [node.lineno] * names.count("seq_lens_sum")
+    return lines
+
+
+def check_lengths_are_replaced() -> None:
+    batch = make_batch([], [])
+    batch.merge_batch(prebuilt_batch())
+    pool = make_pool()
+    for req, length in zip(batch.reqs, (3, 2), strict=True):
+        req.lease = pool.reserve(length)
+    held, held_cpu = batch.seq_lens, batch.seq_lens_cpu
+    assert batch.prepare_for_decode(pool)
+    assert held.tolist() == [3, 2], "seq_lens was changed in place"
+    assert held_cpu.tolist() == [3, 2], "seq_lens_cpu was changed in place"
+    assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == [4, 3]
+
+
+def check_a_late_forward_sees_the_lengths_it_was_launched_with() -> None:
+    """Every forward runs as late as it may: after the next step was prepared."""
+    scripted = ScriptedEngine(debug_checks=False)
+    outcome = scripted.submit("a", [1, 2, 3], 6)
+    scripted.run()
+    assert [seen.seq_lens for seen in scripted.model.forwards] == [[4], [5], [6], [7], [8]], "lengths moved under it"
+    assert outcome.token_ids == outcome.expected
+
+
+def check_lengths_do_not_wait_for_the_device() -> None:
+    """Without speculation two further steps are scheduled while no forward has run."""
+    scripted = ScriptedEngine()
+    scripted.submit("a", [1, 2, 3], 6)
+    scripted.start("a")
+    batch = make_batch([1], [3])
+    scripted.engine.future_map.resolve_seq_lens(batch)
+    assert batch.seq_lens.tolist() == [3]
+    assert not scripted.model.forwards, "the schedule side waited for a forward"
+    scripted.run()
+
+
+CHECKS = [
+    check_twins_are_apart,
+    check_twins_agree_at_every_launch,
+    check_no_length_is_a_sentinel,
+    check_a_snapshot_is_the_forwards_own,
+    check_lengths_are_summed_in_one_place,
+    check_lengths_are_replaced,
+    check_a_late_forward_sees_the_lengths_it_was_launched_with,
+    check_lengths_do_not_wait_for_the_device,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
+def test_holds(check: mutants.Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_twins_are_apart, mutants.twins_share_storage, "share storage from a handoff"),
+        (check_twins_are_apart, mutants.relayed_twins_share_storage, "share storage relayed"),
+        (check_twins_agree_at_every_launch, mutants.cpu_twin_not_updated, "seq_lens and seq_lens_cpu differ"),
+        (check_no_length_is_a_sentinel, mutants.lengths_not_checked_at_launch, "was launched"),
+        (check_a_snapshot_is_the_forwards_own, mutants.snapshot_aliases_lengths, "schedule side's lengths"),
+        (check_a_snapshot_is_the_forwards_own, mutants.snapshot_aliases_rows, "schedule side's rows"),
+        (check_a_snapshot_is_the_forwards_own, mutants.snapshot_aliases_slots, "schedule side's slots"),
+        (check_lengths_are_replaced, mutants.lengths_changed_in_place, "in place"),
+        (
+            check_a_late_forward_sees_the_lengths_it_was_launched_with,
+            mutants.lengths_changed_in_place_under_the_forward,
+            "lengths moved",
+        ),
+        (check_lengths_do_not_wait_for_the_device, mutants.resolve_always_waits, "waited for a forward"),
+    ],
+    ids=mutants.name_of,
+)
+def test_is_broken_by(
+    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom):
+        check()
+
+
+@pytest.mark.parametrize("planted", ["batch.seq_lens_sum = 0", "seq_lens_sum = 1", "ForwardBatch(seq_lens_sum=3)"])
+def test_a_second_place_that_sums_lengths_is_found(planted: str) -> None:
+    with pytest.raises(AssertionError, match="derived in"):
+        check_lengths_are_summed_in_one_place(planted)
