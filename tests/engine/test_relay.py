@@ -1,0 +1,328 @@
+"""I2, I3, I4, I6, I7, I8: the relay between iterations."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.device.cell import Cell
+from common.device.errors import DeviceTimeout
+from common.device.scripted import ScriptedDevice, refuse, run_needed
+from common.device.stream import Event, Scope
+from common.errors import EngineFault
+from decode_service.messages import Abort
+from tests.engine import mutants
+from tests.engine.harness import VOCAB_SIZE, LaggingScheduleDevice, ScriptedEngine
+from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
+
+ROOT = Path(__file__).parents[2]
+
+# ---- I2: one relay row per pool row -----------------------------------------------------------------------------
+
+
+def check_rows_never_share_a_relay_row() -> None:
+    """As many requests as there are rows, for many more steps than there are rows."""
+    scripted = ScriptedEngine(max_rows=4)
+    for number in range(7):
+        scripted.submit(str(number), [number + 1], 18)
+    scripted.run()
+    for outcome in scripted.outcomes.values():
+        assert outcome.token_ids == outcome.expected, "a request read another one's relay row"
+
+
+def check_buffers_have_a_row_for_each_pool_row() -> None:
+    future_map = make_relay(max_rows=5).future_map
+    for buffer in (future_map.output_tokens, future_map.new_seq_lens_buf, *future_map.seeds.values()):
+        assert buffer.shape[0] == 6, "a buffer is not addressed by pool row"
+
+
+def check_row_zero_is_padding() -> None:
+    pool = make_pool(max_rows=3)
+    leases = [pool.reserve(1) for _ in range(3)]
+    assert sorted(lease.row for lease in leases if lease) == [1, 2, 3], "row 0 was given out"
+    relay = make_relay()
+    relay.launch([3, 0, 0], [5, 1, 1], [30, 1, 2])
+    relay.forward.run_all()
+    assert relay.future_map.output_tokens[1:].tolist() == [0, 0, 30, 0], "padding reached a request's row"
+    assert relay.future_map.new_seq_lens_buf[1:].tolist() == [0, 0, 5, 0], "padding reached a request's row"
+
+
+# ---- I3, the part that needs no draft: the fence ----------------------------------------------------------------
+
+
+def check_lengths_are_read_behind_publish_ready() -> None:
+    relay = make_relay()
+    batch = make_batch([2, 1], [4, 6])
+    relay.launch([2, 1], [7, 8], [20, 10])
+    relay.future_map.resolve_seq_lens(batch)
+    assert batch.seq_lens.tolist() == [7, 8], "lengths were read before they were published"
+    assert batch.seq_lens_cpu.tolist() == [7, 8], "only one twin was resolved"
+    assert "draft_extend" in relay.forward.pending(), "the schedule side waited for draft-extend"
+
+
+def check_the_wait_for_publish_ready_is_bounded() -> None:
+    relay = make_relay()
+    relay.device.on_synchronize = refuse
+    relay.launch([1], [7], [10])
+    try:
+        relay.future_map.resolve_seq_lens(make_batch([1], [4]))
+    except DeviceTimeout:
+        return
+    raise AssertionError("lengths were taken although the fence was not reached")
+
+
+# ---- I4: nobody but the next forward reads what is stashed ------------------------------------------------------
+
+
+CALLS = {"publish", "stash", "resolve_seq_lens", "resolve_forward_inputs", "bootstrap"}
+
+
+def check_only_the_relay_reads_what_is_stashed(planted: str = "") -> None:
+    """Elsewhere the relay is only called; `seeds` is passed on for its names."""
+    sources = {path.name: path.read_text() for path in sorted(ROOT.glob("decode_service/**/*.py"))}
+    used = {name: touched_of_the_relay(source) for name, source in {**sources, "planted": planted}.items()}
+    wrong = {name: attributes - CALLS for name, attributes in used.items() if attributes - CALLS}
+    assert wrong == {"scheduler.py": {"seeds"}}, f"stashed values are read in {wrong}"
+    assert set().union(*used.values()) >= CALLS
+
+
+def touched_of_the_relay(source: str) -> set[str]:
+    """What `source` accesses of an object called future_map, and "[...]" when it indexes what it accessed."""
+    touched = set()
+    for node in ast.walk(ast.parse(source)):
+        indexed = isinstance(node, ast.Subscript)
+        accessed = node.value if isinstance(node, ast.Subscript) else node
+        if isinstance(accessed, ast.Attribute) and ast.unparse(accessed.value).endswith("future_map"):
+            touched.add("[...]" if indexed else accessed.attr)
+    return touched
+
+
+# ---- I6: inputs come from the relay at forward entry ------------------------------------------------------------
+
+
+def check_inputs_are_read_at_forward_entry() -> None:
+    scripted = ScriptedEngine()
+    outcome = scripted.submit("a", [1, 2], 4)
+    scripted.start("a")
+    changed = (outcome.expected[0] + 1) % VOCAB_SIZE
+    scripted.engine.future_map.output_tokens[1] = changed  # after the launch, before the forward
+    scripted.forward.run_next()
+    scripted.forward.run_all()
+    assert scripted.model.forwards[0].input_ids == [changed], "the input was taken when the step was launched"
+    scripted.run()
+
+
+def check_a_row_read_twice_is_noticed() -> None:
+    relay = make_relay(poisons_consumed_rows=True)
+    relay.future_map.bootstrap(make_batch([1, 2], [3, 3]), payload_of([11, 12]))
+    row = torch.tensor([2])
+    first = relay.future_map.resolve_forward_inputs(row)
+    assert (first.tokens.tolist(), first.is_invalid.tolist()) == ([12], [False])
+    assert relay.future_map.resolve_forward_inputs(row).is_invalid.tolist() == [True], "a stale token passed as new"
+    assert relay.future_map.resolve_forward_inputs(torch.tensor([1])).is_invalid.tolist() == [False]
+
+
+def check_a_step_that_was_not_stashed_is_noticed() -> None:
+    """Debug builds: a step whose tokens never reached the relay fails its requests at the next."""
+    scripted = ScriptedEngine(debug_checks=True)
+    outcome = scripted.submit("a", [1, 2], 6)
+    scripted.start("a")
+    kept = scripted.engine.future_map.output_tokens.clone()
+    scripted.forward.run_next()  # reset
+    scripted.forward.run_next()  # resolve consumes the row, and poisons it
+    assert scripted.engine.future_map.output_tokens[1] != kept[1], "a consumed row was not poisoned"
+    poisoned = scripted.engine.future_map.output_tokens.clone()
+    scripted.forward.run_all()
+    scripted.engine.future_map.output_tokens.copy_(poisoned)  # as if nothing had been stashed
+    scripted.run()
+    assert isinstance(outcome.error, EngineFault), "a poisoned token was decoded"
+    assert outcome.token_ids == outcome.expected[:2]
+
+
+def check_an_unusable_token_fails_its_row_alone() -> None:
+    """Production: the flag comes back with the results."""
+    scripted = ScriptedEngine(debug_checks=False)
+    bad, good = scripted.submit("bad", [1, 2], 6), scripted.submit("good", [3], 6)
+    scripted.start("bad", "good")
+    scripted.engine.future_map.output_tokens[1] = VOCAB_SIZE
+    scripted.run()
+    assert isinstance(bad.error, EngineFault), "an unusable token was decoded"
+    assert good.token_ids == good.expected
+
+
+# ---- I7: bootstrap beside a forward in flight -------------------------------------------------------------------
+
+
+def check_bootstrap_does_not_move_the_fence() -> None:
+    relay = make_relay()
+    relay.launch([1, 2], [7, 8], [10, 20])
+    armed = relay.future_map.publish_ready
+    relay.future_map.bootstrap(make_batch([3], [5]), payload_of([30]))
+    assert relay.future_map.publish_ready is armed, "bootstrap touched publish_ready"
+    running = make_batch([1, 2, 3], [5, 5, 5])
+    relay.future_map.resolve_seq_lens(running)
+    assert "draft_extend" in relay.forward.pending(), "the schedule side waited for draft-extend"
+
+
+def check_rows_bootstrapped_since_keep_their_lengths() -> None:
+    relay = make_relay()
+    relay.launch([1, 2], [7, 8], [10, 20])
+    relay.future_map.bootstrap(make_batch([3], [5]), payload_of([30]))
+    running = make_batch([1, 2, 3], [4, 4, 5])
+    relay.future_map.resolve_seq_lens(running)
+    assert running.seq_lens.tolist() == running.seq_lens_cpu.tolist() == [7, 8, 5], "a bootstrapped length was lost"
+    relay.forward.run_all()
+    inputs = relay.future_map.resolve_forward_inputs(torch.tensor([3, 1, 2]))
+    assert inputs.tokens.tolist() == [30, 10, 20], "a bootstrapped token was lost"
+    assert inputs.seeds[HIDDEN.name].tolist() == [[30, 30], [10, 10], [20, 20]], "a seed was lost"
+
+
+def check_a_row_in_flight_is_not_handed_off_again() -> None:
+    scripted = ScriptedEngine(max_rows=1)
+    scripted.submit("first", [1, 2, 3], 8)
+    scripted.start("first")
+    scripted.post(Abort("first"))
+    second = scripted.submit("second", [4, 5], 4)
+
+    def assert_waiting(device: ScriptedDevice, event: Event) -> None:
+        rows = scripted.engine.load().rows
+        assert (rows.quarantined, rows.reserved) == (1, 0), "the row was given out while a forward held it"
+        run_needed(device, event)
+
+    scripted.device.on_synchronize = assert_waiting
+    scripted.step()  # ends by blocking on the forward
+    scripted.device.on_synchronize = run_needed
+    scripted.outcomes.pop("first")
+    scripted.run()
+    assert second.token_ids == second.expected, "the forward in flight reached a reused row"
+
+
+def check_a_forward_waits_for_the_schedule_side() -> None:
+    """What bootstrap and the table's writes put on the device comes before the forward that reads it."""
+    device = LaggingScheduleDevice()
+    scripted = ScriptedEngine(device=device)
+    outcome = scripted.submit("a", [1, 2], 3)
+    scripted.step()
+    scripted.hand_over("a")
+    scripted.step()
+    assert not scripted.landing.is_ready, "KV may land before the schedule side is done with the slots"
+    device.schedule.run_all()
+    scripted.landing.run_all()
+    scripted.step()
+    assert scripted.forward.pending() and not scripted.forward.is_ready, "the forward may run before bootstrap"
+    device.schedule.run_all()
+    assert scripted.forward.is_ready
+    scripted.run(advance=lambda device: device.run_all())
+    assert outcome.token_ids == outcome.expected
+
+
+# ---- I8: empty batches ------------------------------------------------------------------------------------------
+
+
+def check_an_empty_batch_does_nothing() -> None:
+    relay = make_relay(poisons_consumed_rows=True)
+    relay.launch([], [], [])
+    assert relay.future_map.publish_ready is None, "an empty batch armed the fence"
+    assert relay.forward.pending() == [], "an empty batch enqueued something"
+    relay.launch([1], [7], [10])
+    armed = relay.future_map.publish_ready
+    relay.launch([], [], [])
+    assert relay.future_map.publish_ready is armed, "an empty batch armed the fence"
+    relay.future_map.resolve_seq_lens(make_batch([], []))
+    assert relay.forward.pending()[0] == "verify", "an empty batch waited for a fence"
+    relay.future_map.bootstrap(make_batch([], []), payload_of([]))
+    before = relay.future_map.output_tokens.clone()
+    assert relay.future_map.resolve_forward_inputs(torch.tensor([], dtype=torch.int64)).tokens.shape == (0,)
+    assert torch.equal(relay.future_map.output_tokens, before)
+
+
+def check_an_idle_step_enqueues_nothing() -> None:
+    scripted = ScriptedEngine()
+    scripted.step()
+    assert scripted.forward.pending() == [] and scripted.landing.pending() == []
+    assert scripted.engine.load().num_steps == 0
+
+
+def test_a_failed_verify_publishes_nothing_and_releases_the_fence() -> None:
+    relay = make_relay()
+    scope = Scope("step")
+
+    def verify() -> None:
+        raise ValueError("no kernel")
+
+    relay.forward.enqueue(verify, scope)
+    relay.future_map.publish(torch.tensor([1]), Cell(), scope)
+    with pytest.raises(EngineFault, match="no kernel"):
+        relay.future_map.resolve_seq_lens(make_batch([1], [4]))
+    assert relay.future_map.new_seq_lens_buf.tolist() == [0, 0, 0, 0, 0]
+
+
+CHECKS = [
+    check_rows_never_share_a_relay_row,
+    check_buffers_have_a_row_for_each_pool_row,
+    check_row_zero_is_padding,
+    check_lengths_are_read_behind_publish_ready,
+    check_the_wait_for_publish_ready_is_bounded,
+    check_only_the_relay_reads_what_is_stashed,
+    check_inputs_are_read_at_forward_entry,
+    check_a_row_read_twice_is_noticed,
+    check_a_step_that_was_not_stashed_is_noticed,
+    check_an_unusable_token_fails_its_row_alone,
+    check_bootstrap_does_not_move_the_fence,
+    check_rows_bootstrapped_since_keep_their_lengths,
+    check_a_row_in_flight_is_not_handed_off_again,
+    check_a_forward_waits_for_the_schedule_side,
+    check_an_empty_batch_does_nothing,
+    check_an_idle_step_enqueues_nothing,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
+def test_holds(check: mutants.Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_rows_never_share_a_relay_row, mutants.relay_is_a_ring, "another one's relay row"),
+        (check_buffers_have_a_row_for_each_pool_row, mutants.relay_without_padding_row, "addressed by pool row"),
+        (check_row_zero_is_padding, mutants.row_zero_is_given_out, "row 0 was given out"),
+        (check_row_zero_is_padding, mutants.padding_falls_on_the_last_row, "padding reached"),
+        (check_lengths_are_read_behind_publish_ready, mutants.lengths_read_without_waiting, "before they were"),
+        (check_lengths_are_read_behind_publish_ready, mutants.fence_covers_draft_extend, "waited for draft-extend"),
+        (check_lengths_are_read_behind_publish_ready, mutants.only_the_device_twin_is_resolved, "only one twin"),
+        (check_the_wait_for_publish_ready_is_bounded, mutants.lengths_read_without_waiting, "not reached"),
+        (check_inputs_are_read_at_forward_entry, mutants.inputs_taken_at_launch, "when the step was launched"),
+        (check_a_row_read_twice_is_noticed, mutants.consumed_rows_not_poisoned, "stale token"),
+        (check_a_step_that_was_not_stashed_is_noticed, mutants.consumed_rows_not_poisoned, "not poisoned"),
+        (check_a_step_that_was_not_stashed_is_noticed, mutants.row_flag_dropped, "poisoned token was decoded"),
+        (check_an_unusable_token_fails_its_row_alone, mutants.row_flag_dropped, "unusable token"),
+        (check_bootstrap_does_not_move_the_fence, mutants.bootstrap_rearms_publish_ready, "touched publish_ready"),
+        (check_rows_bootstrapped_since_keep_their_lengths, mutants.bootstrap_writes_no_lengths, "length was lost"),
+        (check_rows_bootstrapped_since_keep_their_lengths, mutants.bootstrap_writes_no_tokens, "token was lost"),
+        (check_rows_bootstrapped_since_keep_their_lengths, mutants.bootstrap_writes_no_seeds, "seed was lost"),
+        (check_a_row_in_flight_is_not_handed_off_again, mutants.quarantine_skipped, "while a forward held it"),
+        (check_a_forward_waits_for_the_schedule_side, mutants.forward_ignores_the_schedule_side, "before bootstrap"),
+        (check_a_forward_waits_for_the_schedule_side, mutants.landing_ignores_the_schedule_side, "KV may land"),
+        (check_an_empty_batch_does_nothing, mutants.empty_batch_publishes, "armed the fence"),
+        (check_an_empty_batch_does_nothing, mutants.empty_batch_stashes, "enqueued something"),
+        (check_an_empty_batch_does_nothing, mutants.empty_batch_resolves, "waited for a fence"),
+    ],
+    ids=mutants.name_of,
+)
+def test_is_broken_by(
+    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom):
+        check()
+
+
+@pytest.mark.parametrize("planted", ["x = engine.future_map.output_tokens[3]", "future_map.seeds['topk_p'][rows]"])
+def test_another_reader_of_the_stash_is_found(planted: str) -> None:
+    with pytest.raises(AssertionError, match="are read in"):
+        check_only_the_relay_reads_what_is_stashed(planted)
