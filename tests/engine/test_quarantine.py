@@ -1,0 +1,197 @@
+"""I9, I10, I15: rows, slots and tensors that a stream may still touch are not given away."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+
+from common.device.scripted import ScriptedDevice, run_needed
+from common.device.stream import Event
+from common.wire.handoff import KvSegment
+from decode_service.messages import Abort, CallEnded, FrameArrived, SegmentsLanded
+from tests.engine import mutants
+from tests.engine.harness import GROUP, ScriptedEngine, kv_of
+from tests.engine.relay_rig import make_pool
+
+# ---- I9: reuse and conservation ---------------------------------------------------------------------------------
+
+
+def check_nothing_is_reused_while_a_forward_holds_it() -> None:
+    """The one row ends while its next forward is in flight: its first two states are quarantined, then free."""
+    scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
+    scripted.submit("first", [1, 2, 3], 8)
+    scripted.start("first")
+    scripted.post(Abort("first"))
+    scripted.submit("second", [4, 5], 3)
+    seen = []
+
+    def look(device: ScriptedDevice, event: Event) -> None:
+        load = scripted.engine.load()
+        seen.append((load.rows.quarantined, load.slots.quarantined, load.rows.reserved))
+        run_needed(device, event)
+
+    scripted.device.on_synchronize = look
+    scripted.step()
+    assert seen == [(1, 4, 0)], "a row or slot was given out while a forward may write it"
+    assert scripted.engine.load().rows.free == 1, "quarantine outlasted the forward"
+    scripted.outcomes.pop("first")
+    scripted.run()
+
+
+def check_rows_and_slots_are_conserved() -> None:
+    """Requests end by length, by abort while queued, landing and decoding; `step` and `run` count each time."""
+    numbers = random.Random(5)
+    scripted = ScriptedEngine(max_rows=3, max_kv_tokens=90)
+    for arrival in range(24):
+        scripted.submit(str(arrival), [arrival + 1] * numbers.randint(1, 6), numbers.randint(1, 9))
+        if arrival % 3 == 0:
+            victim = str(numbers.randint(0, arrival))
+            scripted.post(Abort(victim))
+            scripted.outcomes.pop(victim, None)
+        scripted.step()
+        for request_id in list(scripted.handoffs):
+            scripted.hand_over(request_id)
+        if arrival % 2:
+            scripted.landing.run_all()
+    for request_id in list(scripted.outcomes):
+        if scripted.outcomes[request_id].has_ended:
+            del scripted.outcomes[request_id]
+    scripted.run()
+
+
+# ---- I10: the pool is written by its engine, for rows it holds --------------------------------------------------
+
+
+def check_a_late_copy_does_not_meet_another_request() -> None:
+    """A request is aborted with its KV still being copied; another one needs the slots."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60)
+    long = scripted.submit("long", [1, 2, 3], 30)
+    scripted.start("long")
+    scripted.submit("gone", [9] * 4, 2)
+    scripted.step()
+    scripted.hand_over("gone")
+    scripted.step()
+    assert scripted.landing.pending(), "the copies should be pending"
+    scripted.post(Abort("gone"))
+    scripted.outcomes.pop("gone")
+    for _ in range(8):  # the copies stand still while "long" grows
+        scripted.step()
+    scripted.landing.run_all()
+    scripted.run()
+    assert long.token_ids == long.expected, "a copy landed in slots that another request held"
+
+
+def check_a_released_row_takes_no_further_segment() -> None:
+    """Frames that cross with the abort are dropped, and their bytes given back."""
+    scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32)
+    scripted.submit("gone", [9, 9, 9, 9], 2)
+    scripted.step()
+    stale = scripted.handoffs.pop("gone")
+    scripted.post(Abort("gone"))
+    scripted.outcomes.pop("gone")
+    second = scripted.submit("second", [1, 2, 3, 4], 6)
+    scripted.step()
+    kv = kv_of([9, 9, 9, 9])
+    late = KvSegment(stale.row, GROUP.name, 0, GROUP.num_layers, 0, 4, kv.tobytes())
+    scripted.post(FrameArrived(stale.call_id, late))
+    events = scripted.step()
+    assert scripted.landing.pending() == [], "a segment was copied for a row that was given up"
+    scripted.post(CallEnded(stale.call_id, None))
+    events += scripted.step()
+    assert SegmentsLanded(stale.call_id, kv.nbytes) in events, "the bytes were not given back"
+    scripted.run()
+    assert second.token_ids == second.expected
+
+
+def check_a_row_runs_only_when_its_kv_is_there() -> None:
+    """Both segments and the entry have come, the copies have not run: nothing is launched."""
+    scripted = ScriptedEngine()
+    outcome = scripted.submit("a", [1, 2, 3, 4], 4)
+    scripted.step()
+    scripted.hand_over("a")
+    for _ in range(3):
+        scripted.step()
+        assert scripted.forward.pending() == [], "a forward was launched before the row's KV had landed"
+    scripted.landing.run_next()
+    scripted.step()
+    assert scripted.forward.pending() == [], "a forward was launched before the row's KV had landed"
+    scripted.run()
+    assert outcome.token_ids == outcome.expected
+
+
+# ---- I15: referenced until the end event ------------------------------------------------------------------------
+
+
+def check_tensors_live_until_the_end_event() -> None:
+    scripted = ScriptedEngine()
+    scripted.submit("a", [1, 2], 5)
+    scripted.start("a")
+    while scripted.forward.pending() != ["copy_results"]:
+        scripted.forward.run_next()
+    step = scripted.model.forwards[0]
+    gc.collect()
+    assert all(tensor() is not None for tensor in step.handed), "a tensor of a step in flight was dropped"
+    scripted.step()  # launches the next one, waits for this one's end and takes its results
+    gc.collect()
+    assert all(tensor() is None for tensor in step.handed), "a finished step still holds its tensors"
+    scripted.run()
+
+
+def check_a_live_rows_table_only_grows() -> None:
+    pool = make_pool()
+    lease = pool.reserve(3)
+    assert lease is not None
+    table = pool.rows.req_to_token[lease.row]
+    before = table[:3].tolist()
+    for length in (4, 5, 6):
+        slots = pool.grow_each([lease])
+        assert slots is not None
+        pool.rows.write_one_each(torch.tensor([lease.row]), torch.tensor([length - 1]), torch.tensor(slots))
+        assert table[:3].tolist() == before == lease.slots[:3], "a live row's table was rewritten"
+        pool.check_conservation()
+
+
+CHECKS = [
+    check_nothing_is_reused_while_a_forward_holds_it,
+    check_rows_and_slots_are_conserved,
+    check_a_late_copy_does_not_meet_another_request,
+    check_a_released_row_takes_no_further_segment,
+    check_a_row_runs_only_when_its_kv_is_there,
+    check_tensors_live_until_the_end_event,
+    check_a_live_rows_table_only_grows,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
+def test_holds(check: mutants.Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_nothing_is_reused_while_a_forward_holds_it, mutants.quarantine_skipped, "given out while"),
+        (check_nothing_is_reused_while_a_forward_holds_it, mutants.quarantine_ends_too_early, "given out while"),
+        (check_nothing_is_reused_while_a_forward_holds_it, mutants.launch_does_not_hold_its_rows, "given out while"),
+        (check_rows_and_slots_are_conserved, mutants.grown_slot_leaks, "slots are lost"),
+        (check_rows_and_slots_are_conserved, mutants.aborted_row_leaks, "not over"),
+        (check_a_late_copy_does_not_meet_another_request, mutants.landing_does_not_hold_its_row, "landed in slots"),
+        (check_a_late_copy_does_not_meet_another_request, mutants.quarantine_skipped, "landed in slots"),
+        (check_a_released_row_takes_no_further_segment, mutants.landing_into_a_released_row, "was given up"),
+        (check_a_released_row_takes_no_further_segment, mutants.frames_matched_by_row_number_alone, "was given up"),
+        (check_a_row_runs_only_when_its_kv_is_there, mutants.row_merged_before_its_copies, "before the row's KV"),
+        (check_tensors_live_until_the_end_event, mutants.tensors_dropped_before_the_end, "was dropped"),
+        (check_tensors_live_until_the_end_event, mutants.tensors_kept_for_ever, "still holds"),
+        (check_a_live_rows_table_only_grows, mutants.live_table_rewritten, "was rewritten"),
+    ],
+    ids=mutants.name_of,
+)
+def test_is_broken_by(
+    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom):
+        check()
