@@ -1,0 +1,79 @@
+"""I14: merge and filter keep row order, and every column aligned with the requests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from decode_service.schedule_batch import ScheduleBatch
+from tests.engine import mutants
+from tests.engine.relay_rig import make_batch
+
+MAX_MERGED = 4
+
+Operation = tuple[str, int]
+"""("merge", how many new rows) or ("filter", bits: entry i stays when bit i is set)."""
+
+operations = st.lists(
+    st.tuples(st.just("merge"), st.integers(0, MAX_MERGED)) | st.tuples(st.just("filter"), st.integers(0, 255)),
+    max_size=10,
+)
+
+
+def length_of(row: int) -> int:
+    return 100 + 7 * row
+
+
+def check_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
+    lengths = [length_of(row) for row in rows]
+    assert [req.arrival for req in batch.reqs] == rows, "the order of requests changed"
+    assert batch.req_pool_indices.tolist() == rows, "req_pool_indices are not the requests'"
+    assert batch.req_pool_indices_cpu.tolist() == rows, "req_pool_indices_cpu are not the requests'"
+    assert batch.seq_lens.tolist() == lengths, "seq_lens are not the requests'"
+    assert batch.seq_lens_cpu.tolist() == lengths, "seq_lens_cpu are not the requests'"
+    assert len(batch.sampling.sampled) == 0 and batch.batch_size == len(rows)
+
+
+@settings(max_examples=200, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(operations=operations)
+def check_columns_follow_the_requests(operations: list[Operation]) -> None:
+    batch = ScheduleBatch.empty(torch.device("cpu"))
+    rows: list[int] = []
+    next_row = 1
+    for operation, argument in operations:
+        if operation == "merge":
+            new = list(range(next_row, next_row + argument))
+            next_row += argument
+            batch.merge_batch(make_batch(new, [length_of(row) for row in new]))
+            rows = [*rows, *new]
+        else:
+            keep = [i for i in range(len(rows)) if argument >> (i % 8) & 1]
+            batch.out_cache_loc = torch.tensor(rows, dtype=torch.int64)
+            batch.filter_batch(keep)
+            slots = batch.out_cache_loc
+            rows = [rows[i] for i in keep]
+            assert slots is None or slots.tolist() == rows, "out_cache_loc outlived a filter"
+        check_aligned(batch, rows)
+
+
+def test_columns_follow_the_requests() -> None:
+    check_columns_follow_the_requests()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "symptom"),
+    [
+        (mutants.merge_reorders, "the order of requests"),
+        (mutants.filter_reorders, "the order of requests"),
+        (mutants.filter_keeps_old_slots, "out_cache_loc outlived"),
+        *((mutants.forgetful("filter_batch", column), f"{column} are not") for column in mutants.COLUMNS),
+        *((mutants.forgetful("merge_batch", column), f"{column} are not") for column in mutants.COLUMNS),
+    ],
+    ids=mutants.name_of,
+)
+def test_is_broken_by(mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom):
+        check_columns_follow_the_requests()
