@@ -14,7 +14,6 @@ from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import ARCHITECTURES
 from tests.support.pair import InProcessPair, PairOptions
 
-
 pytestmark = pytest.mark.gpu
 
 
