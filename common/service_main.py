@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -17,9 +17,11 @@ from prometheus_client import CollectorRegistry
 from common.config.load import load_settings
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError, StartupError
-from common.runtime import Runtime, open_runtime
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.logs import configure_logs
+
+if TYPE_CHECKING:
+    from common.runtime import Runtime
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
@@ -39,10 +41,13 @@ class Process:
 Serve = Callable[[SettingsT, Process], Awaitable[None]]
 
 
-def run_service(program: str, kind: type[SettingsT], serve: Serve[SettingsT], argv: Sequence[str]) -> int:
-    """Load, then `serve` until it returns, which SIGTERM and SIGINT make it do. Returns the exit status.
+def run_service(
+    program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: Sequence[str]
+) -> int:
+    """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status.
 
-    0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong.
+    0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong. The libraries that models need
+    are imported only after the settings were found right: `--help` and mistakes are answered at once.
     """
     with _exit_on_termination():
         try:
@@ -50,7 +55,8 @@ def run_service(program: str, kind: type[SettingsT], serve: Serve[SettingsT], ar
             instance_id = uuid.uuid4().hex
             configure_logs(settings.log_level, service=program, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
-            process = Process(instance_id=instance_id, runtime=open_runtime(settings), registry=CollectorRegistry())
+            serve = import_serve()
+            process = Process(instance_id=instance_id, runtime=_open_runtime(settings), registry=CollectorRegistry())
             with MetricsServer(settings.metrics_listen, process.registry):
                 asyncio.run(_serve(serve, settings, process))
         except ConfigError as error:
@@ -61,6 +67,12 @@ def run_service(program: str, kind: type[SettingsT], serve: Serve[SettingsT], ar
             return EXIT_STARTUP
     _log.info("stopped")
     return EXIT_OK
+
+
+def _open_runtime(settings: ServiceSettings) -> Runtime:
+    from common.runtime import open_runtime
+
+    return open_runtime(settings)
 
 
 async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process) -> None:

@@ -9,7 +9,6 @@ gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EngineThr
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +19,7 @@ from baton.v1 import inference_pb2_grpc
 from common.config.settings import DecodeSettings
 from common.engine_thread import EngineThread
 from common.errors import Draining
-from common.service_main import Process, run_service
+from common.service_main import Process
 from common.serving import ServiceServer, channel_credentials, server_credentials, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
@@ -42,10 +41,6 @@ _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0
 
 _log = structlog.get_logger(__name__)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_service("decode_service", DecodeSettings, serve, sys.argv[1:] if argv is None else argv)
 
 
 async def serve(settings: DecodeSettings, process: Process) -> None:

@@ -6,7 +6,6 @@ gRPC server ─▶ PrefillServicer ─post─▶ EngineThread(PrefillEngine) ─
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -14,7 +13,7 @@ import structlog
 
 from common.config.settings import PrefillSettings
 from common.engine_thread import EngineThread
-from common.service_main import Process, run_service
+from common.service_main import Process
 from common.serving import server_credentials, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
@@ -29,10 +28,6 @@ _CLOSE_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.05
 
 _log = structlog.get_logger(__name__)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_service("prefill_service", PrefillSettings, serve, sys.argv[1:] if argv is None else argv)
 
 
 async def serve(settings: PrefillSettings, process: Process) -> None:
