@@ -1,8 +1,8 @@
 """The long parity table: SmolLM2 in float32 through the gRPC pair against `generate`, token for token.
 
-Six configurations cover every pair of {alone, 16 at once} x {overlap on, off} x {chunk 16, 64, 512}; the first turns of a
-JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two of them. Writes its table into
-benchmarks/results. Exit status 1 when anything but a tie diverges, or ties exceed one in 5,000 tokens.
+Six configurations cover every pair of {alone, 16 at once} x {overlap on, off} x {chunk 16, 64, 512}; the first turns
+of a JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two of them. Writes its
+table into benchmarks/results. Exit status 1 when anything but a tie diverges, or ties exceed one in 5,000 tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def main() -> None:
     lines = [
         f"# Parity with `generate`, {datetime.date.today().isoformat()}",
         "",
-        f"{describe_machine()}; SmolLM2-135M-Instruct, float32, greedy, {NEW_TOKENS} new tokens, through the gRPC client; "
+        f"{describe_machine()}; SmolLM2-135M-Instruct, float32, greedy, {NEW_TOKENS} new tokens, "
+        "through the gRPC client; "
         f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench. `make parity`",
         "",
         "| configuration | prompts | tokens | equal prompts | ties | divergences |",

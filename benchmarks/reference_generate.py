@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -44,22 +47,28 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model_dir, dtype=getattr(torch, args.dtype)).eval()
     generate(model, [1, 2, 3], 4)
     runs = [generate(model, prompt, args.new_tokens) for prompt in json.loads(args.prompts.read_text())]
-    decode_s = sum(run["decode_s"] for run in runs)
-    wall_s = sum(run["wall_s"] for run in runs)
+    decode_s = sum(run.times_s[-1] - run.times_s[0] for run in runs)
+    wall_s = sum(run.times_s[-1] - run.start_s for run in runs)
     print(
         json.dumps(
             {
                 "num_requests": len(runs),
                 "decode_tokens_per_s": len(runs) * (args.new_tokens - 1) / decode_s,
                 "tokens_per_s": len(runs) * args.new_tokens / wall_s,
-                "ttft_s": [run["ttft_s"] for run in runs],
-                "gaps_s": [gap for run in runs for gap in run["gaps_s"]],
+                "ttft_s": [run.times_s[0] - run.start_s for run in runs],
+                "gaps_s": [after - before for run in runs for before, after in pairwise(run.times_s)],
             }
         )
     )
 
 
-def generate(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    start_s: float
+    times_s: list[float]
+
+
+def generate(model: Any, prompt: list[int], new_tokens: int) -> Run:
     clock = TokenClock()
     ids = torch.tensor([prompt])
     start_s = time.perf_counter()
@@ -71,14 +80,8 @@ def generate(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> dict
         min_new_tokens=new_tokens,
         streamer=clock,
     )
-    times = clock.times_s
-    assert len(times) == new_tokens, f"{len(times)} tokens came, {new_tokens} were asked for"
-    return {
-        "ttft_s": times[0] - start_s,
-        "decode_s": times[-1] - times[0],
-        "wall_s": times[-1] - start_s,
-        "gaps_s": [b - a for a, b in zip(times, times[1:], strict=False)],
-    }
+    assert len(clock.times_s) == new_tokens, f"{len(clock.times_s)} tokens came, {new_tokens} were asked for"
+    return Run(start_s, clock.times_s)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The serving benchmark: transformers `generate`, Baton through its gRPC client, and a peer, in one run.
 
-Every round measures all of them in turn on the same weights and prompts, so that a machine whose speed drifts drifts for
-all; figures are medians over rounds, ratios are taken within a round. Writes a dated table and JSON into benchmarks/.
+Every round measures all of them in turn on the same weights and prompts, so that a machine whose speed drifts drifts
+for all; figures are medians over rounds, ratios are taken within a round. Writes a dated table and JSON into
+benchmarks/.
 """
 
 from __future__ import annotations
@@ -151,9 +152,10 @@ def render(rounds: list[dict[str, Any]], levels: list[int], result: dict[str, An
         bound = LIMITS.get(level)
         met = bound is None or statistics.median(ratios) >= bound
         is_met &= met
+        verdict = "" if bound is None else f">= {bound}: {'met' if met else 'MISSED'}"
         lines.append(
             f"| Baton, {level} at a time | {median([b.decode_tokens_per_s for b in reports])} "
-            f"| {statistics.median(ratios):.2f} | {'' if bound is None else f'>= {bound}: ' + ('met' if met else 'MISSED')} "
+            f"| {statistics.median(ratios):.2f} | {verdict} "
             f"| {median([b.tokens_per_s for b in reports])} | {statistics.median(end_ratios):.2f} "
             f"| {median([b.ttft_p50_s for b in reports], 1e3)} "
             f"| {median([b.inter_token_p50_s for b in reports], 1e3)} "

@@ -92,7 +92,7 @@ PROMPTS: tuple[ParityPrompt, ...] = (
     ParityPrompt("math_series", "What is the sum of the first 40 odd numbers? Show each step."),
     ParityPrompt(
         "math_area",
-        "A square garden has a path one metre wide around it. The path covers 44 square metres. How wide is the garden?",
+        "A square garden has a path one metre wide around it, of 44 square metres. How wide is the garden?",
     ),
     ParityPrompt("math_raw", "1, 1, 2, 3, 5, 8, 13,", is_chat=False),
     ParityPrompt("french", "Raconte en trois phrases une promenade en forêt un matin d'automne."),
