@@ -47,6 +47,7 @@ from decode_service.worker import PlainWorker
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
+_WAITING_WAIT_S = 0.05
 _COPY_WAIT_S = 0.001
 
 
@@ -152,7 +153,7 @@ class DecodeEngine:
             return 0.0
         if self._dispatcher.is_landing or self.pool.has_quarantined:
             return _COPY_WAIT_S
-        return _IDLE_WAIT_S
+        return _WAITING_WAIT_S if self._dispatcher.num_waiting else _IDLE_WAIT_S
 
     def load(self) -> EngineLoad:
         return EngineLoad(

@@ -199,7 +199,7 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
             elif prompt.num_tokens > self._max_tokens_per_row:
                 message = f"{prompt.num_tokens} tokens do not fit this replica's {self._max_tokens_per_row}"
-                self._fail(prompt, RowFailure.INVALID_ROW, message, retryable=False)
+                self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
             elif len(self._queued) >= self._max_queued_rows:
                 self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
             else:
