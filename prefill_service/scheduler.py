@@ -83,6 +83,7 @@ class PrefillEngine:
         max_queued_rows: int = 1024,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         on_step: OnStep = lambda stats: None,
         debug_checks: bool = False,
     ) -> None:
@@ -93,6 +94,7 @@ class PrefillEngine:
         self._max_queued_rows = max_queued_rows
         self._max_in_flight = 2 if overlap else 1
         self._clock = clock
+        self._wall_clock = wall_clock
         self._on_step = on_step
         self._debug_checks = debug_checks
         self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
@@ -209,7 +211,12 @@ class PrefillEngine:
     # ---- computing ----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
+        now_unix_ms = self._wall_clock() * 1000
         for prompt in list(self._queued):
+            if 0 < prompt.row.deadline_unix_ms <= now_unix_ms:
+                self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
+                self._end_call_if_done(prompt.call_id)
+                continue
             prompt.lease = self.pool.reserve(prompt.num_tokens)
             if prompt.lease is None:
                 return
