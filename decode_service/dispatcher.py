@@ -79,6 +79,12 @@ class PrefillDispatcher:
         req.phase = Phase.WAITING
         self._waiting.add(req)
 
+    def take_back(self, req: Request) -> None:
+        """Cancel a handoff under way; the request waits again."""
+        req.clock.close("prefill_s", self._clock())
+        self.forget(req)
+        self.requeue(req)
+
     def forget(self, req: Request) -> None:
         """The request ended: it waits for nothing, and its replica is told."""
         self._waiting.remove(req)

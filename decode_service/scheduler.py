@@ -271,13 +271,17 @@ class DecodeEngine:
         return req.phase is Phase.RUNNING and not req.wants_launch
 
     def _retract_youngest(self) -> None:
+        """Of all that hold slots: what a handoff under way reserved goes before the KV of an older, running request."""
         running = self._running
-        place = max(range(running.batch_size), key=lambda i: running.reqs[i].arrival)
-        req = running.reqs[place]
-        running.filter_batch([i for i in range(running.batch_size) if i != place])
-        self._unseeded = [other for other in self._unseeded if other is not req]
+        handed_off = [req for req in self._requests.values() if req.phase is Phase.HANDED_OFF]
+        req = max((*running.reqs, *handed_off), key=lambda req: req.arrival)
         self._num_retractions += 1
         req.num_retractions += 1
+        if req.phase is Phase.HANDED_OFF:
+            self._dispatcher.take_back(req)
+            return
+        running.filter_batch([i for i, other in enumerate(running.reqs) if other is not req])
+        self._unseeded = [other for other in self._unseeded if other is not req]
         req.phase = Phase.RETRACTING
         if req.num_launched == req.num_output:
             self._requeue_retracted(req)
