@@ -1,0 +1,103 @@
+"""A pair of real services on a tiny model, and what their GetLoads say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.client import Client, PrefillClient
+from baton.errors import BatonError
+from baton.local_pair import LocalPair
+from baton.server_info import HealthStatus, InferenceLoad, PrefillLoad
+from baton.service_process import READY_SERVICE
+
+BOUND_S = 60.0
+"""How long anything may take before a test gives up on it."""
+LOOK_INTERVAL_S = 0.01
+RECONNECT_AT_ONCE = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
+COMMON_ARGS = ("--num-threads=1", "--debug-checks")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPair:
+    """`processes` may be killed and started again; the clients reconnect."""
+
+    processes: LocalPair
+    client: Client
+    prefills: tuple[PrefillClient, ...]
+
+    def load(self) -> InferenceLoad:
+        return self.client.load()
+
+    def prefill_load(self, index: int = 0) -> PrefillLoad:
+        return self.prefills[index].load()
+
+    def is_ready(self) -> bool:
+        return self.client.health(READY_SERVICE["decode"]) is HealthStatus.SERVING
+
+    def holds_nothing(self) -> bool:
+        """Whether no service that runs has a row, a slot or a request."""
+        return is_empty(self.load()) and all(
+            is_empty(client.load())
+            for client, process in zip(self.prefills, self.processes.prefill, strict=True)
+            if process.is_running
+        )
+
+
+@contextmanager
+def running_pair(
+    model: Path,
+    *,
+    num_prefill: int = 1,
+    shared_args: Sequence[str] = (),
+    prefill_args: Sequence[str] = (),
+    decode_args: Sequence[str] = (),
+) -> Iterator[RunningPair]:
+    processes = LocalPair(
+        model=str(model),
+        dtype="float32",
+        num_prefill=num_prefill,
+        prefill_args=(*COMMON_ARGS, *shared_args, *prefill_args),
+        decode_args=(*COMMON_ARGS, *shared_args, *decode_args),
+    )
+    with processes, ExitStack() as stack:
+        options: Mapping[str, Any] = {"channel_overrides": RECONNECT_AT_ONCE}
+        client = stack.enter_context(Client(processes.decode_addresses[0], **options))
+        prefills = tuple(
+            stack.enter_context(PrefillClient(address, **options)) for address in processes.prefill_addresses
+        )
+        yield RunningPair(processes, client, prefills)
+
+
+def is_empty(load: InferenceLoad | PrefillLoad) -> bool:
+    num_active = load.num_running if isinstance(load, InferenceLoad) else load.num_computing + load.unsent_bytes
+    return (
+        load.rows.free == load.rows.total
+        and load.slots.free == load.slots.total
+        and load.num_queued == 0
+        and num_active == 0
+    )
+
+
+def wait_until(condition: Callable[[], bool], *, about: Callable[[], object] = str, bound_s: float = BOUND_S) -> None:
+    """Look until `condition` holds: AssertionError with `about` when it does not in time.
+
+    A service that cannot be reached makes a condition false.
+    """
+    give_up_s = time.monotonic() + bound_s
+    pause = threading.Event()
+    while not _holds(condition):
+        assert time.monotonic() < give_up_s, f"not within {bound_s} s: {about()}"
+        pause.wait(LOOK_INTERVAL_S)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except BatonError:
+        return False

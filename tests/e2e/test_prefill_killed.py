@@ -1,0 +1,156 @@
+"""A9: processes are killed with -9 while rows are on their way. Streams go on with the tokens they would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from baton import Completion, errors
+from baton.requests import SamplingOptions
+from baton.service_process import ServiceProcess
+from tests.e2e.running import BOUND_S, RunningPair, is_empty, running_pair, wait_until
+from tests.support.models import save_tiny_model
+
+NUM_REQUESTS = 16
+PROMPT_TOKENS = 300
+NEW_TOKENS = 12
+KILL_BOUND_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
+    """KV that is large for the compute behind it (4 KiB a token) lands one 64-KiB segment at a time."""
+    model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
+    with running_pair(
+        model,
+        num_prefill=2,
+        shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
+        prefill_args=("--max-segment-bytes=65536", "--send-budget-bytes=262144", "--chunk-tokens=64"),
+        decode_args=("--receive-budget-bytes=1", "--prefill-timeout-s=2"),
+    ) as running:
+        yield running
+
+
+def prompt(number: int) -> list[int]:
+    return [10 + (number * 37 + place * (number + 3)) % 240 for place in range(PROMPT_TOKENS)]
+
+
+def sampling(number: int) -> SamplingOptions:
+    """Every other one greedy."""
+    return {
+        "max_tokens": NEW_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0.0 if number % 2 else 0.9,
+        "seed": number,
+    }
+
+
+@contextmanager
+def requests(pair: RunningPair) -> Iterator[list[Future[Completion]]]:
+    """NUM_REQUESTS at once."""
+    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
+        yield [
+            clients.submit(pair.client.complete, token_ids=prompt(number), timeout_s=BOUND_S, **sampling(number))
+            for number in range(NUM_REQUESTS)
+        ]
+
+
+def tokens(completions: Sequence[Future[Completion]]) -> list[tuple[int, ...]]:
+    return [completion.result().token_ids for completion in completions]
+
+
+def outcome(completion: Future[Completion]) -> tuple[int, ...] | BaseException:
+    error = completion.exception()
+    return completion.result().token_ids if error is None else error
+
+
+def kill(service: ServiceProcess) -> None:
+    service.kill()
+    assert service.wait(KILL_BOUND_S)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: RunningPair) -> list[tuple[int, ...]]:
+    with requests(pair) as completions:
+        return tokens(completions)
+
+
+def is_transferring_from(pair: RunningPair, replica: int) -> Callable[[], bool]:
+    def holds() -> bool:
+        load = pair.load()
+        return load.rows.transferring > 0 and load.prefill_replicas[replica].num_rows > 0
+
+    return holds
+
+
+def test_requests_of_a_killed_replica_are_computed_by_the_other_and_it_is_used_again_when_it_is_back(
+    pair: RunningPair, undisturbed: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = pair.processes.prefill[0]
+    num_retries_before = pair.load().num_row_retries
+    with requests(pair) as completions:
+        wait_until(is_transferring_from(pair, 0), about=pair.load)
+        kill(victim)
+        assert tokens(completions) == undisturbed
+
+    load = pair.load()
+    num_interrupted = load.num_row_retries - num_retries_before
+    with capsys.disabled():
+        print(f" [{num_interrupted} rows of {NUM_REQUESTS} interrupted]", end="")
+    assert num_interrupted > 0
+    attempts = [completion.result().timings.num_handoff_attempts for completion in completions]
+    assert sum(attempts) == NUM_REQUESTS + num_interrupted
+    assert [replica.is_ready for replica in load.prefill_replicas] == [False, True]
+
+    victim.start()
+    wait_until(lambda: all(replica.is_ready for replica in pair.load().prefill_replicas), about=pair.load)
+    with requests(pair) as completions:
+        wait_until(is_transferring_from(pair, 0), about=pair.load)
+        assert tokens(completions) == undisturbed
+
+
+def test_while_no_prefill_is_there_decode_is_not_ready_and_requests_are_unavailable(
+    pair: RunningPair, undisturbed: list[tuple[int, ...]]
+) -> None:
+    with requests(pair) as completions:
+        wait_until(is_transferring_from(pair, 0), about=pair.load)
+        for service in pair.processes.prefill:
+            kill(service)
+        wait_until(lambda: not pair.is_ready(), about=pair.load)
+        # Past the bound of two seconds it would be the client's own deadline that ends them.
+        ended = [outcome(completion) for completion in completions]
+    assert any(isinstance(end, errors.Unavailable) for end in ended)
+    for end, expected in zip(ended, undisturbed, strict=True):
+        assert isinstance(end, errors.Unavailable) or end == expected
+
+    with pytest.raises(errors.Unavailable):
+        pair.client.complete(token_ids=prompt(0), timeout_s=BOUND_S, **sampling(0))
+    assert all(not replica.is_ready and replica.reason for replica in pair.load().prefill_replicas)
+    wait_until(pair.holds_nothing, about=pair.load)
+
+    for service in pair.processes.prefill:
+        service.start()
+    wait_until(pair.is_ready, about=pair.load)
+    with requests(pair) as completions:
+        assert tokens(completions) == undisturbed
+
+
+def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
+    pair: RunningPair, undisturbed: list[tuple[int, ...]]
+) -> None:
+    (decode,) = pair.processes.decode
+    with requests(pair) as completions:
+        wait_until(is_transferring_from(pair, 0), about=pair.load)
+        assert pair.prefill_load().rows.free < pair.prefill_load().rows.total
+        kill(decode)
+        ended = [outcome(completion) for completion in completions]
+    assert any(isinstance(end, errors.Unavailable) for end in ended)
+    wait_until(lambda: all(is_empty(client.load()) for client in pair.prefills))
+
+    decode.start()
+    wait_until(pair.is_ready, about=pair.load)
+    with requests(pair) as completions:
+        assert tokens(completions) == undisturbed
