@@ -1,0 +1,120 @@
+"""How soon both services hold nothing once a client has left, by what its request was in.
+
+python -m benchmarks.cancellation
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from baton.client import EventStream
+from baton.events import Delta
+from tests.e2e.running import RunningPair, running_pair, wait_until
+from tests.support.models import save_tiny_model
+
+NUM_SAMPLES = 5
+FREE_BOUND_S = 30.0
+PROMPT_TOKENS = 2000
+CHUNK_TOKENS = 128
+NEW_TOKENS = 2000
+
+
+class Phase(StrEnum):
+    """Where a request is when its client leaves."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"  # all of it computed
+    DECODING = "decoding"
+
+
+@dataclass(frozen=True, slots=True)
+class CancellationRig:
+    """A pair with one row on the decode side, slow enough in every phase that a request can be caught in it."""
+
+    pair: RunningPair
+
+    def catch(self, phase: Phase) -> tuple[EventStream, ...]:
+        """Start on an empty pair, and return when a request is in `phase`: the streams to drop, in order.
+
+        A queued request comes with the one it waits for.
+        """
+        stream = self.generate()
+        match phase:
+            case Phase.PREFILLING:
+                wait_until(self._is_prefilling, about=self.pair.prefill_load)
+            case Phase.TRANSFERRING:
+                wait_until(self._is_only_transferring, about=self.pair.load)
+            case Phase.DECODING:
+                self._read_first_token(stream)
+            case Phase.QUEUED:
+                self._read_first_token(stream)
+                queued = self.generate()
+                wait_until(lambda: self.pair.load().num_queued == 1, about=self.pair.load)
+                return queued, stream
+        return (stream,)
+
+    def generate(self, *, timeout_s: float | None = None) -> EventStream:
+        """A request that takes long in every phase."""
+        prompt = [10 + place % 240 for place in range(PROMPT_TOKENS)]
+        return self.pair.client.generate(
+            token_ids=prompt, timeout_s=timeout_s, max_tokens=NEW_TOKENS, ignore_eos=True, temperature=0.0
+        )
+
+    def _is_prefilling(self) -> bool:
+        return self.pair.prefill_load().num_computing > 0
+
+    def _is_only_transferring(self) -> bool:
+        return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0
+
+    def _read_first_token(self, stream: EventStream) -> None:
+        assert any(isinstance(event, Delta) for event in stream), "no token came"
+
+
+@contextmanager
+def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
+    """The model has 16 KiB of KV a token, and lands it one 64-KiB segment at a time."""
+    model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=64)
+    with running_pair(
+        model,
+        shared_args=("--max-kv-tokens=8192",),
+        prefill_args=("--max-segment-bytes=65536", f"--chunk-tokens={CHUNK_TOKENS}"),
+        decode_args=("--receive-budget-bytes=1", "--max-rows=1"),
+    ) as pair:
+        yield CancellationRig(pair)
+
+
+def measure_cancellation() -> dict[str, float]:
+    """By phase, the median seconds from dropping the stream until neither service's GetLoad shows anything held."""
+    with tempfile.TemporaryDirectory() as directory, cancellation_rig(Path(directory)) as rig:
+        return {phase.value: statistics.median(_samples(rig, phase)) for phase in Phase}
+
+
+def _samples(rig: CancellationRig, phase: Phase) -> list[float]:
+    samples = []
+    for _ in range(NUM_SAMPLES):
+        streams = rig.catch(phase)
+        start_s = time.perf_counter()
+        for stream in streams:
+            stream.close()
+        samples.append(_seconds_until(rig.pair.holds_nothing, start_s))
+    return samples
+
+
+def _seconds_until(condition: Callable[[], bool], start_s: float) -> float:
+    """Looks without a pause: what it measures is a few looks long."""
+    while not condition():
+        assert time.perf_counter() - start_s < FREE_BOUND_S, "what the client left is still held"
+    return time.perf_counter() - start_s
+
+
+if __name__ == "__main__":
+    for name, seconds in measure_cancellation().items():
+        print(f"{name}: {seconds:.3f} s")

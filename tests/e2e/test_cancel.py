@@ -1,0 +1,65 @@
+"""A client that leaves, in any phase, leaves nothing behind on either service; nor does one whose time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from baton import errors
+from baton.server_info import InferenceLoad
+from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, CancellationRig, Phase, cancellation_rig
+from tests.e2e.running import RunningPair, is_empty, wait_until
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CancellationRig]:
+    with cancellation_rig(tmp_path_factory.mktemp("slow")) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def pair(rig: CancellationRig) -> RunningPair:
+    return rig.pair
+
+
+def loads_until_free(pair: RunningPair) -> list[InferenceLoad]:
+    """The decode service's, from now until it holds nothing."""
+    loads: list[InferenceLoad] = []
+
+    def is_free() -> bool:
+        loads.append(pair.load())
+        return is_empty(loads[-1])
+
+    wait_until(is_free, about=pair.load)
+    return loads
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_dropping_the_stream_frees_both_sides(rig: CancellationRig, phase: Phase) -> None:
+    steps_before, prefill_steps_before = rig.pair.load().num_steps, rig.pair.prefill_load().num_steps
+    streams = rig.catch(phase)
+    for stream in streams:
+        stream.close()
+    loads = loads_until_free(rig.pair)
+    wait_until(rig.pair.holds_nothing, about=rig.pair.prefill_load)
+
+    after_the_drop = next(load for load in loads if load.num_running == 0)
+    assert loads[-1].num_steps - after_the_drop.num_steps <= 2
+    num_steps = rig.pair.load().num_steps - steps_before
+    num_prefill_steps = rig.pair.prefill_load().num_steps - prefill_steps_before
+    match phase:
+        case Phase.PREFILLING:
+            assert num_prefill_steps < PROMPT_TOKENS // CHUNK_TOKENS, "prefill went on to the end"
+        case Phase.TRANSFERRING:
+            assert num_steps == 0, "decode went on"
+        case Phase.DECODING | Phase.QUEUED:
+            assert num_steps < NEW_TOKENS - 1, "decode went on to the end"
+    assert len(rig.pair.client.complete(token_ids=[10, 11], max_tokens=2, ignore_eos=True).token_ids) == 2
+
+
+def test_a_deadline_frees_both_sides_whether_the_request_runs_or_waits(rig: CancellationRig) -> None:
+    streams = [rig.generate(timeout_s=0.5) for _ in range(2)]
+    for stream in streams:
+        with pytest.raises(errors.DeadlineExceeded):
+            list(stream)
