@@ -89,6 +89,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except Exception as error:
             _log.exception("request_crashed", request_id=live.request_id)
             end = EngineFault(f"{type(error).__name__}: {error}")
+        except asyncio.CancelledError:
+            if _remaining_s(context) == 0:
+                end = _deadline_passed()
+            raise
         finally:
             if time_out is not None:
                 time_out.cancel()
@@ -129,8 +133,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         remaining_s = _remaining_s(context)
         if remaining_s is None:
             return None
-        error = DeadlineExceeded("the request's deadline passed")
-        return asyncio.get_running_loop().call_later(remaining_s, live.fail, error)
+        return asyncio.get_running_loop().call_later(remaining_s, live.fail, _deadline_passed())
 
     def _deadline_unix_ms(self, context: Context) -> int:
         remaining_s = _remaining_s(context)
@@ -177,6 +180,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             num_row_retries=load.num_row_retries,
             num_retractions=load.num_retractions,
         )
+
+
+def _deadline_passed() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's deadline passed")
 
 
 def _remaining_s(context: Context) -> float | None:

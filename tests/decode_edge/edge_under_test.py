@@ -57,6 +57,7 @@ class Edge:
     router: EventRouter
     replicas: ReplicaBoard
     server: ServiceServer
+    servicer: InferenceServicer
     channel: grpc.aio.Channel
     registry: CollectorRegistry
     tokenizer: TextTokenizer
@@ -112,10 +113,33 @@ async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
         server.follow(lambda: is_ready(engine=engine, replicas=replicas, live_requests=live_requests), interval_s=0.01)
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Edge(engine, transport, live_requests, router, replicas, server, channel, registry, tokenizer, log)
+        yield Edge(
+            engine, transport, live_requests, router, replicas, server, servicer, channel, registry, tokenizer, log
+        )
     follower.cancel()
     await server.stop(0)
     executor.shutdown()
+
+
+class AloneContext:
+    """A call whose client and network do nothing by themselves: only the service can end it."""
+
+    def __init__(self, *, remaining_s: float) -> None:
+        self._remaining_s = remaining_s
+        self.code: grpc.StatusCode | None = None
+
+    def time_remaining(self) -> float:
+        return self._remaining_s
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def write(self, message: Any) -> None:
+        return None
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any) -> None:
+        self.code = code
+        raise grpc.aio.AbortError(details)
 
 
 async def events_of(call: Any) -> list[inference_pb2.GenerateEvent]:

@@ -10,7 +10,7 @@ from common.errors import PrefillUnavailable
 from common.model.sampling_params import TokenLogprobs
 from decode_service.messages import Abort, Failed, Finished, FinishReason, RequestTimings, Submit, Tokens
 from decode_service.output import OutputProcessor
-from tests.decode_edge.edge_under_test import MAX_LIVE, Edge, error_of, events_of, ids_in, text_of
+from tests.decode_edge.edge_under_test import MAX_LIVE, AloneContext, Edge, error_of, events_of, ids_in, text_of
 from tests.decode_edge.fake_engine import BOUND_S, until
 from tests.decode_edge.tokenizers_for_tests import eos_id
 
@@ -239,6 +239,19 @@ async def test_a_deadline_reaches_the_engine_and_aborts(edge: Edge) -> None:
         await events_of(call)
     assert failure.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert await edge.engine.aborted() == Abort(submit.request_id)
+
+
+async def test_the_service_keeps_the_deadline_by_itself(edge: Edge) -> None:
+    context = AloneContext(remaining_s=0.05)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
+
+    with pytest.raises(grpc.aio.AbortError):
+        await asyncio.wait_for(edge.servicer.Generate(request, context), BOUND_S)  # type: ignore[arg-type]
+
+    assert context.code == grpc.StatusCode.DEADLINE_EXCEEDED
+    submit = await edge.engine.submitted()
+    assert edge.engine.of_type(Abort) == [Abort(submit.request_id)]
+    assert edge.count("baton_requests_total", outcome="deadline") == 1
 
 
 async def test_every_stream_ends_when_the_engine_dies(edge: Edge) -> None:
