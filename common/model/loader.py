@@ -16,8 +16,8 @@ from common.model.attention_torch import TorchAttention
 from common.model.cpu_linear import pack_linears
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
+from common.wire.handoff import TARGET_GROUP
 
-TARGET_GROUP = "target"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,11 +30,7 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
     torch_device = torch.device(device)
     config = _load_config(directory)
     check_config(config, name=name)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(directory), config=config, dtype=DTYPES[dtype], attn_implementation=PROBE_NAME
-    )
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{name}: an architecture that cannot select logits is not supported")
+    model = _load_model(directory, config, DTYPES[dtype])
     model = model.to(torch_device).eval().requires_grad_(False)
     shape = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -64,6 +60,22 @@ def _load_config(directory: Path) -> Any:
         return AutoConfig.from_pretrained(str(directory))
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{directory.name}: no configuration that transformers knows: {error}") from error
+
+
+def _load_model(directory: Path, config: Any, dtype: torch.dtype) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(directory), config=config, dtype=dtype, attn_implementation=PROBE_NAME
+        )
+    except KeyError as error:
+        if error.args != (PROBE_NAME,):
+            raise
+        raise UnsupportedModel(
+            f"{directory.name}: attention outside transformers' attention interface is not supported"
+        ) from error
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{directory.name}: an architecture that cannot select logits is not supported")
+    return model
 
 
 def _eos_token_ids(generation_config: GenerationConfig, config: Any) -> tuple[int, ...]:

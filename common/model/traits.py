@@ -131,13 +131,19 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> Att
 
     probe = _Probe()
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=torch_device)
-    model(
-        input_ids=tokens,
-        position_ids=torch.arange(2, device=torch_device).unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=1,
-        attention_probe=probe,
-    )
+    try:
+        model(
+            input_ids=tokens,
+            position_ids=torch.arange(2, device=torch_device).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=1,
+            attention_probe=probe,
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        if probe.trait is None:
+            raise refused(
+                f"{type(model).__name__}, whose forward fails when called like a decoder's ({error}),"
+            ) from error
     if probe.trait is not None:
         raise refused(probe.trait)
     num_layers = model.config.num_hidden_layers

@@ -1,0 +1,119 @@
+"""Fingerprints of model directories: equal when they compute the same KV, else different in the field that says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.model.loader import load_target
+from common.model_digest import compute_fingerprint, weights_digest
+from common.wire.fingerprint import Fingerprint, first_difference
+from tests.support.models import save_tiny_model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "model", "qwen2")
+
+
+def fingerprint(directory: Path, *, dtype: str = "float32") -> Fingerprint:
+    model = load_target(directory, device="cpu", dtype=dtype)
+    return compute_fingerprint(directory, model, cache_dir=directory.parent / "cache")
+
+
+def change_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def negate_a_norm(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][0] *= -1
+
+
+def test_the_same_model_has_the_same_fingerprint_wherever_it_is(directory: Path, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "elsewhere", "qwen2")
+    assert first_difference(fingerprint(directory), fingerprint(other)) is None
+
+
+def test_one_changed_weight_is_seen(directory: Path) -> None:
+    before = fingerprint(directory)
+    change_weights(directory, negate_a_norm)
+    difference = first_difference(before, fingerprint(directory))
+    assert difference is not None
+    assert difference[0] == "target_weights_digest"
+
+
+def test_how_tensors_are_spread_over_files_does_not_matter(directory: Path, tmp_path: Path) -> None:
+    whole = weights_digest(directory, tmp_path / "cache")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    names = list(tensors)
+    save_file({name: tensors[name] for name in names[3:]}, directory / "model-1.safetensors")
+    save_file({name: tensors[name] for name in names[:3]}, directory / "model-2.safetensors")
+    assert weights_digest(directory, tmp_path / "cache") == whole
+
+
+def test_a_tensor_in_another_dtype_is_another_tensor(directory: Path, tmp_path: Path) -> None:
+    before = weights_digest(directory, tmp_path / "cache")
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+
+    change_weights(directory, narrow)
+    assert weights_digest(directory, tmp_path / "cache") != before
+
+
+def test_another_rotation_base_is_seen_in_the_config(directory: Path) -> None:
+    before = fingerprint(directory)
+
+    def rotate_otherwise(config: dict[str, Any]) -> None:
+        config["rope_parameters"]["rope_theta"] = 500.0
+
+    change_json(directory / "config.json", rotate_otherwise)
+    difference = first_difference(before, fingerprint(directory))
+    assert difference is not None
+    assert difference[0] == "config_digest"
+
+
+def test_another_context_limit_is_not_a_difference(directory: Path) -> None:
+    before = fingerprint(directory)
+    change_json(directory / "config.json", lambda config: config.update(max_position_embeddings=128))
+    assert first_difference(before, fingerprint(directory)) is None
+
+
+def test_another_tokenizer_is_seen(directory: Path) -> None:
+    before = fingerprint(directory)
+    change_json(directory / "tokenizer.json", lambda tokenizer: tokenizer["model"]["merges"].pop())
+    difference = first_difference(before, fingerprint(directory))
+    assert difference is not None
+    assert difference[0] == "tokenizer_digest"
+
+
+def test_the_dtype_it_runs_in_is_part_of_the_layer_group(directory: Path) -> None:
+    difference = first_difference(fingerprint(directory), fingerprint(directory, dtype="bfloat16"))
+    assert difference == ("layer_groups[target].dtype", "float32", "bfloat16")
+
+
+def test_a_file_is_read_again_only_when_its_size_or_time_changed(directory: Path, tmp_path: Path) -> None:
+    cache_dir = tmp_path / "cache"
+    digest = weights_digest(directory, cache_dir)
+    remembered = cache_dir / "weight_digests.json"
+    change_json(remembered, lambda cache: [entry.update(tensors=["remembered"]) for entry in cache.values()] and None)
+    assert weights_digest(directory, cache_dir) != digest
+    (directory / "model.safetensors").touch()
+    assert weights_digest(directory, cache_dir) == digest
