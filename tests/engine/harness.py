@@ -23,10 +23,13 @@ from common.device.stream import Scope, Stream
 from common.errors import BatonError
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
+from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
 from common.model.target import TargetModel
-from common.wire.handoff import KvSegment, PrebuiltBatch
+from common.wire.handoff import Frame, KvSegment, PrebuiltBatch
 from decode_service.messages import (
+    Abort,
     CallEnded,
     Command,
     Event,
@@ -64,14 +67,27 @@ def _choose(kv: NDArray[np.float32], input_token: int) -> int:
     num_tokens = kv.shape[2]
     values = kv[:, :, :, 0, :].transpose(2, 0, 1, 3).reshape(num_tokens, -1).astype(np.int64)
     mixed = int(((values + 1) * _WEIGHTS[:num_tokens]).sum()) + num_tokens * 7919 + input_token * 104729
-    return (mixed >> _HIGH_BITS) % VOCAB_SIZE
+    return int((mixed >> _HIGH_BITS) % VOCAB_SIZE)
 
 
-def oracle(token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The `num_tokens` greedy tokens that follow `token_ids`."""
+def _logits(kv: NDArray[np.float32], input_token: int) -> Tensor:
+    """[vocab]: 4 for the chosen token, between -3 and 3 for the others."""
+    chosen = _choose(kv, input_token)
+    logits = 3 * torch.cos(torch.arange(VOCAB_SIZE) * float(chosen + 1))
+    logits[chosen] = 4.0
+    return logits
+
+
+def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:
+    """The `num_tokens` tokens that follow `token_ids`, one after the other, each drawn alone."""
+    state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
+    state.reset([RowSeed(1, sampling, 0, tuple(token_ids), len(token_ids))])
+    batch = SamplingBatch.of([sampling])
     sequence = list(token_ids)
     for _ in range(num_tokens):
-        sequence.append(_choose(kv_of(sequence), sequence[-1]))
+        logits = _logits(kv_of(sequence), sequence[-1]).unsqueeze(0)
+        drawn = sample(logits, torch.tensor([1]), torch.tensor([len(sequence)]), state, batch)
+        sequence.append(int(drawn.token_ids[0]))
     return sequence[len(token_ids) :]
 
 
@@ -86,7 +102,7 @@ class SeenForward:
 
 
 class TagModel:
-    """Has the attributes of TargetModel. The chosen token's logit is 4, the others' lie within -3 and 3."""
+    """Has the attributes of TargetModel."""
 
     layer_group = GROUP
     vocab_size = VOCAB_SIZE
@@ -95,8 +111,12 @@ class TagModel:
 
     def __init__(self) -> None:
         self.forwards: list[SeenForward] = []
+        self.fails_next = False
 
     def forward(self, batch: ForwardInput) -> Tensor:
+        if self.fails_next:
+            self.fails_next = False
+            raise ValueError("no kernel")
         tokens, positions = batch.input_ids.tolist(), batch.positions.tolist()
         rows, seq_lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
         handed = (batch.req_pool_indices, batch.seq_lens, batch.positions, batch.out_cache_loc)
@@ -106,11 +126,7 @@ class TagModel:
             batch.kv[:, :, slot] = torch.from_numpy(own)
         logits = []
         for token, row, seq_len in zip(tokens, rows, seq_lens, strict=True):
-            read = batch.kv[:, :, batch.req_to_token[row, :seq_len]].numpy()
-            chosen = _choose(read, token)
-            entry = 3 * torch.cos(torch.arange(VOCAB_SIZE) * float(chosen + 1))
-            entry[chosen] = 4.0
-            logits.append(entry)
+            logits.append(_logits(batch.kv[:, :, batch.req_to_token[row, :seq_len]].numpy(), token))
         return torch.stack(logits)
 
 
@@ -141,18 +157,19 @@ class LaggingScheduleDevice(ScriptedDevice):
 @dataclass
 class Outcome:
     prompt: tuple[int, ...]
-    max_tokens: int
+    sampling: ResolvedSampling
     token_ids: list[int] = field(default_factory=list)
     finished: Finished | None = None
     error: BatonError | None = None
+    is_abandoned: bool = False
 
     @property
     def has_ended(self) -> bool:
-        return self.finished is not None or self.error is not None
+        return self.finished is not None or self.error is not None or self.is_abandoned
 
     @property
     def expected(self) -> list[int]:
-        return oracle(self.prompt, self.max_tokens)
+        return oracle(self.prompt, self.sampling.max_tokens, self.sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +179,7 @@ class Handoff:
     call_id: str
     row: int
     token_ids: tuple[int, ...]
+    sampling: ResolvedSampling
 
 
 def _land(device: ScriptedDevice) -> None:
@@ -214,11 +232,17 @@ class ScriptedEngine:
     ) -> Outcome:
         sampling = ResolvedSampling(seed=seed, max_tokens=max_tokens, temperature=temperature)
         self._posted.append(Submit(request_id, tuple(prompt), len(prompt), sampling))
-        self.outcomes[request_id] = Outcome(tuple(prompt), max_tokens)
+        self.outcomes[request_id] = Outcome(tuple(prompt), sampling)
         return self.outcomes[request_id]
 
     def post(self, command: Command) -> None:
         self._posted.append(command)
+
+    def abort(self, request_id: str) -> None:
+        """The client leaves; nothing more is expected of this request."""
+        self.outcomes[request_id].is_abandoned = True
+        self.handoffs.pop(request_id, None)
+        self._posted.append(Abort(request_id))
 
     def hand_over(self, request_id: str) -> None:
         """Answer the request's handoff: its KV in two segments, its PrebuiltBatch entry between them."""
@@ -233,13 +257,14 @@ class ScriptedEngine:
         prebuilt = PrebuiltBatch(
             rows=np.array([handoff.row]),
             seq_lens=np.array([len(handoff.token_ids)]),
-            first_token_ids=np.array(oracle(handoff.token_ids, 1)),
+            first_token_ids=np.array(oracle(handoff.token_ids, 1, handoff.sampling)),
             bytes_sent={GROUP.name: np.array([kv.nbytes])},
             queue_s=np.zeros(1),
             compute_s=np.zeros(1),
             first_token_logprobs=(None,),
         )
-        for frame in (halves[0], prebuilt, *halves[1:]):
+        frames: list[Frame] = [halves[0], prebuilt, *halves[1:]]
+        for frame in frames:
             self._posted.append(FrameArrived(handoff.call_id, frame))
         self._open_rows[handoff.call_id] -= 1
         if self._open_rows[handoff.call_id] == 0:
@@ -288,7 +313,7 @@ class ScriptedEngine:
             case StartHandoff(call_id, _, rows):
                 self._open_rows[call_id] = len(rows)
                 for index, row in enumerate(rows):
-                    self.handoffs[row.request_id] = Handoff(call_id, index, row.token_ids)
+                    self.handoffs[row.request_id] = Handoff(call_id, index, row.token_ids, row.sampling)
             case Tokens(request_id, token_ids):
                 self.outcomes[request_id].token_ids.extend(token_ids)
             case Finished():

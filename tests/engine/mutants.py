@@ -14,14 +14,13 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.scripted import ScriptedEvent, ScriptedStream
-from common.device.stream import Event, Scope
+from common.device.stream import Event, Scope, Work
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.row_table import ReqToTokenPool
 from common.model import noise, sampling
 from decode_service import schedule_batch
 from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.landing import LandingZone
-from decode_service.request import Request
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 from decode_service.scheduler import DecodeEngine
 from decode_service.step_in_flight import RowResult, StepInFlight
@@ -461,17 +460,14 @@ def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepInFlight, "results", mutant)
 
 
-def retracted_before_its_last_token(patch: pytest.MonkeyPatch) -> None:
-    """A retracted request is requeued while a step still computes a token of it."""
-    retract = DecodeEngine._retract_youngest
+def failure_outlives_its_step(patch: pytest.MonkeyPatch) -> None:
+    """Pieces belong to the stream instead of to their step."""
+    enqueue = ScriptedStream.enqueue
 
-    def mutant(self: DecodeEngine) -> None:
-        running = self._running
-        youngest = max(running.reqs, key=lambda req: req.arrival)
-        youngest.num_launched = youngest.num_output
-        retract(self)
+    def mutant(self: ScriptedStream, work: Work, scope: Scope | None = None) -> None:
+        enqueue(self, work)
 
-    patch.setattr(DecodeEngine, "_retract_youngest", mutant)
+    patch.setattr(ScriptedStream, "enqueue", mutant)
 
 
 # ---- I13: noise -------------------------------------------------------------------------------------------------
@@ -500,22 +496,13 @@ def noise_without_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sampling, "row_keys", mutant)
 
 
-def noise_without_position(patch: pytest.MonkeyPatch) -> None:
-    def mutant(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-        return noise.row_keys(seeds, choice_indices, torch.zeros_like(positions))
-
-    patch.setattr(sampling, "row_keys", mutant)
-
-
 def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:
     """A row's second request samples with its first one's parameters."""
     seen: set[int] = set()
-    row_seed = Request.row_seed.fget
-    assert row_seed is not None
     launch = DecodeEngine._launch
 
     def mutant(self: DecodeEngine, batch: ScheduleBatch) -> StepInFlight:
-        self._unseeded = [req for req in self._unseeded if row_seed(req).row not in seen]
+        self._unseeded = [req for req in self._unseeded if req.row_seed.row not in seen]
         seen.update(batch.req_pool_indices_cpu.tolist())
         return launch(self, batch)
 

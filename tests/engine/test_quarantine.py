@@ -11,7 +11,7 @@ import torch
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.wire.handoff import KvSegment
-from decode_service.messages import Abort, CallEnded, FrameArrived, SegmentsLanded
+from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
 from tests.engine import mutants
 from tests.engine.harness import GROUP, ScriptedEngine, kv_of
 from tests.engine.relay_rig import make_pool
@@ -24,7 +24,7 @@ def check_nothing_is_reused_while_a_forward_holds_it() -> None:
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
     scripted.submit("first", [1, 2, 3], 8)
     scripted.start("first")
-    scripted.post(Abort("first"))
+    scripted.abort("first")
     scripted.submit("second", [4, 5], 3)
     seen = []
 
@@ -37,7 +37,6 @@ def check_nothing_is_reused_while_a_forward_holds_it() -> None:
     scripted.step()
     assert seen == [(1, 4, 0)], "a row or slot was given out while a forward may write it"
     assert scripted.engine.load().rows.free == 1, "quarantine outlasted the forward"
-    scripted.outcomes.pop("first")
     scripted.run()
 
 
@@ -48,17 +47,12 @@ def check_rows_and_slots_are_conserved() -> None:
     for arrival in range(24):
         scripted.submit(str(arrival), [arrival + 1] * numbers.randint(1, 6), numbers.randint(1, 9))
         if arrival % 3 == 0:
-            victim = str(numbers.randint(0, arrival))
-            scripted.post(Abort(victim))
-            scripted.outcomes.pop(victim, None)
+            scripted.abort(str(numbers.randint(0, arrival)))
         scripted.step()
         for request_id in list(scripted.handoffs):
             scripted.hand_over(request_id)
         if arrival % 2:
             scripted.landing.run_all()
-    for request_id in list(scripted.outcomes):
-        if scripted.outcomes[request_id].has_ended:
-            del scripted.outcomes[request_id]
     scripted.run()
 
 
@@ -75,8 +69,7 @@ def check_a_late_copy_does_not_meet_another_request() -> None:
     scripted.hand_over("gone")
     scripted.step()
     assert scripted.landing.pending(), "the copies should be pending"
-    scripted.post(Abort("gone"))
-    scripted.outcomes.pop("gone")
+    scripted.abort("gone")
     for _ in range(8):  # the copies stand still while "long" grows
         scripted.step()
     scripted.landing.run_all()
@@ -90,8 +83,7 @@ def check_a_released_row_takes_no_further_segment() -> None:
     scripted.submit("gone", [9, 9, 9, 9], 2)
     scripted.step()
     stale = scripted.handoffs.pop("gone")
-    scripted.post(Abort("gone"))
-    scripted.outcomes.pop("gone")
+    scripted.abort("gone")
     second = scripted.submit("second", [1, 2, 3, 4], 6)
     scripted.step()
     kv = kv_of([9, 9, 9, 9])

@@ -13,7 +13,6 @@ from common.device.errors import DeviceTimeout
 from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Event, Scope
 from common.errors import EngineFault
-from decode_service.messages import Abort
 from tests.engine import mutants
 from tests.engine.harness import VOCAB_SIZE, LaggingScheduleDevice, ScriptedEngine
 from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
@@ -184,7 +183,7 @@ def check_a_row_in_flight_is_not_handed_off_again() -> None:
     scripted = ScriptedEngine(max_rows=1)
     scripted.submit("first", [1, 2, 3], 8)
     scripted.start("first")
-    scripted.post(Abort("first"))
+    scripted.abort("first")
     second = scripted.submit("second", [4, 5], 4)
 
     def assert_waiting(device: ScriptedDevice, event: Event) -> None:
@@ -195,7 +194,6 @@ def check_a_row_in_flight_is_not_handed_off_again() -> None:
     scripted.device.on_synchronize = assert_waiting
     scripted.step()  # ends by blocking on the forward
     scripted.device.on_synchronize = run_needed
-    scripted.outcomes.pop("first")
     scripted.run()
     assert second.token_ids == second.expected, "the forward in flight reached a reused row"
 
@@ -214,7 +212,7 @@ def check_a_forward_waits_for_the_schedule_side() -> None:
     scripted.step()
     assert scripted.forward.pending() and not scripted.forward.is_ready, "the forward may run before bootstrap"
     device.schedule.run_all()
-    assert scripted.forward.is_ready
+    assert scripted.forward.blocked_on is None
     scripted.run(advance=lambda device: device.run_all())
     assert outcome.token_ids == outcome.expected
 
