@@ -1,0 +1,70 @@
+"""I13: a token depends on its logits and on noise keyed by seed, choice, position and token id, and on nothing else.
+
+tests/sampling shows the noise's own properties; here it goes through the engine.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine import mutants
+from tests.engine.harness import ScriptedEngine
+
+PROMPTS = ([1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11])
+
+
+def check_draws_do_not_depend_on_company() -> None:
+    """Several sampled requests at other rows, places and steps than alone; rows are used again."""
+    for overlap in (True, False):
+        scripted = ScriptedEngine(max_rows=3, overlap=overlap)
+        for number, prompt in enumerate(PROMPTS):
+            scripted.submit(f"greedy {number}", [number + 20], 3 + number)
+            scripted.submit(f"drawn {number}", prompt, 8, temperature=1.0, seed=number)
+        scripted.run()
+        for request_id, outcome in scripted.outcomes.items():
+            assert outcome.token_ids == outcome.expected, f"tokens depend on the company: {request_id}"
+
+
+def check_draws_do_not_depend_on_retraction() -> None:
+    """The pool is too small for both: the younger gives its KV back, and its next token is drawn by the prefill."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48)
+    for number in range(2):
+        scripted.submit(str(number), PROMPTS[number], 30, temperature=1.0, seed=number)
+    scripted.run()
+    assert scripted.engine.load().num_retractions > 0, "nothing was retracted"
+    for outcome in scripted.outcomes.values():
+        assert outcome.token_ids == outcome.expected, "tokens depend on the retraction"
+
+
+def check_the_seed_matters() -> None:
+    scripted = ScriptedEngine()
+    outcomes = [scripted.submit(str(seed), [1, 2, 3], 3, temperature=1.0, seed=seed) for seed in range(4)]
+    scripted.run()
+    assert len({tuple(outcome.token_ids) for outcome in outcomes}) == 4, "requests of different seeds draw alike"
+
+
+CHECKS = [check_draws_do_not_depend_on_company, check_draws_do_not_depend_on_retraction, check_the_seed_matters]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
+def test_holds(check: mutants.Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_draws_do_not_depend_on_company, mutants.noise_keyed_by_place, "depend on the company"),
+        (check_draws_do_not_depend_on_company, mutants.noise_keyed_by_step, "depend on the company"),
+        (check_draws_do_not_depend_on_company, mutants.reused_row_not_reseeded, "depend on the company"),
+        (check_draws_do_not_depend_on_retraction, mutants.noise_keyed_by_step, "depend on the retraction"),
+        (check_the_seed_matters, mutants.noise_without_seed, "draw alike"),
+    ],
+    ids=mutants.name_of,
+)
+def test_is_broken_by(
+    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom):
+        check()
