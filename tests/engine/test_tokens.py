@@ -1,0 +1,141 @@
+"""I12: overlap on or off, any arrival, any abort, however the streams run: the same tokens.
+
+tests/pair/test_parity_tiny.py shows the same on real models, with chunked prefill.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.device.scripted import ScriptedDevice, pick_with, run_needed
+from common.device.stream import Event
+from common.errors import EngineFault
+from tests.engine import mutants
+from tests.engine.harness import ScriptedEngine
+
+NUM_SEEDS = 10
+
+
+def random_device(numbers: random.Random) -> ScriptedDevice:
+    """Between any two calls of the engine its streams may run on, as threads would; none is favoured."""
+
+    def run_some(device: ScriptedDevice) -> None:
+        while numbers.random() < 0.3 and (ready := device.ready_streams()):
+            numbers.choice(ready).run_next()
+
+    return ScriptedDevice(on_synchronize=pick_with(numbers.choice), on_host_call=run_some)
+
+
+def check_tokens_are_the_oracles(seed: int, *, overlap: bool) -> int:
+    """A dozen greedy and sampled requests through three rows, some aborted; returns how many were retracted."""
+    numbers = random.Random(seed)
+    scripted = ScriptedEngine(device=random_device(numbers), max_rows=3, max_kv_tokens=72, overlap=overlap)
+    for arrival in range(12):
+        prompt = [numbers.randrange(1, 900) for _ in range(numbers.randint(1, 7))]
+        temperature = numbers.choice([0.0, 0.0, 1.0])
+        scripted.submit(str(arrival), prompt, numbers.choice([1, 2, 6, 20, 40]), temperature=temperature, seed=arrival)
+        for _ in range(numbers.randint(0, 4)):
+            scripted.step()
+            for waiting in list(scripted.handoffs):
+                if numbers.random() < 0.7:
+                    scripted.hand_over(waiting)
+        if numbers.random() < 0.3:
+            scripted.abort(str(numbers.randint(0, arrival)))
+    scripted.run(advance=run_one_each)
+    for request_id, outcome in scripted.outcomes.items():
+        wanted = outcome.expected[: len(outcome.token_ids)] if outcome.is_abandoned else outcome.expected
+        assert outcome.token_ids == wanted, f"seed {seed}: {request_id} was decoded wrongly"
+    return scripted.engine.load().num_retractions
+
+
+def run_one_each(device: ScriptedDevice) -> None:
+    for stream in device.ready_streams():
+        stream.run_next()
+
+
+def check_every_seed(overlap: bool) -> None:
+    num_retractions = sum(check_tokens_are_the_oracles(seed, overlap=overlap) for seed in range(NUM_SEEDS))
+    assert num_retractions > 0, "nothing was retracted: the pool is too large for this test"
+
+
+def check_overlapped() -> None:
+    check_every_seed(overlap=True)
+
+
+def check_not_overlapped() -> None:
+    check_every_seed(overlap=False)
+
+
+def check_results_lag_one_step() -> None:
+    """With overlap the next step is launched before this one's results are taken; without it, after."""
+    launched_before_results = {}
+    for overlap in (True, False):
+        scripted = ScriptedEngine(overlap=overlap)
+        outcome = scripted.submit("a", [1, 2], 6)
+        seen: list[int] = []
+
+        def count_launched(device: ScriptedDevice, event: Event, seen: list[int] = seen) -> None:
+            seen.append(device.stream("forward").pending().count("decode"))
+            run_needed(device, event)
+
+        scripted.device.on_synchronize = count_launched
+        scripted.run()
+        assert outcome.token_ids == outcome.expected
+        launched_before_results[overlap] = max(seen)
+    assert launched_before_results == {True: 2, False: 1}, "the schedule side does not run ahead as configured"
+
+
+def check_a_failed_forward_fails_its_own_requests_alone() -> None:
+    """The step after it is in flight already, with the same rows and a new one."""
+    scripted = ScriptedEngine()
+    bad = scripted.submit("bad", [1, 2], 9)
+    scripted.start("bad")
+    good = scripted.submit("good", [3, 4], 9)
+    scripted.step()
+    scripted.hand_over("good")
+    scripted.step()
+    scripted.landing.run_all()
+    assert "decode" in scripted.forward.pending() and len(scripted.model.forwards) == 1
+    scripted.model.fails_next = True
+    scripted.run()
+    assert isinstance(bad.error, EngineFault) and "no kernel" in str(bad.error)
+    assert good.token_ids == good.expected, "a failed step took another one's requests along"
+
+
+CHECKS = [
+    check_overlapped,
+    check_not_overlapped,
+    check_results_lag_one_step,
+    check_a_failed_forward_fails_its_own_requests_alone,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
+def test_holds(check: mutants.Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_overlapped, mutants.results_in_another_order, "decoded wrongly"),
+        (check_overlapped, mutants.relay_is_a_ring, "decoded wrongly"),
+        (check_overlapped, mutants.lengths_changed_in_place_under_the_forward, "decoded wrongly"),
+        (check_overlapped, mutants.live_table_rewritten, "decoded wrongly"),
+        (check_overlapped, mutants.row_merged_before_its_copies, "decoded wrongly"),
+        (
+            check_a_failed_forward_fails_its_own_requests_alone,
+            mutants.failure_outlives_its_step,
+            "another one's requests",
+        ),
+    ],
+    ids=mutants.name_of,
+)
+def test_is_broken_by(
+    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom):
+        check()
