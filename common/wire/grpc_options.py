@@ -7,6 +7,10 @@ from collections.abc import Sequence
 # Room for a PrefillBatch or PrebuiltBatch of many rows; a segment has a bound of its own.
 MAX_MESSAGE_BYTES = 16 << 20
 
+# What a sender may have under way to a receiver that does not read. Fixed: the window that gRPC finds by probing grows
+# to many messages, and the receive budget would bound little.
+STREAM_WINDOW_BYTES = 1 << 20
+
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
 _MAX_RECONNECT_BACKOFF_MS = 1_000
@@ -32,6 +36,8 @@ def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     return (
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
