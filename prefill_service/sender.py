@@ -150,9 +150,10 @@ class KvSender:
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
             piece = copy.piece
-            if piece.prompt not in self._num_pieces:
-                if piece.prompt.call_id in self._unsent:
-                    self.return_budget(piece.prompt.call_id, piece.num_bytes)
+            is_wanted = piece.prompt in self._num_pieces
+            if (not is_wanted or copy.scope.error is not None) and self.owes(piece.prompt.call_id):
+                self.return_budget(piece.prompt.call_id, piece.num_bytes)
+            if not is_wanted:
                 continue
             self._num_pieces[piece.prompt] -= 1
             if copy.scope.error is not None:
