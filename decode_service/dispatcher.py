@@ -103,11 +103,10 @@ class PrefillDispatcher:
             self._post(BreakCall(call_id, str(rejected)))
             guilty = self._landing.request_of(call_id, rejected.row)
             cause = PrefillUnavailable(f"the replica broke the protocol: {rejected}")
-            for lost in self._landing.end_call(call_id, cause):
-                if lost.req is guilty:
-                    self._fail(lost.req, EngineFault(f"the handoff broke the protocol: {rejected}"))
-                else:
-                    self._handle_lost([lost])
+            lost = self._landing.end_call(call_id, cause)
+            if guilty is not None:
+                self._fail(guilty, EngineFault(f"the handoff broke the protocol: {rejected}"))
+            self._handle_lost([row for row in lost if row.req is not guilty])
 
     def end_call(self, call_id: str, error: BatonError | None) -> None:
         self._handle_lost(self._landing.end_call(call_id, error))
