@@ -67,7 +67,7 @@ class _PrefillInbox:
 
     def __init__(self) -> None:
         self.commands: list[prefill.Command] = []
-        self.forged_bytes: dict[str, int] = {}
+        self.owed_bytes: dict[str, int] = {}
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
         self.commands.append(prefill.OpenCall(call_id, rows))
@@ -79,12 +79,11 @@ class _PrefillInbox:
         self.commands.append(prefill.CloseCall(call_id))
 
     def sent(self, call_id: str, num_bytes: int) -> None:
-        """Bytes of segments that the engine did not send are not reported to it."""
-        forged = min(num_bytes, self.forged_bytes.get(call_id, 0))
-        if forged:
-            self.forged_bytes[call_id] -= forged
-        if num_bytes > forged:
-            self.commands.append(prefill.SegmentBytesSent(call_id, num_bytes - forged))
+        """Bytes that tampering added are not reported: the engine never sent them."""
+        num_bytes = min(num_bytes, self.owed_bytes[call_id])
+        self.owed_bytes[call_id] -= num_bytes
+        if num_bytes:
+            self.commands.append(prefill.SegmentBytesSent(call_id, num_bytes))
 
 
 @dataclass
@@ -245,11 +244,11 @@ class InProcessPair:
         self._to_decode.append(report)
 
     def _carry(self, replica: PrefillReplica, call_id: str, frame: Frame) -> None:
-        arriving = [frame] if self.tamper is None else list(self.tamper(frame))
-        forged = _payload_bytes(arriving) - _payload_bytes([frame])
-        replica.inbox.forged_bytes[call_id] = replica.inbox.forged_bytes.get(call_id, 0) + max(0, forged)
-        for arrived in arriving:
-            replica.transport.frame_ready(call_id, arrived)
+        if isinstance(frame, KvSegment):
+            owed_bytes = replica.inbox.owed_bytes
+            owed_bytes[call_id] = owed_bytes.get(call_id, 0) + frame.num_bytes
+        for arriving in [frame] if self.tamper is None else self.tamper(frame):
+            replica.transport.frame_ready(call_id, arriving)
 
     def _route(self, event: decode.Event) -> None:
         match event:
@@ -278,7 +277,3 @@ class InProcessPair:
             case decode.Failed():
                 assert not self.outcomes[event.request_id].has_ended, "a second terminal event"
                 self.outcomes[event.request_id].error = event.error
-
-
-def _payload_bytes(frames: Sequence[Frame]) -> int:
-    return sum(frame.num_bytes for frame in frames if isinstance(frame, KvSegment))

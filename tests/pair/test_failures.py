@@ -1,0 +1,262 @@
+"""What fails, fails alone: a step takes its own requests with it, a row its own request, a replica none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from common.device.cpu import CpuDevice
+from common.errors import EngineFault, PrefillUnavailable
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from tests.conftest import MakePair
+from tests.support.faulty_target import FailsFirst, FaultyTarget, ForwardFailed, is_decode
+from tests.support.pair import InProcessPair, PairOptions
+
+Tiny = Callable[[str], TargetModel]
+NAMES = ("a", "b", "c", "d")
+NEW_TOKENS = 12
+NARROW = PairOptions(
+    num_replicas=2,
+    chunk_tokens=16,
+    max_batch_tokens=32,
+    max_segment_bytes=2048,
+    send_budget_bytes=2048,
+    receive_budget_bytes=2048,
+)
+"""KV leaves 4 tokens at a time, so that rows are transferring for many steps."""
+
+
+class Clock:
+    """Moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def prompt_of(name: str) -> list[int]:
+    return [20 + ord(name) % 50 + place for place in range(30 + ord(name) % 7)]
+
+
+def submit(pair: InProcessPair, name: str) -> None:
+    pair.submit(name, prompt_of(name), ResolvedSampling(seed=ord(name), max_tokens=NEW_TOKENS))
+
+
+@pytest.fixture
+def undisturbed(make_pair: MakePair, tiny_target: Tiny) -> dict[str, list[int]]:
+    """Every request's tokens when nothing fails."""
+    pair = make_pair(tiny_target("llama"))
+    for name in (*NAMES, "later"):
+        pair.submit(name, prompt_of(name[0]), ResolvedSampling(seed=ord(name[0]), max_tokens=NEW_TOKENS))
+    pair.run()
+    return {name: outcome.token_ids for name, outcome in pair.outcomes.items()}
+
+
+def assert_it_serves_on(pair: InProcessPair, undisturbed: dict[str, list[int]]) -> None:
+    """The engines live: a request after the failure gets its tokens."""
+    later = pair.submit("later", prompt_of("l"), ResolvedSampling(seed=ord("l"), max_tokens=NEW_TOKENS))
+    pair.run()
+    assert later.token_ids == undisturbed["later"]
+
+
+# ---- forwards -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_a_failing_decode_forward_fails_the_requests_of_that_step_alone(
+    overlap: bool, make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    model = FaultyTarget(tiny_target("llama"))
+    pair = make_pair(model, PairOptions(overlap=overlap, decode_rows=2))
+    for name in NAMES:  # two run, two wait
+        submit(pair, name)
+    pair.run(until=lambda: all(len(pair.outcomes[name].token_ids) >= 3 for name in "ab"))
+    model.fails = FailsFirst(is_decode)
+    pair.run()
+    for name in "ab":
+        outcome = pair.outcomes[name]
+        assert isinstance(outcome.error, EngineFault) and "planted" in str(outcome.error)
+        num_delivered = len(outcome.token_ids)
+        assert 3 <= num_delivered < NEW_TOKENS
+        assert outcome.token_ids == undisturbed[name][:num_delivered], "no token of the failed step"
+    for name in "cd":
+        assert pair.outcomes[name].token_ids == undisturbed[name]
+    assert_it_serves_on(pair, undisturbed)
+
+
+def test_a_failing_prefill_forward_is_retried_and_counted(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    model, clock = FaultyTarget(tiny_target("llama")), Clock()
+    model.fails = FailsFirst(lambda batch: not is_decode(batch))
+    pair = make_pair(model, PairOptions(chunk_tokens=16), clock=clock)
+    for name in NAMES:
+        submit(pair, name)
+    pair.run(until=lambda: pair.decode.load().num_row_retries == len(NAMES))
+    assert pair.decode.load().num_queued == len(NAMES), "not before the replica's own delay has passed"
+    clock.now_s += 1
+    pair.run()
+    for name in NAMES:
+        outcome = pair.outcomes[name]
+        assert outcome.token_ids == undisturbed[name]
+        assert outcome.finished is not None and outcome.finished.timings.num_handoff_attempts == 2
+    assert pair.decode.load().num_row_retries == len(NAMES)
+
+
+@pytest.mark.parametrize("max_attempts", [1, 3])
+def test_attempts_are_bounded(max_attempts: int, make_pair: MakePair, tiny_target: Tiny) -> None:
+    model, clock = FaultyTarget(tiny_target("llama")), Clock()
+    num_forwards = 0
+
+    def fails(batch: object) -> bool:
+        nonlocal num_forwards
+        num_forwards += 1
+        return True
+
+    model.fails = fails
+    pair = make_pair(model, PairOptions(max_handoff_attempts=max_attempts), clock=clock)
+    submit(pair, "a")
+    while not pair.outcomes["a"].has_ended:
+        pair.step()
+        clock.now_s += 0.3
+    assert isinstance(pair.outcomes["a"].error, EngineFault)
+    assert num_forwards == max_attempts
+    assert pair.decode.load().num_row_retries == max_attempts - 1
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_copy_out_of_the_prefill_pool_is_retried(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
+    fail_once(monkeypatch, "to_host", lambda tensor: tensor.dtype is torch.uint8)
+    for name in NAMES:
+        submit(pair, name)
+    pair.run()
+    assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()}.items() <= undisturbed.items()
+    assert pair.decode.load().num_row_retries == 1
+
+
+def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
+    fail_once(monkeypatch, "host_buffer", lambda shape, dtype: dtype is torch.uint8)
+    for name in NAMES:
+        submit(pair, name)
+    pair.run()
+    (failed,) = [outcome for outcome in pair.outcomes.values() if outcome.error is not None]
+    assert isinstance(failed.error, EngineFault) and "planted" in str(failed.error)
+    assert failed.token_ids == []
+    for name, outcome in pair.outcomes.items():
+        assert outcome is failed or outcome.token_ids == undisturbed[name]
+    assert_it_serves_on(pair, undisturbed)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, method: str, where: Callable[..., bool]) -> None:
+    """The first such call on a CPU device that `where` holds for raises."""
+    sound = getattr(CpuDevice, method)
+    failed: list[bool] = []
+
+    def call(device: CpuDevice, *args: object) -> object:
+        if not failed and where(*args):
+            failed.append(True)
+            raise ForwardFailed("planted")
+        return sound(device, *args)
+
+    monkeypatch.setattr(CpuDevice, method, call)
+
+
+# ---- replicas -------------------------------------------------------------------------------------------------------
+
+
+def test_two_replicas_share_the_rows(make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2))
+    for name in NAMES:
+        submit(pair, name)
+    pair.step()
+    pair.step_prefill()
+    loads = [replica.engine.load() for replica in pair.replicas]
+    assert [load.rows.total - load.rows.free for load in loads] == [2, 2]
+    pair.run()
+    assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()}.items() <= undisturbed.items()
+
+
+PHASES: dict[str, Callable[[InProcessPair], bool]] = {
+    "prefilling": lambda pair: all(replica.engine.load().num_running for replica in pair.replicas),
+    "transferring": lambda pair: pair.decode.load().rows.transferring == len(NAMES),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_rows_of_a_lost_replica_are_retried_elsewhere_with_the_same_tokens(
+    phase: str, make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    pair = make_pair(tiny_target("llama"), NARROW)
+    for name in NAMES:
+        submit(pair, name)
+    pair.run(until=lambda: PHASES[phase](pair))
+    pair.lose(pair.replicas[1])
+    pair.run()
+    assert pair.decode.load().num_row_retries == 2, "two of the four rows were with the lost replica"
+    attempts = []
+    for name in NAMES:
+        outcome = pair.outcomes[name]
+        assert outcome.token_ids == undisturbed[name]
+        assert outcome.finished is not None
+        attempts.append(outcome.finished.timings.num_handoff_attempts)
+    assert sorted(attempts) == [1, 1, 2, 2]
+
+
+def test_a_request_that_loses_every_replica_in_turn_fails_as_unavailable(
+    make_pair: MakePair, tiny_target: Tiny
+) -> None:
+    options = PairOptions(num_replicas=3, max_handoff_attempts=2, chunk_tokens=4, max_batch_tokens=4)
+    pair = make_pair(tiny_target("llama"), options)
+    submit(pair, "a")
+    for _ in range(2):
+        pair.run(until=lambda: any(replica.engine.load().num_running for replica in pair.replicas))
+        (working,) = [replica for replica in pair.replicas if replica.engine.load().num_running]
+        pair.lose(working)
+        pair.step_decode()
+        pair.step_prefill()
+    assert isinstance(pair.outcomes["a"].error, PrefillUnavailable), (
+        "a third replica is ready, the attempts are used up"
+    )
+    assert pair.decode.load().num_row_retries == 1
+
+
+def test_a_running_request_does_not_need_the_replica_any_more(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    pair = make_pair(tiny_target("llama"))
+    submit(pair, "a")
+    pair.run(until=lambda: len(pair.outcomes["a"].token_ids) >= 2)
+    pair.lose(pair.replicas[0])
+    pair.run()
+    assert pair.outcomes["a"].token_ids == undisturbed["a"]
+
+
+def test_without_a_ready_replica_a_request_fails_when_its_wait_is_over(make_pair: MakePair, tiny_target: Tiny) -> None:
+    clock = Clock()
+    pair = make_pair(tiny_target("llama"), clock=clock)
+    pair.lose(pair.replicas[0])
+    pair.step()
+    clock.now_s += 100
+    submit(pair, "a")
+    pair.step()
+    clock.now_s += 9.9
+    pair.step()
+    assert not pair.outcomes["a"].has_ended, "its own wait counts, not how long the replicas have been away"
+    clock.now_s += 0.2
+    pair.step()
+    error = pair.outcomes["a"].error
+    assert isinstance(error, PrefillUnavailable) and "killed" in str(error)
+    assert pair.decode.load().num_queued == 0

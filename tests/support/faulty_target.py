@@ -1,0 +1,51 @@
+"""A target model whose forwards fail when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from common.model.attention import ForwardInput
+from common.model.target import TargetModel
+
+
+class ForwardFailed(Exception):
+    """What a failing forward raises."""
+
+
+class FaultyTarget(TargetModel):
+    """`fails` is asked before every forward, on the stream that runs it."""
+
+    def __init__(self, sound: TargetModel) -> None:
+        self._sound = sound
+        self.layer_group = sound.layer_group
+        self.vocab_size = sound.vocab_size
+        self.max_context_tokens = sound.max_context_tokens
+        self.eos_token_ids = sound.eos_token_ids
+        self.dtype = sound.dtype
+        self.torch_device = sound.torch_device
+        self.fails: Callable[[ForwardInput], bool] = lambda batch: False
+
+    def forward(self, batch: ForwardInput) -> Tensor:
+        if self.fails(batch):
+            raise ForwardFailed("planted")
+        return self._sound.forward(batch)
+
+
+def is_decode(batch: ForwardInput) -> bool:
+    return batch.extend_lens is None
+
+
+class FailsFirst:
+    """True for the first `num_times` batches that `where` holds for."""
+
+    def __init__(self, where: Callable[[ForwardInput], bool], num_times: int = 1) -> None:
+        self._where = where
+        self._num_left = num_times
+
+    def __call__(self, batch: ForwardInput) -> bool:
+        if not self._num_left or not self._where(batch):
+            return False
+        self._num_left -= 1
+        return True
