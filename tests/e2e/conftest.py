@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.running import RunningPair, wait_until
+from tests.e2e.running import RunningPair, running_pair, wait_until
+
+
+@pytest.fixture(scope="session")
+def plain_pair(tiny_model_dir: Callable[[str], Path]) -> Iterator[RunningPair]:
+    """For tests that neither change nor end it."""
+    with running_pair(tiny_model_dir("llama"), shared_args=("--max-kv-tokens=8192",)) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

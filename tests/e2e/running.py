@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from baton.client import Client, PrefillClient
 from baton.errors import BatonError
@@ -65,13 +64,20 @@ def running_pair(
         prefill_args=(*COMMON_ARGS, *shared_args, *prefill_args),
         decode_args=(*COMMON_ARGS, *shared_args, *decode_args),
     )
-    with processes, ExitStack() as stack:
-        options: Mapping[str, Any] = {"channel_overrides": RECONNECT_AT_ONCE}
-        client = stack.enter_context(Client(processes.decode_addresses[0], **options))
-        prefills = tuple(
-            stack.enter_context(PrefillClient(address, **options)) for address in processes.prefill_addresses
-        )
-        yield RunningPair(processes, client, prefills)
+    with processes, clients_of(processes) as pair:
+        yield pair
+
+
+@contextmanager
+def clients_of(processes: LocalPair) -> Iterator[RunningPair]:
+    with ExitStack() as stack:
+        client = Client(processes.decode_addresses[0], channel_overrides=RECONNECT_AT_ONCE)
+        prefills = [
+            PrefillClient(address, channel_overrides=RECONNECT_AT_ONCE) for address in processes.prefill_addresses
+        ]
+        for each in (client, *prefills):
+            stack.callback(each.close)
+        yield RunningPair(processes, client, tuple(prefills))
 
 
 def is_empty(load: InferenceLoad | PrefillLoad) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from baton import Completion, errors
 from baton.requests import SamplingOptions
+from baton.server_info import HealthStatus
 from baton.service_process import ServiceProcess
 from tests.e2e.running import BOUND_S, RunningPair, is_empty, running_pair, wait_until
 from tests.support.models import save_tiny_model
@@ -120,6 +121,7 @@ def test_while_no_prefill_is_there_decode_is_not_ready_and_requests_are_unavaila
         for service in pair.processes.prefill:
             kill(service)
         wait_until(lambda: not pair.is_ready(), about=pair.load)
+        assert pair.client.health("") is HealthStatus.SERVING
         # Past the bound of two seconds it would be the client's own deadline that ends them.
         ended = [outcome(completion) for completion in completions]
     assert any(isinstance(end, errors.Unavailable) for end in ended)
