@@ -8,7 +8,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from decode_service.schedule_batch import ScheduleBatch
-from tests.engine import mutants
+from tests.engine.mutants import batches
+from tests.engine.mutants.kinds import Mutant, name_of
 from tests.engine.relay_rig import make_batch
 
 MAX_MERGED = 4
@@ -68,15 +69,15 @@ def test_columns_follow_the_requests() -> None:
 @pytest.mark.parametrize(
     ("mutant", "symptom"),
     [
-        (mutants.merge_reorders, "the order of requests"),
-        (mutants.filter_reorders, "the order of requests"),
-        (mutants.filter_keeps_old_slots, "out_cache_loc outlived"),
-        *((mutants.forgetful("filter_batch", column), f"{column} are not") for column in mutants.COLUMNS),
-        *((mutants.forgetful("merge_batch", column), f"{column} are not") for column in mutants.COLUMNS),
+        (batches.merge_reorders, "the order of requests"),
+        (batches.filter_reorders, "the order of requests"),
+        (batches.filter_keeps_old_slots, "out_cache_loc outlived"),
+        *((batches.forgetful("filter_batch", column), f"{column} are not") for column in batches.COLUMNS),
+        *((batches.forgetful("merge_batch", column), f"{column} are not") for column in batches.COLUMNS),
     ],
-    ids=mutants.name_of,
+    ids=name_of,
 )
-def test_is_broken_by(mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_broken_by(mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check_columns_follow_the_requests()

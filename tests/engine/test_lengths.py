@@ -15,8 +15,9 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import Submit
 from decode_service.request import Request
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
-from tests.engine import mutants
 from tests.engine.harness import ScriptedEngine, refuses
+from tests.engine.mutants import lengths
+from tests.engine.mutants.kinds import Check, Mutant, name_of
 from tests.engine.relay_rig import make_batch, make_pool
 
 ROOT = Path(__file__).parents[2]
@@ -158,34 +159,32 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
-def test_holds(check: mutants.Check) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
     check()
 
 
 @pytest.mark.parametrize(
     ("check", "mutant", "symptom"),
     [
-        (check_twins_are_apart, mutants.twins_share_storage, "share storage from a handoff"),
-        (check_twins_are_apart, mutants.relayed_twins_share_storage, "share storage relayed"),
-        (check_twins_agree_at_every_launch, mutants.cpu_twin_not_updated, "seq_lens and seq_lens_cpu differ"),
-        (check_no_length_is_a_sentinel, mutants.lengths_not_checked_at_launch, "was launched"),
-        (check_a_snapshot_is_the_forwards_own, mutants.snapshot_aliases_lengths, "schedule side's lengths"),
-        (check_a_snapshot_is_the_forwards_own, mutants.snapshot_aliases_rows, "schedule side's rows"),
-        (check_a_snapshot_is_the_forwards_own, mutants.snapshot_aliases_slots, "schedule side's slots"),
-        (check_lengths_are_replaced, mutants.lengths_changed_in_place, "in place"),
+        (check_twins_are_apart, lengths.twins_share_storage, "share storage from a handoff"),
+        (check_twins_are_apart, lengths.relayed_twins_share_storage, "share storage relayed"),
+        (check_twins_agree_at_every_launch, lengths.cpu_twin_not_updated, "seq_lens and seq_lens_cpu differ"),
+        (check_no_length_is_a_sentinel, lengths.lengths_not_checked_at_launch, "was launched"),
+        (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_lengths, "schedule side's lengths"),
+        (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_rows, "schedule side's rows"),
+        (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_slots, "schedule side's slots"),
+        (check_lengths_are_replaced, lengths.lengths_changed_in_place, "in place"),
         (
             check_a_late_forward_sees_the_lengths_it_was_launched_with,
-            mutants.lengths_changed_in_place_under_the_forward,
+            lengths.lengths_changed_in_place_under_the_forward,
             "lengths moved",
         ),
-        (check_lengths_do_not_wait_for_the_device, mutants.resolve_always_waits, "waited for a forward"),
+        (check_lengths_do_not_wait_for_the_device, lengths.resolve_always_waits, "waited for a forward"),
     ],
-    ids=mutants.name_of,
+    ids=name_of,
 )
-def test_is_broken_by(
-    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check()

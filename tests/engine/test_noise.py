@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine import mutants
 from tests.engine.harness import ScriptedEngine
+from tests.engine.mutants import tokens
+from tests.engine.mutants.kinds import Check, Mutant, name_of
 
 PROMPTS = ([1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11])
 
@@ -46,25 +47,23 @@ def check_the_seed_matters() -> None:
 CHECKS = [check_draws_do_not_depend_on_company, check_draws_do_not_depend_on_retraction, check_the_seed_matters]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
-def test_holds(check: mutants.Check) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
     check()
 
 
 @pytest.mark.parametrize(
     ("check", "mutant", "symptom"),
     [
-        (check_draws_do_not_depend_on_company, mutants.noise_keyed_by_place, "depend on the company"),
-        (check_draws_do_not_depend_on_company, mutants.noise_keyed_by_step, "depend on the company"),
-        (check_draws_do_not_depend_on_company, mutants.reused_row_not_reseeded, "depend on the company"),
-        (check_draws_do_not_depend_on_retraction, mutants.noise_keyed_by_step, "depend on the retraction"),
-        (check_the_seed_matters, mutants.noise_without_seed, "draw alike"),
+        (check_draws_do_not_depend_on_company, tokens.noise_keyed_by_place, "depend on the company"),
+        (check_draws_do_not_depend_on_company, tokens.noise_keyed_by_step, "depend on the company"),
+        (check_draws_do_not_depend_on_company, tokens.reused_row_not_reseeded, "depend on the company"),
+        (check_draws_do_not_depend_on_retraction, tokens.noise_keyed_by_step, "depend on the retraction"),
+        (check_the_seed_matters, tokens.noise_without_seed, "draw alike"),
     ],
-    ids=mutants.name_of,
+    ids=name_of,
 )
-def test_is_broken_by(
-    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check()

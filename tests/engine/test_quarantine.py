@@ -12,8 +12,9 @@ from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
-from tests.engine import mutants
 from tests.engine.harness import GROUP, ScriptedEngine, kv_of
+from tests.engine.mutants import rows
+from tests.engine.mutants.kinds import Check, Mutant, name_of
 from tests.engine.relay_rig import make_pool
 
 # ---- I9: reuse and conservation ---------------------------------------------------------------------------------
@@ -157,33 +158,31 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
-def test_holds(check: mutants.Check) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
     check()
 
 
 @pytest.mark.parametrize(
     ("check", "mutant", "symptom"),
     [
-        (check_nothing_is_reused_while_a_forward_holds_it, mutants.quarantine_skipped, "given out while"),
-        (check_nothing_is_reused_while_a_forward_holds_it, mutants.quarantine_ends_too_early, "given out while"),
-        (check_nothing_is_reused_while_a_forward_holds_it, mutants.launch_does_not_hold_its_rows, "given out while"),
-        (check_rows_and_slots_are_conserved, mutants.grown_slot_leaks, "slots are lost"),
-        (check_rows_and_slots_are_conserved, mutants.aborted_row_leaks, "not over"),
-        (check_a_late_copy_does_not_meet_another_request, mutants.landing_does_not_hold_its_row, "landed in slots"),
-        (check_a_late_copy_does_not_meet_another_request, mutants.quarantine_skipped, "landed in slots"),
-        (check_a_released_row_takes_no_further_segment, mutants.landing_into_a_released_row, "was given up"),
-        (check_a_released_row_takes_no_further_segment, mutants.frames_matched_by_row_number_alone, "was given up"),
-        (check_a_row_runs_only_when_its_kv_is_there, mutants.row_merged_before_its_copies, "before the row's KV"),
-        (check_tensors_live_until_the_end_event, mutants.tensors_dropped_before_the_end, "was dropped"),
-        (check_tensors_live_until_the_end_event, mutants.tensors_kept_for_ever, "still holds"),
-        (check_a_live_rows_table_only_grows, mutants.live_table_rewritten, "was rewritten"),
+        (check_nothing_is_reused_while_a_forward_holds_it, rows.quarantine_skipped, "given out while"),
+        (check_nothing_is_reused_while_a_forward_holds_it, rows.quarantine_ends_too_early, "given out while"),
+        (check_nothing_is_reused_while_a_forward_holds_it, rows.launch_does_not_hold_its_rows, "given out while"),
+        (check_rows_and_slots_are_conserved, rows.grown_slot_leaks, "slots are lost"),
+        (check_rows_and_slots_are_conserved, rows.aborted_row_leaks, "not over"),
+        (check_a_late_copy_does_not_meet_another_request, rows.landing_does_not_hold_its_row, "landed in slots"),
+        (check_a_late_copy_does_not_meet_another_request, rows.quarantine_skipped, "landed in slots"),
+        (check_a_released_row_takes_no_further_segment, rows.landing_into_a_released_row, "was given up"),
+        (check_a_released_row_takes_no_further_segment, rows.frames_matched_by_row_number_alone, "was given up"),
+        (check_a_row_runs_only_when_its_kv_is_there, rows.row_merged_before_its_copies, "before the row's KV"),
+        (check_tensors_live_until_the_end_event, rows.tensors_dropped_before_the_end, "was dropped"),
+        (check_tensors_live_until_the_end_event, rows.tensors_kept_for_ever, "still holds"),
+        (check_a_live_rows_table_only_grows, rows.live_table_rewritten, "was rewritten"),
     ],
-    ids=mutants.name_of,
+    ids=name_of,
 )
-def test_is_broken_by(
-    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check()

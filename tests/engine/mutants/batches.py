@@ -1,0 +1,57 @@
+"""I14 broken: order and columns of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from decode_service.schedule_batch import ScheduleBatch
+from tests.engine.mutants.kinds import Mutant
+
+
+def merge_reorders(patch: pytest.MonkeyPatch) -> None:
+    merge = ScheduleBatch.merge_batch
+
+    def mutant(self: ScheduleBatch, other: ScheduleBatch) -> None:
+        merge(other, self)
+        self.__dict__.update(other.__dict__)
+
+    patch.setattr(ScheduleBatch, "merge_batch", mutant)
+
+
+def _forgets(patch: pytest.MonkeyPatch, operation: str, column: str) -> None:
+    original = getattr(ScheduleBatch, operation)
+
+    def mutant(self: ScheduleBatch, argument: object) -> None:
+        before = getattr(self, column)
+        original(self, argument)
+        setattr(self, column, before)
+
+    patch.setattr(ScheduleBatch, operation, mutant)
+
+
+COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu")
+
+
+def forgetful(operation: str, column: str) -> Mutant:
+    """`filter_batch` or `merge_batch` leaves one column as it was."""
+
+    def forgets_a_column(patch: pytest.MonkeyPatch) -> None:
+        _forgets(patch, operation, column)
+
+    forgets_a_column.__name__ = f"{operation}_forgets_{column}"
+    return forgets_a_column
+
+
+def filter_keeps_old_slots(patch: pytest.MonkeyPatch) -> None:
+    _forgets(patch, "filter_batch", "out_cache_loc")
+
+
+def filter_reorders(patch: pytest.MonkeyPatch) -> None:
+    original = ScheduleBatch.filter_batch
+
+    def mutant(self: ScheduleBatch, keep: Sequence[int]) -> None:
+        original(self, keep[::-1])
+
+    patch.setattr(ScheduleBatch, "filter_batch", mutant)

@@ -1,0 +1,65 @@
+"""I7 broken: bootstrap, and the order of the streams with the schedule side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch import Tensor
+
+from common.device.scripted import ScriptedStream
+from common.device.stream import Event
+from decode_service.future_map import FutureMap, RelayPayload
+from decode_service.schedule_batch import ScheduleBatch
+
+
+def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
+    bootstrap = FutureMap.bootstrap
+
+    def mutant(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
+        bootstrap(self, prebuilt, payload)
+        self.publish_ready = self._forward_stream.record()
+
+    patch.setattr(FutureMap, "bootstrap", mutant)
+
+
+def _bootstrap_leaves(patch: pytest.MonkeyPatch, buffers_of: Callable[[FutureMap], Sequence[Tensor]]) -> None:
+    bootstrap = FutureMap.bootstrap
+
+    def mutant(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
+        before = [buffer.clone() for buffer in buffers_of(self)]
+        bootstrap(self, prebuilt, payload)
+        for buffer, values in zip(buffers_of(self), before, strict=True):
+            buffer.copy_(values)
+
+    patch.setattr(FutureMap, "bootstrap", mutant)
+
+
+def bootstrap_writes_no_lengths(patch: pytest.MonkeyPatch) -> None:
+    _bootstrap_leaves(patch, lambda future_map: [future_map.new_seq_lens_buf])
+
+
+def bootstrap_writes_no_tokens(patch: pytest.MonkeyPatch) -> None:
+    _bootstrap_leaves(patch, lambda future_map: [future_map.output_tokens])
+
+
+def bootstrap_writes_no_seeds(patch: pytest.MonkeyPatch) -> None:
+    _bootstrap_leaves(patch, lambda future_map: list(future_map.seeds.values()))
+
+
+def _ignores_the_schedule_side(patch: pytest.MonkeyPatch, stream_name: str) -> None:
+    wait = ScriptedStream.wait
+
+    def mutant(self: ScriptedStream, event: Event) -> None:
+        if self.name != stream_name:
+            wait(self, event)
+
+    patch.setattr(ScriptedStream, "wait", mutant)
+
+
+def forward_ignores_the_schedule_side(patch: pytest.MonkeyPatch) -> None:
+    _ignores_the_schedule_side(patch, "forward")
+
+
+def landing_ignores_the_schedule_side(patch: pytest.MonkeyPatch) -> None:
+    _ignores_the_schedule_side(patch, "landing")

@@ -1,0 +1,93 @@
+"""I1, I5 broken: lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from common.kv.pool import KvPool
+from decode_service import schedule_batch
+from decode_service.future_map import FutureMap
+from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+
+
+def twins_share_storage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(schedule_batch, "_device_copy", lambda host, torch_device: host)
+
+
+def relayed_twins_share_storage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(schedule_batch, "_host_copy", lambda tensor: tensor)
+
+
+def cpu_twin_not_updated(patch: pytest.MonkeyPatch) -> None:
+    prepare = ScheduleBatch.prepare_for_decode
+
+    def mutant(self: ScheduleBatch, pool: KvPool) -> bool:
+        before = self.seq_lens_cpu
+        prepared = prepare(self, pool)
+        self.seq_lens_cpu = before
+        return prepared
+
+    patch.setattr(ScheduleBatch, "prepare_for_decode", mutant)
+
+
+def lengths_not_checked_at_launch(patch: pytest.MonkeyPatch) -> None:
+    snapshot = ForwardBatch.snapshot
+
+    def mutant(batch: ScheduleBatch) -> ForwardBatch:
+        lengths = batch.seq_lens_cpu
+        batch.seq_lens_cpu = lengths.clamp(min=1)
+        try:
+            return snapshot(batch)
+        finally:
+            batch.seq_lens_cpu = lengths
+
+    patch.setattr(ForwardBatch, "snapshot", mutant)
+
+
+def _snapshot_aliases(patch: pytest.MonkeyPatch, column: str) -> None:
+    snapshot = ForwardBatch.snapshot
+
+    def mutant(batch: ScheduleBatch) -> ForwardBatch:
+        return dataclasses.replace(snapshot(batch), **{column: getattr(batch, column)})
+
+    patch.setattr(ForwardBatch, "snapshot", mutant)
+
+
+def snapshot_aliases_lengths(patch: pytest.MonkeyPatch) -> None:
+    _snapshot_aliases(patch, "seq_lens")
+
+
+def snapshot_aliases_rows(patch: pytest.MonkeyPatch) -> None:
+    _snapshot_aliases(patch, "req_pool_indices")
+
+
+def snapshot_aliases_slots(patch: pytest.MonkeyPatch) -> None:
+    _snapshot_aliases(patch, "out_cache_loc")
+
+
+def lengths_changed_in_place(patch: pytest.MonkeyPatch) -> None:
+    prepare = ScheduleBatch.prepare_for_decode
+
+    def mutant(self: ScheduleBatch, pool: KvPool) -> bool:
+        before, before_cpu = self.seq_lens, self.seq_lens_cpu
+        prepared = prepare(self, pool)
+        self.seq_lens = before.copy_(self.seq_lens)
+        self.seq_lens_cpu = before_cpu.copy_(self.seq_lens_cpu)
+        return prepared
+
+    patch.setattr(ScheduleBatch, "prepare_for_decode", mutant)
+
+
+def lengths_changed_in_place_under_the_forward(patch: pytest.MonkeyPatch) -> None:
+    """The classic: `seq_lens += 1` while the forward in flight reads the same tensor."""
+    lengths_changed_in_place(patch)
+    snapshot_aliases_lengths(patch)
+
+
+def resolve_always_waits(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: FutureMap, batch: ScheduleBatch) -> None:
+        self._forward_stream.record().synchronize(1.0)
+
+    patch.setattr(FutureMap, "resolve_seq_lens", mutant)

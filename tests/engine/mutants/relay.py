@@ -1,0 +1,185 @@
+"""I2, I3, I6, I8 broken: rows, fence, inputs and empty batches of the relay."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Scope
+from common.kv.row_table import ReqToTokenPool
+from decode_service.future_map import FutureMap, RelayPayload
+from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.step_in_flight import RowResult, StepInFlight
+from decode_service.worker import PlainWorker, WorkerOutput
+
+
+def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
+    """Tokens go to the next places of a ring that is shorter than the number of requests that can run."""
+    places: dict[int, int] = {}
+    counter = itertools.count()
+    stash, bootstrap, resolve = FutureMap.stash, FutureMap.bootstrap, FutureMap.resolve_forward_inputs
+
+    def advance(rows: Tensor) -> Tensor:
+        for row in rows.tolist():
+            places[row] = 1 + next(counter) % 3
+        return current(rows)
+
+    def current(rows: Tensor) -> Tensor:
+        return torch.tensor([places[row] for row in rows.tolist()], dtype=torch.int64)
+
+    def mutant_stash(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
+        stash(self, advance(rows), payload, scope)
+
+    def mutant_bootstrap(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
+        bootstrap(self, _at(prebuilt, advance(prebuilt.req_pool_indices)), payload)
+
+    def mutant_forward(self: PlainWorker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
+        rows = current(batch.req_pool_indices)
+        ring = SimpleNamespace(resolve_forward_inputs=lambda _: resolve(future_map, rows))
+        return forward(self, batch, future_map=ring, **rest)  # type: ignore[arg-type]
+
+    forward = PlainWorker.forward
+    patch.setattr(FutureMap, "stash", mutant_stash)
+    patch.setattr(FutureMap, "bootstrap", mutant_bootstrap)
+    patch.setattr(PlainWorker, "forward", mutant_forward)
+
+
+def _at(batch: ScheduleBatch, rows: Tensor) -> ScheduleBatch:
+    """The same batch at other relay rows."""
+    return ScheduleBatch(
+        reqs=batch.reqs,
+        req_pool_indices=rows,
+        req_pool_indices_cpu=rows,
+        seq_lens=batch.seq_lens,
+        seq_lens_cpu=batch.seq_lens_cpu,
+        forward_mode=batch.forward_mode,
+    )
+
+
+def _after_making_the_relay(patch: pytest.MonkeyPatch, change: Callable[[FutureMap], None]) -> None:
+    init = FutureMap.__init__
+
+    def mutant(self: FutureMap, **arguments: Any) -> None:
+        init(self, **arguments)
+        change(self)
+
+    patch.setattr(FutureMap, "__init__", mutant)
+
+
+def relay_without_padding_row(patch: pytest.MonkeyPatch) -> None:
+    def drop_row_zero(future_map: FutureMap) -> None:
+        future_map.output_tokens = future_map.output_tokens[1:]
+
+    _after_making_the_relay(patch, drop_row_zero)
+
+
+def row_zero_is_given_out(patch: pytest.MonkeyPatch) -> None:
+    init = ReqToTokenPool.__init__
+
+    def mutant(self: ReqToTokenPool, **arguments: Any) -> None:
+        init(self, **arguments)
+        self._free = [row - 1 for row in self._free]
+
+    patch.setattr(ReqToTokenPool, "__init__", mutant)
+
+
+def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
+    """Rows counted from 0, so that padding becomes index -1."""
+    stash = FutureMap.stash
+
+    def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
+        stash(self, torch.where(rows == 0, -1, rows), payload, scope)
+
+    patch.setattr(FutureMap, "stash", mutant)
+
+
+def lengths_read_without_waiting(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: FutureMap, batch: ScheduleBatch) -> None:
+        batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
+
+    patch.setattr(FutureMap, "resolve_seq_lens", mutant)
+
+
+def fence_covers_draft_extend(patch: pytest.MonkeyPatch) -> None:
+    stash = FutureMap.stash
+
+    def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
+        stash(self, rows, payload, scope)
+        self.publish_ready = self._forward_stream.record(scope)
+
+    patch.setattr(FutureMap, "stash", mutant)
+
+
+def only_the_device_twin_is_resolved(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: ScheduleBatch, seq_lens: Tensor) -> None:
+        self.seq_lens = seq_lens
+
+    patch.setattr(ScheduleBatch, "set_seq_lens", mutant)
+
+
+def inputs_taken_at_launch(patch: pytest.MonkeyPatch) -> None:
+    forward = PlainWorker.forward
+
+    def mutant(self: PlainWorker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
+        early = future_map.resolve_forward_inputs(batch.req_pool_indices)
+        taken = SimpleNamespace(resolve_forward_inputs=lambda _: early)
+        return forward(self, batch, future_map=taken, **rest)  # type: ignore[arg-type]
+
+    patch.setattr(PlainWorker, "forward", mutant)
+
+
+def consumed_rows_not_poisoned(patch: pytest.MonkeyPatch) -> None:
+    def forget(future_map: FutureMap) -> None:
+        future_map._poisons_consumed_rows = False
+
+    _after_making_the_relay(patch, forget)
+
+
+def row_flag_dropped(patch: pytest.MonkeyPatch) -> None:
+    results = StepInFlight.results
+
+    def mutant(self: StepInFlight) -> list[RowResult]:
+        return [dataclasses.replace(row, is_invalid=False) for row in results(self)]
+
+    patch.setattr(StepInFlight, "results", mutant)
+
+
+def empty_batch_publishes(patch: pytest.MonkeyPatch) -> None:
+    publish = FutureMap.publish
+
+    def mutant(self: FutureMap, rows: Tensor, new_seq_lens: Cell[Tensor], scope: Scope) -> None:
+        publish(self, rows, new_seq_lens, scope)
+        self.publish_ready = self._forward_stream.record(scope)
+
+    patch.setattr(FutureMap, "publish", mutant)
+
+
+def empty_batch_stashes(patch: pytest.MonkeyPatch) -> None:
+    stash = FutureMap.stash
+
+    def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
+        if rows.shape[0]:
+            stash(self, rows, payload, scope)
+        else:
+            self._forward_stream.enqueue(lambda: None, scope)
+
+    patch.setattr(FutureMap, "stash", mutant)
+
+
+def empty_batch_resolves(patch: pytest.MonkeyPatch) -> None:
+    resolve = FutureMap.resolve_seq_lens
+
+    def mutant(self: FutureMap, batch: ScheduleBatch) -> None:
+        if self.publish_ready is not None:
+            self.publish_ready.synchronize(1.0)
+        resolve(self, batch)
+
+    patch.setattr(FutureMap, "resolve_seq_lens", mutant)

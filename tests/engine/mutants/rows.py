@@ -1,0 +1,132 @@
+"""I9, I10, I15 broken: rows, slots and tensors that a stream may still touch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from common.device.scripted import ScriptedEvent
+from common.device.stream import Event
+from common.kv.pool import KvPool, LeaseState, RowLease
+from decode_service.landing import LandingZone
+from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.scheduler import DecodeEngine
+from decode_service.step_in_flight import StepInFlight
+
+
+def quarantine_skipped(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: KvPool, lease: RowLease) -> None:
+        if not lease.is_held:
+            return
+        lease.state = LeaseState.FREE
+        del self._held[lease.row]
+        self._slots.give_back(lease.slots)
+        self.rows.give_back(lease.row)
+
+    patch.setattr(KvPool, "release", mutant)
+
+
+def quarantine_ends_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowLease, "is_in_use", False)
+
+
+def _use_not_noted(patch: pytest.MonkeyPatch, stream_name: str) -> None:
+    use_until = RowLease.use_until
+
+    def mutant(self: RowLease, event: Event) -> None:
+        assert isinstance(event, ScriptedEvent)
+        if event.stream.name != stream_name:
+            use_until(self, event)
+
+    patch.setattr(RowLease, "use_until", mutant)
+
+
+def launch_does_not_hold_its_rows(patch: pytest.MonkeyPatch) -> None:
+    _use_not_noted(patch, "forward")
+
+
+def landing_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
+    _use_not_noted(patch, "landing")
+
+
+def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
+    poll = LandingZone.poll
+
+    def mutant(self: LandingZone) -> object:
+        for row in self._complete:
+            row.copies.clear()
+        return poll(self)
+
+    patch.setattr(LandingZone, "poll", mutant)
+
+
+def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:
+    """The landing zone keeps the row of a request that ended."""
+    patch.setattr(LandingZone, "forget", lambda self, req: None)
+
+
+def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
+    """A frame finds a row of another call, such as an earlier attempt's."""
+
+    def mutant(self: LandingZone, call_id: str, index: int) -> object:
+        return next((call.rows[index] for call in self._calls.values() if index in call.rows), None)
+
+    patch.setattr(LandingZone, "_row", mutant)
+
+
+def grown_slot_leaks(patch: pytest.MonkeyPatch) -> None:
+    release = KvPool.release
+
+    def mutant(self: KvPool, lease: RowLease) -> None:
+        if lease.state is LeaseState.RUNNING:
+            lease.slots.pop()
+        release(self, lease)
+
+    patch.setattr(KvPool, "release", mutant)
+
+
+def aborted_row_leaks(patch: pytest.MonkeyPatch) -> None:
+    release = KvPool.release
+
+    def mutant(self: KvPool, lease: RowLease) -> None:
+        if lease.state is not LeaseState.TRANSFERRING:
+            release(self, lease)
+
+    patch.setattr(KvPool, "release", mutant)
+
+
+def tensors_dropped_before_the_end(patch: pytest.MonkeyPatch) -> None:
+    launch = DecodeEngine._launch
+
+    def mutant(self: DecodeEngine, batch: ScheduleBatch) -> StepInFlight:
+        step = launch(self, batch)
+        gone = dict.fromkeys(("req_pool_indices", "seq_lens", "positions", "out_cache_loc"))
+        return dataclasses.replace(step, batch=dataclasses.replace(step.batch, **gone))  # type: ignore[arg-type]
+
+    patch.setattr(DecodeEngine, "_launch", mutant)
+
+
+def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
+    kept = []
+    snapshot = ForwardBatch.snapshot
+
+    def mutant(batch: ScheduleBatch) -> ForwardBatch:
+        kept.append(snapshot(batch))
+        return kept[-1]
+
+    patch.setattr(ForwardBatch, "snapshot", mutant)
+
+
+def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:
+    """Growing a row also moves its first two tokens to each other's slots, in the lease and in the table."""
+    grow = KvPool.grow_each
+
+    def mutant(self: KvPool, leases: Sequence[RowLease]) -> list[int] | None:
+        for lease in leases:
+            lease.slots[:2] = lease.slots[:2][::-1]
+            self.rows.write(lease.row, 0, lease.slots[:2])
+        return grow(self, leases)
+
+    patch.setattr(KvPool, "grow_each", mutant)

@@ -1,0 +1,71 @@
+"""I12, I13 broken: results, failures and noise."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.device.scripted import ScriptedStream
+from common.device.stream import Scope, Work
+from common.model import noise, sampling
+from decode_service.schedule_batch import ScheduleBatch
+from decode_service.scheduler import DecodeEngine
+from decode_service.step_in_flight import RowResult, StepInFlight
+
+
+def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    results = StepInFlight.results
+
+    def mutant(self: StepInFlight) -> list[RowResult]:
+        return results(self)[::-1]
+
+    patch.setattr(StepInFlight, "results", mutant)
+
+
+def failure_outlives_its_step(patch: pytest.MonkeyPatch) -> None:
+    """Pieces belong to the stream instead of to their step."""
+    enqueue = ScriptedStream.enqueue
+
+    def mutant(self: ScriptedStream, work: Work, scope: Scope | None = None) -> None:
+        enqueue(self, work)
+
+    patch.setattr(ScriptedStream, "enqueue", mutant)
+
+
+def noise_keyed_by_place(patch: pytest.MonkeyPatch) -> None:
+    def mutant(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+        return noise.row_keys(torch.arange(seeds.shape[0]), choice_indices, positions)
+
+    patch.setattr(sampling, "row_keys", mutant)
+
+
+def noise_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
+    steps = itertools.count()
+
+    def mutant(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+        return noise.row_keys(seeds, choice_indices, torch.full_like(positions, next(steps)))
+
+    patch.setattr(sampling, "row_keys", mutant)
+
+
+def noise_without_seed(patch: pytest.MonkeyPatch) -> None:
+    def mutant(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+        return noise.row_keys(torch.zeros_like(seeds), choice_indices, positions)
+
+    patch.setattr(sampling, "row_keys", mutant)
+
+
+def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:
+    """A row's second request samples with its first one's parameters."""
+    seen: set[int] = set()
+    launch = DecodeEngine._launch
+
+    def mutant(self: DecodeEngine, batch: ScheduleBatch) -> StepInFlight:
+        self._unseeded = [req for req in self._unseeded if req.row_seed.row not in seen]
+        seen.update(batch.req_pool_indices_cpu.tolist())
+        return launch(self, batch)
+
+    patch.setattr(DecodeEngine, "_launch", mutant)
