@@ -21,7 +21,7 @@ from tests.engine.relay_rig import make_pool
 
 
 def check_nothing_is_reused_while_a_forward_holds_it() -> None:
-    """The one row ends while its next forward is in flight: its first two states are quarantined, then free."""
+    """The only row is aborted while a forward of it is in flight, with another request waiting for it."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
     scripted.submit("first", [1, 2, 3], 8)
     scripted.start("first")

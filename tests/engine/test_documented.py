@@ -1,0 +1,35 @@
+"""docs/invariants.md names checks and mutants that exist, and every one of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DOCUMENT = (HERE.parents[1] / "docs" / "invariants.md").read_text()
+
+
+def defined(paths: list[Path], pattern: str) -> set[tuple[str, str]]:
+    """(file's stem without test_, function) of the functions whose definition matches."""
+    return {
+        (path.stem.removeprefix("test_"), name)
+        for path in paths
+        for name in re.findall(rf"^def ({pattern})\(", path.read_text(), re.MULTILINE)
+    }
+
+
+def test_every_check_is_in_the_table() -> None:
+    in_table = set(re.findall(r"`(\w+): (check_\w+)`", DOCUMENT))
+    helpers = {"check_aligned", "check_slots", "check_every_seed", "check_tokens_are_the_oracles"}
+    there = {check for check in defined(sorted(HERE.glob("test_*.py")), r"check_\w+") if check[1] not in helpers}
+    assert in_table == there
+
+
+def test_every_mutant_is_in_the_table() -> None:
+    in_table = set(re.findall(r"`(\w+)\.([a-z_]+)`", DOCUMENT))
+    there = defined(sorted((HERE / "mutants").glob("*.py")), "[a-z][a-z_]*")
+    assert in_table == {mutant for mutant in there if mutant[0] != "kinds"}
+
+
+def test_every_invariant_is_in_the_table() -> None:
+    assert set(re.findall(r"^\| (I\d+) \|", DOCUMENT, re.MULTILINE)) == {f"I{number}" for number in range(1, 16)}
