@@ -41,9 +41,10 @@ class RunningPair:
 
     def holds_nothing(self) -> bool:
         """Whether no service that runs has a row, a slot or a request."""
-        return is_empty(self.load()) and all(
+        clients: tuple[Client | PrefillClient, ...] = (*self.prefills, self.client)
+        return all(
             is_empty(client.load())
-            for client, process in zip(self.prefills, self.processes.prefill, strict=True)
+            for client, process in zip(clients, self.processes.services, strict=True)
             if process.is_running
         )
 

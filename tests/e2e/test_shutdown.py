@@ -1,0 +1,73 @@
+"""SIGTERM: what runs may end within the grace period, what is new is refused, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from baton import errors
+from baton.events import Delta
+from baton.server_info import HealthStatus
+from baton.service_process import ServiceProcess
+from tests.e2e.running import BOUND_S, RunningPair, running_pair, wait_until
+
+NUM_TOKENS = 300
+GRACE_S = 4
+"""Enough for NUM_TOKENS."""
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model_dir: Callable[[str], Path]) -> Iterator[RunningPair]:
+    with running_pair(tiny_model_dir("llama"), decode_args=[f"--grace-period-s={GRACE_S}"]) as running:
+        yield running
+
+
+def exit_status(service: ServiceProcess) -> int:
+    assert service.wait(BOUND_S)
+    with pytest.raises(errors.ServiceDied) as died:
+        service.check()
+    with pytest.raises(ProcessLookupError):  # nor is anything left that it started
+        os.killpg(service.pid, 0)
+    return died.value.returncode
+
+
+def test_sigterm_refuses_what_is_new_and_ends_what_runs_by_itself_or_with_the_grace_period(pair: RunningPair) -> None:
+    (decode,), (prefill,) = pair.processes.decode, pair.processes.prefill
+    running = pair.client.generate(token_ids=[10, 11], max_tokens=NUM_TOKENS, ignore_eos=True)
+    num_tokens = len(next(event for event in running if isinstance(event, Delta)).token_ids)
+    os.kill(prefill.pid, signal.SIGSTOP)  # what is handed to it now does not end
+    with ThreadPoolExecutor(1) as other:
+        endless = other.submit(pair.client.complete, token_ids=[12, 13], timeout_s=BOUND_S)
+        wait_until(lambda: pair.load().prefill_replicas[0].num_rows == 1, about=pair.load)
+
+        decode.terminate()
+
+        refusals: list[errors.BatonError] = []
+
+        def is_draining() -> bool:
+            try:
+                next(pair.client.generate(token_ids=[14], max_tokens=1, timeout_s=0.5))
+            except errors.Unavailable as error:
+                refusals.append(error)
+            return bool(refusals)
+
+        wait_until(is_draining)
+        assert refusals[0].reason == "DRAINING"
+        wait_until(lambda: not pair.is_ready())
+        assert pair.client.health("") is HealthStatus.SERVING
+        num_tokens += sum(len(event.token_ids) for event in running if isinstance(event, Delta))
+        assert num_tokens == NUM_TOKENS
+        error = endless.exception()
+    assert isinstance(error, errors.Unavailable)
+    assert error.reason == "DRAINING"
+    assert exit_status(decode) == 0
+
+    os.kill(prefill.pid, signal.SIGCONT)
+    wait_until(pair.holds_nothing, about=pair.prefill_load)
+    prefill.terminate()
+    assert exit_status(prefill) == 0
