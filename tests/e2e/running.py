@@ -72,13 +72,12 @@ def running_pair(
 @contextmanager
 def clients_of(processes: LocalPair) -> Iterator[RunningPair]:
     with ExitStack() as stack:
-        client = Client(processes.decode_addresses[0], channel_overrides=RECONNECT_AT_ONCE)
-        prefills = [
-            PrefillClient(address, channel_overrides=RECONNECT_AT_ONCE) for address in processes.prefill_addresses
-        ]
-        for each in (client, *prefills):
-            stack.callback(each.close)
-        yield RunningPair(processes, client, tuple(prefills))
+        client = stack.enter_context(Client(processes.decode_addresses[0], channel_overrides=RECONNECT_AT_ONCE))
+        prefills = tuple(
+            stack.enter_context(PrefillClient(address, channel_overrides=RECONNECT_AT_ONCE))
+            for address in processes.prefill_addresses
+        )
+        yield RunningPair(processes, client, prefills)
 
 
 def is_empty(load: InferenceLoad | PrefillLoad) -> bool:

@@ -26,6 +26,7 @@ from common.config.settings import DecodeSettings
 from common.load import EngineLoad
 from common.runtime import open_runtime
 from common.service_main import Process
+from common.telemetry.engine_metrics import EngineMetrics
 from decode_service import main as decode_main
 from decode_service.messages import Command, Event
 from decode_service.scheduler import DecodeEngine
@@ -101,22 +102,19 @@ async def decode_here(
 ) -> AsyncIterator[tuple[AsyncClient, MortalEngine]]:
     """A decode service in this process, until SIGTERM ends it in order."""
     process = Process(instance_id="here", runtime=open_runtime(settings), registry=CollectorRegistry())
-    built: list[MortalEngine] = []
-
-    def engine(*_args: object) -> MortalEngine:
-        built.append(MortalEngine(make_engine(settings, process, decode_main.EngineMetrics(CollectorRegistry()))))
-        return built[-1]
-
-    make_engine = decode_main._engine
-    monkeypatch.setattr(decode_main, "_engine", engine)
+    engine = MortalEngine(decode_main._engine(settings, process, EngineMetrics(CollectorRegistry())))
+    monkeypatch.setattr(decode_main, "_engine", lambda *_: engine)
     serving = asyncio.create_task(decode_main.serve(settings, process))
-    async with AsyncClient(settings.listen) as client:
-        await wait_for_health(client, HealthStatus.SERVING)
-        yield client, built[0]
-        os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        async with AsyncClient(settings.listen) as client:
+            await wait_for_health(client, HealthStatus.SERVING)
+            yield client, engine
+    finally:
+        if not serving.done():  # else nobody takes the signal
+            os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(BOUND_S):
             await serving
-    built[0].close()
+        engine.close()
 
 
 async def wait_for_health(client: AsyncClient, status: HealthStatus) -> None:
