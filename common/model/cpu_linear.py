@@ -17,15 +17,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
         parameters = dict(linear.named_parameters(recurse=False))
         self._packed: Tensor = _reorder(parameters["weight"].detach())
         self._bias = parameters["bias"].detach() if "bias" in parameters else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == 0:
-            return x.new_empty((*x.shape[:-1], self.out_features))
         output: Tensor = _linear(x, self._packed, self._bias, "none", [], "")
         return output
 

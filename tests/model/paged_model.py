@@ -35,7 +35,7 @@ class PagedModel:
         self.lens = dict.fromkeys(range(1, num_rows + 1), 0)
 
     def extend(self, chunks: dict[int, Sequence[int]], *, logits_rows: Sequence[int] | None = None) -> Tensor:
-        """One forward of each row's next tokens, in the dict's order. Logits of each row's last, unless others are named."""
+        """One forward of each row's next tokens, in the dict's order. Logits of their last tokens, or as named."""
         prefix_lens = tuple(self.lens[row] for row in chunks)
         extend_lens = tuple(len(tokens) for tokens in chunks.values())
         last = torch.tensor(extend_lens).cumsum(0) - 1

@@ -76,11 +76,12 @@ def test_rows_that_share_forwards_do_not_see_each_other(
     assert outputs == expected
 
 
-def test_a_longer_bound_than_the_longest_row_changes_nothing(tiny_target: Targets) -> None:
+@pytest.mark.parametrize("tokens", [{1: 7}, {1: 7, 2: 8}], ids=["one_row", "two_rows"])
+def test_a_longer_bound_than_the_longest_row_changes_nothing(tokens: dict[int, int], tiny_target: Targets) -> None:
     exact, bounded = (PagedModel(tiny_target("llama"), num_rows=2) for _ in range(2))
     for paged in (exact, bounded):
         paged.extend({1: prompt_of(9), 2: prompt_of(4)})
-    torch.testing.assert_close(exact.decode({1: 7, 2: 8}), bounded.decode({1: 7, 2: 8}, max_seq_len=50))
+    torch.testing.assert_close(exact.decode(tokens), bounded.decode(tokens, max_seq_len=50))
 
 
 def test_a_forward_without_wanted_logits_still_writes_its_kv(tiny_target: Targets, reference: References) -> None:
