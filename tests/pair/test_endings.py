@@ -67,6 +67,12 @@ def ending_of(outcome: Outcome) -> Finished:
     return outcome.finished
 
 
+def num_decode_steps(pair: InProcessPair) -> int:
+    """Forwards that ran, one that was still in flight when the output ended included."""
+    pair.step()
+    return len(pair.decode_steps)
+
+
 # ---- endings --------------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +80,7 @@ def test_a_first_token_that_is_eos_is_the_only_one_and_no_decode_step_runs(pair:
     outcome = run(pair, greedy(eos_token_ids=(EOS,), logit_bias=((EOS, 100.0),)))
     assert outcome.token_ids == [EOS]
     assert ending_of(outcome).reason is FinishReason.EOS
-    assert pair.decode_steps == [] and pair.decode.load().num_steps == 0
+    assert num_decode_steps(pair) == 0
 
 
 def test_a_first_token_that_is_a_stop_token_is_the_only_one_and_is_named(pair: InProcessPair, plain: list[int]) -> None:
@@ -82,14 +88,14 @@ def test_a_first_token_that_is_a_stop_token_is_the_only_one_and_is_named(pair: I
     assert outcome.token_ids == plain[:1]
     finished = ending_of(outcome)
     assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP_TOKEN, plain[0])
-    assert pair.decode_steps == []
+    assert num_decode_steps(pair) == 0
 
 
 def test_max_tokens_1_gives_exactly_one_token(pair: InProcessPair, plain: list[int]) -> None:
     outcome = run(pair, greedy(max_tokens=1))
     assert outcome.token_ids == plain[:1]
     assert ending_of(outcome).reason is FinishReason.LENGTH
-    assert pair.decode_steps == []
+    assert num_decode_steps(pair) == 0
 
 
 @pytest.mark.parametrize("max_tokens", [2, 3, NEW_TOKENS])
@@ -98,7 +104,7 @@ def test_max_tokens_is_exact(max_tokens: int, pair: InProcessPair, plain: list[i
     assert outcome.token_ids == plain[:max_tokens]
     finished = ending_of(outcome)
     assert (finished.reason, finished.stop_token_id, finished.stop_string) == (FinishReason.LENGTH, None, None)
-    assert len(pair.decode_steps) == max_tokens - 1, "no step runs whose tokens are dropped"
+    assert num_decode_steps(pair) == max_tokens - 1, "no step runs whose tokens are dropped"
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
@@ -190,14 +196,15 @@ def test_each_request_of_a_batch_gets_as_many_logprobs_as_it_asked_for(pair: InP
 
 
 class PresenceAndFrequency(LogitsProcessor):  # type: ignore[misc]
-    """The two penalties on output tokens, as their definition says."""
+    """The two penalties on the tokens from place `start`, as their definition says."""
 
-    def __init__(self, presence: float, frequency: float) -> None:
+    def __init__(self, presence: float, frequency: float, start: int = len(PROMPT)) -> None:
         self._presence = presence
         self._frequency = frequency
+        self._start = start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0, len(PROMPT) :], minlength=scores.shape[1])
+        counts = torch.bincount(input_ids[0, self._start :], minlength=scores.shape[1])
         return scores - counts * self._frequency - (counts > 0) * self._presence
 
 
@@ -207,16 +214,22 @@ def test_repetition_penalty_equals_generate(pair: InProcessPair, generate: Gener
     assert run(pair, greedy(repetition_penalty=1.8)).token_ids == wanted
 
 
+@pytest.mark.parametrize(
+    ("presence", "frequency"), [(6.0, 0.0), (0.0, 1.5), (0.5, 2.5)], ids=["presence", "frequency", "both"]
+)
 def test_presence_and_frequency_penalties_equal_generate(
-    pair: InProcessPair, generate: Generate, plain: list[int]
+    presence: float, frequency: float, pair: InProcessPair, generate: Generate, plain: list[int]
 ) -> None:
     """The first token counts too, though another engine drew it."""
-    favourite = plain[0]
-    bias = ((favourite, 12.0),)
-    processors = LogitsProcessorList([PresenceAndFrequency(0.5, 1.5)])
-    wanted = generate(logits_processor=processors, sequence_bias={(favourite,): 12.0}).token_ids
-    assert wanted[0] == favourite and wanted.count(favourite) > 2, "counts matter"
-    outcome = run(pair, greedy(presence_penalty=0.5, frequency_penalty=1.5, logit_bias=bias))
+
+    def penalised_from(start: int) -> list[int]:
+        processors = LogitsProcessorList([PresenceAndFrequency(presence, frequency, start)])
+        return generate(logits_processor=processors, sequence_bias={(plain[0],): 8.0}).token_ids
+
+    wanted = penalised_from(len(PROMPT))
+    assert wanted != penalised_from(len(PROMPT) + 1), "the first token matters"
+    bias = ((plain[0], 8.0),)
+    outcome = run(pair, greedy(presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias))
     assert outcome.token_ids == wanted
 
 
