@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 
 from common.errors import BatonError
 from common.wire.codec_checks import ProtocolError
-from common.wire.handoff import Frame
+from common.wire.handoff import Frame, KvSegment
 from prefill_service.edge.row_checks import RowNumbering
 from prefill_service.messages import CallDone, Event, FrameReady
 
@@ -24,17 +25,30 @@ class HandoffCall:
         self.call_id = call_id
         self.numbering = numbering
         self._frames: deque[Frame] = deque()
+        self._cancelled: set[int] = set()
         self._is_done = False
         self._error: CallError | None = None
         self._changed = asyncio.Event()
 
-    def take(self, event: Event) -> None:
+    def take(self, event: Event) -> int:
+        """Returns the bytes of a segment that is not sent, because its row was cancelled."""
         match event:
             case FrameReady(_, frame):
-                self._frames.append(self.numbering.for_call(frame))
+                frame = self.numbering.for_call(frame)
+                if num_bytes := self._cancelled_bytes(frame):
+                    return num_bytes
+                self._frames.append(frame)
             case CallDone():
                 self._is_done = True
         self._changed.set()
+        return 0
+
+    def cancel(self, rows: Iterable[int]) -> int:
+        """Send no further segment of these rows, as the call numbers them. Returns the bytes that are dropped."""
+        self._cancelled.update(rows)
+        num_bytes = sum(map(self._cancelled_bytes, self._frames))
+        self._frames = deque(frame for frame in self._frames if not self._cancelled_bytes(frame))
+        return num_bytes
 
     def fail(self, error: CallError) -> None:
         """End the call with `error`, before any frame that is left. The first error stays."""
@@ -52,3 +66,6 @@ class HandoffCall:
                 return None
             self._changed.clear()
             await self._changed.wait()
+
+    def _cancelled_bytes(self, frame: Frame) -> int:
+        return frame.num_bytes if isinstance(frame, KvSegment) and frame.row in self._cancelled else 0

@@ -187,12 +187,17 @@ class PrefillServicer:
                 num_rows = call.numbering.num_rows
                 in_range = all(row < num_rows for row in command.rows)
                 require(in_range, "cancel_rows.rows", f"names a row that is not one of the call's {num_rows}")
+                self._return_budget(call, call.cancel(command.rows))
                 if rows := call.numbering.for_engine(command.rows):
                     self._engine.post(CancelCallRows(call.call_id, rows))
         except ProtocolError as error:
             call.fail(error)
         except Exception as error:  # a stream that broke ends the call by itself; anything else ends it here
             call.fail(EngineFault(f"reading the call's commands failed: {error!r}"))
+
+    def _return_budget(self, call: HandoffCall, num_bytes: int) -> None:
+        if num_bytes:
+            self._engine.post(SegmentBytesSent(call.call_id, num_bytes))
 
     async def _write_opening(self, context: HandoffContext, call: HandoffCall) -> None:
         await self._write(context, Accepted(self._instance_id))
@@ -221,7 +226,7 @@ class PrefillServicer:
         for event in events:
             call = self._calls.get(event.call_id)
             if call is not None:  # else it was closed, and CloseCall is on its way to the engine
-                call.take(event)
+                self._return_budget(call, call.take(event))
 
     def _fail_calls(self, error: BatonError) -> None:
         for call in self._calls.values():

@@ -1,0 +1,43 @@
+"""A row that the receiver gave up costs the connection nothing any more, and its bytes go back to the send budget."""
+
+from __future__ import annotations
+
+from common.wire.handoff import Frame
+from prefill_service.edge.call import HandoffCall
+from prefill_service.edge.row_checks import RowNumbering
+from prefill_service.messages import CallDone, FrameReady
+from tests.handoff.samples import SEGMENT_BYTES, failed, row, segment
+
+CALL_ID = "call"
+
+
+async def frames_of(call: HandoffCall) -> list[Frame]:
+    call.take(CallDone(CALL_ID))
+    frames = []
+    while (frame := await call.next_frame()) is not None:
+        frames.append(frame)
+    return frames
+
+
+async def test_segments_of_a_cancelled_row_are_dropped_whether_they_came_before_or_come_after() -> None:
+    call = HandoffCall(CALL_ID, RowNumbering([row("kept"), row("cancelled")]))
+    kept = [segment(0, 0), segment(0, 1), failed(1)]
+    assert call.take(FrameReady(CALL_ID, kept[0])) == 0
+    for place in range(3):
+        assert call.take(FrameReady(CALL_ID, segment(1, place))) == 0
+
+    assert call.cancel([1]) == 3 * SEGMENT_BYTES
+
+    assert call.cancel([1]) == 0, "no byte goes back twice"
+    assert call.take(FrameReady(CALL_ID, segment(1, 3))) == SEGMENT_BYTES
+    assert call.take(FrameReady(CALL_ID, kept[1])) == 0
+    assert call.take(FrameReady(CALL_ID, kept[2])) == 0
+    assert await frames_of(call) == kept
+
+
+async def test_rows_are_cancelled_by_the_receivers_numbers() -> None:
+    """The engine does not know of a refused row, so that the rows after it have other numbers there."""
+    call = HandoffCall(CALL_ID, RowNumbering([failed(0), row("cancelled")]))
+    call.take(FrameReady(CALL_ID, segment(0, 0)))
+    assert call.cancel([1]) == SEGMENT_BYTES
+    assert await frames_of(call) == []
