@@ -216,7 +216,7 @@ async def test_rows_beside_an_invalid_one_keep_their_numbers(edge: Edge) -> None
     await asyncio.to_thread(
         edge.prefill.commands.wait_until, lambda commands: CancelCallRows(engine_call, (1,)) in commands
     )
-    edge.prefill.emit(engine_call, segment(0, 0), prebuilt(0), failed(1))
+    edge.prefill.emit(engine_call, segment(0, 0), segment(1, 0), prebuilt(0), failed(1))
     edge.prefill.finish(engine_call)
     frames = [await read(call, rows) for _ in range(5)]
     assert isinstance(frames[1], RowFailed)
@@ -227,6 +227,7 @@ async def test_rows_beside_an_invalid_one_keep_their_numbers(edge: Edge) -> None
         comparable(failed(2)),
     ]
     assert await bounded(call.read()) is grpc.aio.EOF
+    assert edge.prefill.sent_bytes() == 2 * SEGMENT_BYTES, "the cancelled row's segment returns its budget too"
 
 
 # ---- how a call ends ------------------------------------------------------------------------------------------------
