@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,8 +51,8 @@ def first_new_at(tokens: list[int], at_least: int) -> int:
     return next(place for place in range(at_least, len(tokens)) if tokens[place] not in tokens[:place])
 
 
-def greedy(**changes: object) -> ResolvedSampling:
-    return ResolvedSampling(**{"seed": 0, "max_tokens": NEW_TOKENS, "temperature": 0.0, "num_logprobs": 3, **changes})
+def greedy(**changes: Any) -> ResolvedSampling:
+    return replace(ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0, num_logprobs=3), **changes)
 
 
 def run(pair: InProcessPair, sampling: ResolvedSampling) -> Outcome:
@@ -195,7 +197,7 @@ def test_each_request_of_a_batch_gets_as_many_logprobs_as_it_asked_for(pair: InP
 # ---- what shapes the logits -----------------------------------------------------------------------------------------
 
 
-class PresenceAndFrequency(LogitsProcessor):  # type: ignore[misc]
+class PresenceAndFrequency(LogitsProcessor):
     """The two penalties on the tokens from place `start`, as their definition says."""
 
     def __init__(self, presence: float, frequency: float, start: int = len(PROMPT)) -> None:

@@ -73,7 +73,8 @@ def distribution(logits: Matrix, sampling: ResolvedSampling) -> Matrix:
 
 
 def normalised(weights: Matrix) -> Matrix:
-    return weights / weights.sum(axis=1, keepdims=True)
+    totals: Matrix = weights.sum(axis=1, keepdims=True)
+    return weights / totals
 
 
 def p_value(counts: Matrix, exact: Matrix) -> float:
