@@ -33,8 +33,8 @@ _HEADROOM_TOKENS = 16
 class PrefillDispatcher:
     """Owns requests in WAITING and HANDED_OFF. Only the engine thread calls it.
 
-    `post` takes events for the edge; `fail` ends a request for good. A row is handed off at most `max_attempts` times
-    without success; with no replica ready, a request waits at most `unavailable_timeout_s`.
+    `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
+    a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`.
     """
 
     def __init__(
@@ -123,6 +123,8 @@ class PrefillDispatcher:
         for part in landed.ready:
             for req in part.reqs:
                 req.phase = Phase.READY
+                req.num_failures = 0
+                req.refused_since_s = None
                 req.clock.close("transfer_s", now_s)
         return landed.ready
 
@@ -179,6 +181,9 @@ class PrefillDispatcher:
         since_s = self._replicas.none_ready_since_s
         if since_s is None:
             return
+        if (mismatch := self._replicas.mismatch) is not None:
+            for req in self._waiting:
+                self._fail(req, mismatch)
         for req in self._waiting:
             if now_s - max(since_s, req.clock.since_s) >= self._unavailable_timeout_s:
                 self._fail(req, self._replicas.unavailable_error())
@@ -188,8 +193,7 @@ class PrefillDispatcher:
         now_s = self._clock()
         for row in lost:
             req = row.req
-            req.num_failures += 1
-            if not row.is_retryable or req.num_failures >= self._max_attempts:
+            if not row.is_retryable or self._is_given_up(req, row, now_s):
                 self._fail(req, row.error)
                 continue
             self.num_row_retries += 1
@@ -198,3 +202,12 @@ class PrefillDispatcher:
             req.not_before_s = now_s + row.retry_after_s
             req.clock.close("prefill_s", now_s)
             self.requeue(req)
+
+    def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
+        """Losses are counted. A replica that is full or stopping refuses at once, so refusals are bounded by time."""
+        if not row.is_refusal:
+            req.num_failures += 1
+            return req.num_failures >= self._max_attempts
+        if req.refused_since_s is None:
+            req.refused_since_s = now_s
+        return now_s - req.refused_since_s >= self._unavailable_timeout_s

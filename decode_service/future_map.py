@@ -12,12 +12,14 @@ step N+1  resolve_forward_inputs
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from common.device.cell import Cell
+from common.device.errors import PieceFailed
 from common.device.stream import Device, Event, Scope, Stream
 from decode_service.schedule_batch import ScheduleBatch
 
@@ -125,7 +127,8 @@ class FutureMap:
         if not self.relays_lengths or batch.is_empty or self.publish_ready is None:
             return
         self._schedule_stream.wait(self.publish_ready)
-        self.publish_ready.synchronize(self._wait_timeout_s)
+        with suppress(PieceFailed):  # that step's own end event fails its requests
+            self.publish_ready.synchronize(self._wait_timeout_s)
         batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
 
     def resolve_forward_inputs(self, req_pool_indices: Tensor) -> RelayedInputs:

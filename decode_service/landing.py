@@ -14,7 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from common.device.stream import Device, Event, Scope, StreamKind
-from common.errors import BatonError, EngineFault, PrefillUnavailable, error_for_row_failure
+from common.errors import (
+    BatonError,
+    EngineFault,
+    FingerprintMismatch,
+    PrefillUnavailable,
+    RowFailure,
+    error_for_row_failure,
+)
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.request import Request
@@ -60,6 +67,7 @@ class LostRow:
     error: BatonError
     is_retryable: bool
     retry_after_s: float = 0.0
+    is_refusal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +154,7 @@ class LandingZone:
             return []
         cause = error or PrefillUnavailable("the replica ended the call before this row was complete")
         return [
-            LostRow(row.req, call.replica, cause, isinstance(cause, PrefillUnavailable))
+            LostRow(row.req, call.replica, cause, not isinstance(cause, FingerprintMismatch))
             for row in call.rows.values()
             if not row.is_complete
         ]
@@ -282,7 +290,8 @@ class LandingZone:
             return []
         self._complete.pop(row, None)
         error = error_for_row_failure(failed.reason, failed.message)
-        return [LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000)]
+        is_refusal = failed.reason in (RowFailure.CAPACITY, RowFailure.DRAINING)
+        return [LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000, is_refusal)]
 
     def _note_if_complete(self, row: _LandingRow) -> None:
         if row.is_complete:

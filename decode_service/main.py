@@ -90,6 +90,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             instance_id=process.instance_id,
             observer=observer,
             executor=executor,
+            client_stall_timeout_s=settings.client_stall_timeout_s,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
         engine_metrics.watch(lambda: thread.load)
@@ -104,15 +105,16 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         await terminated.wait()
         _log.info("draining", num_requests=len(live_requests))
         live_requests.drain()
-        thread.post(Drain())
         with suppress(TimeoutError):
             await asyncio.wait_for(live_requests.wait_idle(), settings.grace_period_s)
+        thread.post(Drain())
         live_requests.fail_all(Draining("the service stopped before the request's end"))
         readiness.cancel()
         await server.set_ready(False)
         await server.stop(_CLOSE_GRACE_S)
         await transport.close()
-        await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S)
+        if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S):
+            _log.error("engine_did_not_stop", timeout_s=_ENGINE_STOP_TIMEOUT_S)
 
 
 def _engine(settings: DecodeSettings, process: Process, metrics: EngineMetrics) -> DecodeEngine:

@@ -61,6 +61,7 @@ class Request:
     kv_bytes: int = 0
     avoid_replica: str = ""
     not_before_s: float = 0.0
+    refused_since_s: float | None = None
     has_decoded: bool = False
     end_ids: frozenset[int] = field(default_factory=frozenset)
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.device.upload import upload
 from common.kv.pool import KvPool
 from common.model.sampling_state import SamplingBatch
 from common.wire.handoff import PrebuiltBatch
@@ -120,7 +121,7 @@ class ScheduleBatch:
         if slots is None:
             return False
         device = self.seq_lens.device
-        out_cache_loc = torch.tensor(slots, dtype=torch.int64, device=device)
+        out_cache_loc = upload(slots, torch.int64, device)
         pool.rows.write_one_each(self.req_pool_indices, self.seq_lens, out_cache_loc)
         self.out_cache_loc = out_cache_loc
         self.seq_lens = self.seq_lens + 1

@@ -120,6 +120,7 @@ class DecodeEngine:
         self._outbox: list[Event] = []
         self._arrivals = itertools.count()
         self._is_draining = False
+        self._is_stalled = False  # slots were short, and those coming free are still in use
         self._num_steps = 0
         self._num_retractions = 0
 
@@ -149,8 +150,10 @@ class DecodeEngine:
         return events
 
     def idle_timeout_s(self) -> float:
-        if self._in_flight is not None or any(req.wants_launch for req in self._running.reqs):
+        if self._in_flight is not None:
             return 0.0
+        if any(req.wants_launch for req in self._running.reqs):
+            return _COPY_WAIT_S if self._is_stalled else 0.0
         if self._dispatcher.is_landing or self.pool.has_quarantined:
             return _COPY_WAIT_S
         return _WAITING_WAIT_S if self._dispatcher.num_waiting else _IDLE_WAIT_S
@@ -224,7 +227,8 @@ class DecodeEngine:
         self.future_map.resolve_seq_lens(running)
         if ready:
             self._merge_prebuilt(ready)
-        if running.is_empty or not self._secure_slots():
+        self._is_stalled = not running.is_empty and not self._secure_slots()
+        if running.is_empty or self._is_stalled:
             return None
         prepared = running.prepare_for_decode(self.pool)
         assert prepared, "_secure_slots left enough"
@@ -248,7 +252,7 @@ class DecodeEngine:
                 req.phase = Phase.RUNNING
                 req.lease.state = LeaseState.RUNNING
                 req.num_launched = req.num_output + 1
-                self._append(req, RowResult(token, False, part.columns.first_token_logprobs[entry]))
+                self._append(req, RowResult(token, False, part.columns.first_token_logprobs[entry]), is_decoded=False)
 
     def _secure_slots(self) -> bool:
         """Make sure one slot for each running row is free, retracting the youngest rows as needed.
@@ -335,18 +339,18 @@ class DecodeEngine:
         for req, lease, result in zip(step.reqs, step.leases, step.results(), strict=True):
             if req.lease is not lease:
                 continue
-            self._append(req, result)
+            self._append(req, result, is_decoded=True)
             if req.phase is Phase.RETRACTING:
                 self._requeue_retracted(req)
         self._on_step(StepStats(len(step.reqs), len(step.reqs), self._clock() - step.launched_s))
 
-    def _append(self, req: Request, result: RowResult) -> None:
-        """Give a running or retracting request its next token; end it where that token does."""
+    def _append(self, req: Request, result: RowResult, *, is_decoded: bool) -> None:
+        """Give a running or retracting request its next token, decoded or handed over; end it where that token does."""
         if result.is_invalid:
             self._fail(req, EngineFault("a decode step relayed or produced no valid token"))
             return
         now_s = self._clock()
-        if req.num_output > 0:
+        if is_decoded:
             req.clock.close("decode_s" if req.has_decoded else "first_decode_s", now_s)
             req.has_decoded = True
         req.token_ids.append(result.token_id)
@@ -384,6 +388,8 @@ class DecodeEngine:
         )
 
     def _fail(self, req: Request, error: BatonError) -> None:
+        if req.phase is Phase.ENDED:
+            return
         self._post(Failed(req.request_id, error))
         self._end(req)
 

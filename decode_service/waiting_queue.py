@@ -22,8 +22,9 @@ class WaitingQueue:
         return iter(list(self._waiting.values()))
 
     def add(self, req: Request) -> None:
+        is_youngest = not self._waiting or req.arrival > next(reversed(self._waiting))
         self._waiting[req.arrival] = req
-        if len(self._waiting) > 1 and next(reversed(self._waiting)) != max(self._waiting):
+        if not is_youngest:
             self._waiting = dict(sorted(self._waiting.items()))
 
     def remove(self, req: Request) -> None:
@@ -56,10 +57,13 @@ class ReplicaSet:
             return None
         return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
 
+    @property
+    def mismatch(self) -> FingerprintMismatch | None:
+        """Set when no replica will ever serve: every one differs. Waiting does not mend it."""
+        errors = [replica.error for replica in self._replicas]
+        mismatches = [error for error in errors if isinstance(error, FingerprintMismatch)]
+        return mismatches[0] if mismatches and len(mismatches) == len(errors) else None
+
     def unavailable_error(self) -> BatonError:
-        """Why nothing can be handed off: a mismatch is named, since waiting does not mend it."""
-        for replica in self._replicas:
-            if isinstance(replica.error, FingerprintMismatch):
-                return replica.error
         causes = [f"{r.address}: {r.error}" for r in self._replicas if r.error is not None]
         return PrefillUnavailable("no prefill replica is ready" + (f" ({'; '.join(causes)})" if causes else ""))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.device.upload import upload
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling_state import SamplingBatch
@@ -60,7 +61,7 @@ class ChunkBatch:
         device = table.device
 
         def tensor(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            return upload(values, torch.int64, device)
 
         leases = [chunk.prompt.lease for chunk in chunks]
         rows = [lease.row for lease in leases if lease is not None]

@@ -47,6 +47,7 @@ from prefill_service.sender import KvSender
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
+_QUEUED_WAIT_S = 0.05
 _POLL_WAIT_S = 0.001
 _RETRY_AFTER_MS = 200
 
@@ -149,7 +150,7 @@ class PrefillEngine:
             return 0.0
         if self._in_flight or self._sender.is_copying or self.pool.has_quarantined:
             return _POLL_WAIT_S
-        return _IDLE_WAIT_S
+        return _QUEUED_WAIT_S if self._queued else _IDLE_WAIT_S
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -216,7 +217,7 @@ class PrefillEngine:
             if 0 < prompt.row.deadline_unix_ms <= now_unix_ms:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
-                continue
+        for prompt in list(self._queued):
             prompt.lease = self.pool.reserve(prompt.num_tokens)
             if prompt.lease is None:
                 return

@@ -57,8 +57,9 @@ class SentPiece:
 class KvSender:
     """Only the engine thread calls it; nothing here blocks.
 
-    Bytes copied out and not yet taken by a transport never exceed `budget_bytes` (one segment is always allowed). No
-    call takes more than a quarter of it while others wait, so that one slow receiver does not starve the rest.
+    Bytes copied out and not yet taken by a transport stay within `budget_bytes`, but for one segment of each call,
+    which is always allowed: a receiver that stalls cannot keep the others from sending. While several calls have
+    something to send, none takes more than a quarter of the budget.
     """
 
     def __init__(self, *, device: Device, pool: KvPool, budget_bytes: int, max_segment_bytes: int) -> None:
@@ -166,10 +167,9 @@ class KvSender:
         self._stream.close(timeout_s)
 
     def _may_copy(self, call_id: str, num_bytes: int) -> bool:
-        unsent = self.unsent_bytes
+        unsent, mine = self.unsent_bytes, self._unsent.get(call_id, 0)
         if unsent + num_bytes > self._budget_bytes:
-            return unsent == 0
-        mine = self._unsent.get(call_id, 0)
+            return mine == 0
         share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 

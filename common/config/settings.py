@@ -91,6 +91,7 @@ class DecodeSettings(ServiceSettings):
     max_handoff_attempts: Positive = 3
     prefill_timeout_s: Seconds = 10.0
     handoff_progress_timeout_s: Seconds = 30.0
+    client_stall_timeout_s: Seconds = 60.0
     prefill_tls: bool = False
     prefill_tls_ca: Path | None = None
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.device.upload import upload
+
 PADDING_ROW = 0
 
 
@@ -37,7 +39,7 @@ class ReqToTokenPool:
     def write(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Append `slots` to one row at token `start`."""
         table = self.req_to_token
-        table[row, start : start + len(slots)] = torch.tensor(slots, dtype=torch.int64, device=table.device)
+        table[row, start : start + len(slots)] = upload(slots, torch.int64, table.device)
 
     def write_one_each(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Append one slot to each row. Shapes: all [B] int64, on the table's device."""

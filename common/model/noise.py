@@ -56,6 +56,8 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     low = keys.to(torch.int32).unsqueeze(-1)
     high = (keys >> 32).to(torch.int32).unsqueeze(-1)
     bits = _mix32(_mix32(token_ids.to(torch.int32) ^ low) + high)
-    # The int32's value shifted to [0, 2^32), halved into a probability near 0 for the largest noise.
-    tail = bits.to(torch.float32).add_(2.0**31 + 0.5).mul_(2.0**-32)
-    return torch.log1p(tail.clamp_(2.0**-33, 1 - 2.0**-24).neg_()).neg_().log_().neg_()
+    # Read as unsigned, so that the smallest probabilities, which make the largest noise, come from the small patterns
+    # that float32 holds exactly; those near 1 round, and stay below it.
+    value = bits.to(torch.float32)
+    tail = torch.where(value < 0, value + 2.0**32, value).add_(0.5).mul_(2.0**-32)
+    return torch.log1p(tail.clamp_(max=1 - 2.0**-24).neg_()).neg_().log_().neg_()

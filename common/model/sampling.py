@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.device.stream import Device
+from common.device.upload import upload
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling_state import SamplingBatch, SamplingState
 
@@ -115,7 +116,7 @@ def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
 
 
 def _index(entries: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.tensor(entries, dtype=torch.int64, device=like.device)
+    return upload(entries, torch.int64, like.device)
 
 
 def sampled_to_host(device: Device, sampled: Sampled) -> Sampled:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.device.upload import upload
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, ResolvedSampling
 
 
@@ -60,11 +61,11 @@ class SamplingState:
     def reset(self, seeds: Sequence[RowSeed]) -> None:
         """Forget the rows' earlier requests and start these. Runs on the forward stream."""
         device = self.seed.device
-        rows = torch.tensor([seed.row for seed in seeds], dtype=torch.int64, device=device)
+        rows = upload([seed.row for seed in seeds], torch.int64, device)
         params = [seed.sampling for seed in seeds]
 
         def fill(table: Tensor, values: Sequence[float]) -> None:
-            table[rows] = torch.tensor(values, dtype=table.dtype, device=device)
+            table[rows] = upload(values, table.dtype, device)
 
         fill(self.seed, [p.seed - (1 << 64) if p.seed >> 63 else p.seed for p in params])
         fill(self.choice_index, [seed.choice_index for seed in seeds])
@@ -85,17 +86,18 @@ class SamplingState:
             ids, values = zip(*sampling.logit_bias, strict=True)
             self.bias_ids[row].zero_()
             self.bias_values[row].zero_()
-            self.bias_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
-            self.bias_values[row, : len(ids)] = torch.tensor(values, dtype=torch.float32, device=device)
+            self.bias_ids[row, : len(ids)] = upload(ids, torch.int64, device)
+            self.bias_values[row, : len(ids)] = upload(values, torch.float32, device)
         if sampling.min_tokens and sampling.end_token_ids:
             ends = sampling.end_token_ids
             padded = [*ends, *ends[:1] * (MAX_END_TOKEN_IDS - len(ends))]
-            self.end_ids[row] = torch.tensor(padded, dtype=torch.int64, device=device)
+            self.end_ids[row] = upload(padded, torch.int64, device)
         if sampling.has_penalties:
-            tokens = torch.tensor(seed.token_ids, dtype=torch.int64, device=device)
+            tokens = upload(seed.token_ids, torch.int64, device)
             self.in_prompt[row].zero_()
             self.in_prompt[row, tokens[: seed.prompt_len]] = True
-            self.output_counts[row] = torch.bincount(tokens[seed.prompt_len :], minlength=self.vocab_size)
+            output = tokens[seed.prompt_len :]
+            self.output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def count(self, rows: Tensor, token_ids: Tensor) -> None:
         """Add one drawn token to each row's output counts. Shapes: both [B] int64, rows distinct."""

@@ -86,7 +86,7 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
     require(message.top_p > 0, "sampling.top_p", "is zero")
     require(message.repetition_penalty > 0, "sampling.repetition_penalty", "is zero")
     require(message.max_tokens >= 1, "sampling.max_tokens", "is zero")
-    num_end_ids = max(len(message.stop_token_ids), len(message.eos_token_ids))
+    num_end_ids = len({*message.stop_token_ids, *message.eos_token_ids})
     require(num_end_ids <= MAX_END_TOKEN_IDS, "sampling.stop_token_ids", f"has more than {MAX_END_TOKEN_IDS}")
     require(
         _NO_LOGPROBS <= message.num_logprobs <= MAX_LOGPROBS,

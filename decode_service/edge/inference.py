@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import grpc
@@ -13,7 +14,7 @@ import structlog
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.engine_thread import EnginePort
-from common.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest
+from common.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, RequestCancelled
 from common.rpc_errors import abort_with
 from common.tokenizer import PromptEncoder, TokenDecoder
 from decode_service.edge.live_request import Ending, LiveRequest
@@ -58,6 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         instance_id: str,
         observer: RequestObserver,
         executor: Executor,
+        client_stall_timeout_s: float,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._engine = engine
@@ -69,6 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._instance_id = instance_id
         self._observer = observer
         self._executor = executor
+        self._client_stall_timeout_s = client_stall_timeout_s
         self._unix_time = unix_time
 
     async def Generate(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
@@ -100,7 +103,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._observer.on_end(live, end)
         if isinstance(end, BatonError):
             await abort_with(context, end)
-        await context.write(finished_event(end))
+        with suppress(RequestCancelled):
+            await self._write(context, finished_event(end))
 
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context) -> Ending:
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
@@ -121,12 +125,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             deadline_unix_ms=self._deadline_unix_ms(context),
             traceparent=_traceparent(context),
         )
-        await context.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
+        await self._write(context, started_event(live.request_id, len(prompt_token_ids), sampling.seed))
         while True:
             news = await live.read()
             if isinstance(news, Ending):
                 return news
-            await context.write(delta_event(news))
+            await self._write(context, delta_event(news))
+
+    async def _write(self, context: Context, event: inference_pb2.GenerateEvent) -> None:
+        """Raises RequestCancelled when the client reads nothing for so long that it counts as gone."""
+        try:
+            async with asyncio.timeout(self._client_stall_timeout_s):
+                await context.write(event)
+        except TimeoutError:
+            raise RequestCancelled(f"the client read nothing for {self._client_stall_timeout_s} s") from None
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
         """gRPC ends a call at its deadline too; this one also ends it when no byte moves between client and server."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import grpc
@@ -38,7 +39,9 @@ class GrpcCall:
         budget: AsyncReceiveBudget,
         post: Post,
         timeouts: HandoffTimeouts,
+        num_steps: Callable[[], int],
     ) -> None:
+        """`num_steps` says how often the replica's engine has stepped, as last looked at."""
         self._call_id = command.call_id
         self._replica = command.replica
         self._rows = command.rows
@@ -48,6 +51,7 @@ class GrpcCall:
         self._budget = budget
         self._post = post
         self._timeouts = timeouts
+        self._num_steps = num_steps
         self._cancellations: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
 
     def cancel_rows(self, rows: tuple[int, ...]) -> None:
@@ -89,18 +93,26 @@ class GrpcCall:
         if not isinstance(accepted, Accepted):
             raise ProtocolError("frame", "is not Accepted, the first frame of a call")
         self._post(FrameArrived(self._call_id, accepted))
-        while (frame := await self._read(stream, self._timeouts.progress_timeout_s)) is not None:
+        while (frame := await self._read(stream, self._timeouts.progress_timeout_s, self._num_steps)) is not None:
             if isinstance(frame, Accepted):
                 raise ProtocolError("accepted", "is not the first frame of a call")
             if isinstance(frame, KvSegment):
                 await self._budget.take(self._call_id, frame.num_bytes)
             self._post(FrameArrived(self._call_id, frame))
 
-    async def _read(self, stream: Stream, timeout_s: float) -> Frame | None:
-        """The next frame; None when the replica ended the call well."""
+    async def _read(self, stream: Stream, timeout_s: float, num_steps: Callable[[], int] | None = None) -> Frame | None:
+        """The next frame; None when the replica ended the call well.
+
+        A replica whose engine goes on stepping is busy with other rows, not lost: the bound starts anew.
+        """
+        reading = asyncio.ensure_future(stream.read())
         try:
-            async with asyncio.timeout(timeout_s):
-                data = await stream.read()
-        except TimeoutError:
-            raise PrefillUnavailable(f"{self._replica}: no frame within {timeout_s} s") from None
+            seen = num_steps() if num_steps else 0
+            while not (await asyncio.wait({reading}, timeout=timeout_s))[0]:
+                if num_steps is None or num_steps() == seen:
+                    raise PrefillUnavailable(f"{self._replica}: no frame within {timeout_s} s")
+                seen = num_steps()
+            data = reading.result()
+        finally:
+            reading.cancel()
         return self._codec.decode(data, self._rows) if isinstance(data, bytes) else None

@@ -51,6 +51,7 @@ class GrpcReplica:
         self._prefill = prefill_pb2_grpc.PrefillStub(self._look_channel)
         self._known_instance_id = ""
         self._mismatch: FingerprintMismatch | None = None
+        self.num_steps = 0  # of its engine, when last looked at
 
     def next_channel(self) -> grpc.aio.Channel:
         return next(self._turns)
@@ -67,6 +68,10 @@ class GrpcReplica:
         except grpc.aio.AioRpcError as failure:
             reason = f"{self.address}: {failure.code().name}: {failure.details()}"
             return self._not_ready(PrefillUnavailable(reason))
+        except Exception as error:  # an answer that is not ours: the looking must go on
+            _log.exception("prefill replica %s answered something else", self.address)
+            return self._not_ready(PrefillUnavailable(f"{self.address}: {type(error).__name__}: {error}"))
+        self.num_steps = load.num_steps
         if self._mismatch is not None:
             return self._not_ready(self._mismatch)
         return Replica(self.address, is_ready=True, num_outstanding=load.num_queued + load.num_computing)

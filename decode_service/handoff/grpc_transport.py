@@ -113,9 +113,11 @@ class GrpcTransport:
         if refusal is not None:
             self._post(CallEnded(command.call_id, refusal))
             return
+        replica = self._replicas[command.replica]
         call = GrpcCall(
             command=command,
-            channel=self._replicas[command.replica].next_channel(),
+            channel=replica.next_channel(),
+            num_steps=lambda: replica.num_steps,
             fingerprint=self._fingerprint,
             codec=self._codec,
             budget=self._budget,

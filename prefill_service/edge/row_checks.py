@@ -28,6 +28,8 @@ def check_row(index: int, row: HandoffRow, limits: ModelLimits) -> HandoffRow | 
     largest = max((*ids, *(token_id for token_id, _ in row.sampling.logit_bias)))
     if largest >= limits.vocab_size:
         return _invalid(index, f"token id {largest} is not below the vocabulary's {limits.vocab_size}")
+    if (row.sampling.num_logprobs or 0) > limits.vocab_size:
+        return _invalid(index, f"num_logprobs: {row.sampling.num_logprobs} exceed the vocabulary's {limits.vocab_size}")
     return row
 
 

@@ -104,6 +104,7 @@ async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
         instance_id="this process",
         observer=observer,
         executor=executor,
+        client_stall_timeout_s=0.2,
     )
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
     server = ServiceServer(service_name=SERVICE)
@@ -124,8 +125,9 @@ async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
 class AloneContext:
     """A call whose client and network do nothing by themselves: only the service can end it."""
 
-    def __init__(self, *, remaining_s: float) -> None:
+    def __init__(self, *, remaining_s: float, reads: bool = True) -> None:
         self._remaining_s = remaining_s
+        self._reads = reads
         self.code: grpc.StatusCode | None = None
 
     def time_remaining(self) -> float:
@@ -135,7 +137,8 @@ class AloneContext:
         return ()
 
     async def write(self, message: Any) -> None:
-        return None
+        if not self._reads:
+            await asyncio.Event().wait()
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any) -> None:
         self.code = code

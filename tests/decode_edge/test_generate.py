@@ -254,6 +254,19 @@ async def test_the_service_keeps_the_deadline_by_itself(edge: Edge) -> None:
     assert edge.count("baton_requests_total", outcome="deadline") == 1
 
 
+async def test_a_client_that_reads_nothing_counts_as_gone(edge: Edge) -> None:
+    context = AloneContext(remaining_s=60.0, reads=False)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
+
+    with pytest.raises(grpc.aio.AbortError):
+        await asyncio.wait_for(edge.servicer.Generate(request, context), BOUND_S)  # type: ignore[arg-type]
+
+    assert context.code == grpc.StatusCode.CANCELLED
+    submit = await edge.engine.submitted()
+    assert edge.engine.of_type(Abort) == [Abort(submit.request_id)]
+    assert len(edge.live_requests) == 0
+
+
 async def test_every_stream_ends_when_the_engine_dies(edge: Edge) -> None:
     calls = [edge.generate(), edge.generate()]
     await edge.engine.submitted(2)

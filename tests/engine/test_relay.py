@@ -245,7 +245,7 @@ def check_an_idle_step_enqueues_nothing() -> None:
     assert scripted.engine.load().num_steps == 0
 
 
-def test_a_failed_verify_publishes_nothing_and_releases_the_fence() -> None:
+def test_a_failed_verify_publishes_nothing_and_leaves_its_failure_to_the_steps_end() -> None:
     relay = make_relay()
     scope = Scope("step")
 
@@ -254,9 +254,11 @@ def test_a_failed_verify_publishes_nothing_and_releases_the_fence() -> None:
 
     relay.forward.enqueue(verify, scope)
     relay.future_map.publish(torch.tensor([1]), Cell(), scope)
-    with pytest.raises(EngineFault, match="no kernel"):
-        relay.future_map.resolve_seq_lens(make_batch([1], [4]))
+    end = relay.forward.record(scope)
+    relay.future_map.resolve_seq_lens(make_batch([1], [4]))
     assert relay.future_map.new_seq_lens_buf.tolist() == [0, 0, 0, 0, 0]
+    with pytest.raises(EngineFault, match="no kernel"):
+        end.synchronize(1.0)
 
 
 CHECKS = [

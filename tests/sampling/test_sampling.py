@@ -16,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from common.model import noise
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling import Sampled, sample, shape_logits
 from common.model.sampling_params import ResolvedSampling
@@ -127,6 +128,15 @@ def test_noise_is_standard_gumbel_and_finite() -> None:
     )
     assert torch.isfinite(noise).all()
     assert stats.kstest(noise.flatten().double().numpy(), "gumbel_r").pvalue > 1e-6
+
+
+def test_the_upper_tail_of_the_noise_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 1,000 smallest bit patterns, which make the largest noise, each give the quantile of their own probability."""
+    patterns = torch.arange(1000, dtype=torch.int32)
+    monkeypatch.setattr(noise, "_mix32", lambda x: patterns.expand(1, -1).clone())
+    drawn = gumbel_noise(torch.zeros(1, dtype=torch.int64), patterns)[0].double()
+    expected = -torch.log(-torch.log1p(-(patterns.double() + 0.5) / 2**32))
+    assert torch.allclose(drawn, expected, atol=1e-5)
 
 
 def test_noise_of_a_subset_of_the_vocabulary_is_that_subset_of_the_noise() -> None:
