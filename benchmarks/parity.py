@@ -79,11 +79,13 @@ def main() -> None:
         lines.append(row(configuration, len(prompts), num_tokens, divergences, ties))
         details += [f"- {configuration}: {divergence}" for divergence in divergences]
         print(lines[-1], file=sys.stderr, flush=True)
-    table = "\n".join([*lines, "", *details]).rstrip()
-    print(table)
+        save("\n".join([*lines, "", *details]).rstrip())  # what has run is kept when the rest is interrupted
+    sys.exit(0 if is_met else 1)
+
+
+def save(table: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{datetime.date.today().isoformat()}-parity.md").write_text(table + "\n")
-    sys.exit(0 if is_met else 1)
 
 
 def row(

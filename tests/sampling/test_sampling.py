@@ -131,7 +131,7 @@ def test_noise_is_standard_gumbel_and_finite() -> None:
 
 
 def test_the_upper_tail_of_the_noise_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 1,000 smallest bit patterns, which make the largest noise, each give the quantile of their own probability."""
+    """The 1,000 smallest bit patterns, which make the largest noise, each give their own quantile."""
     patterns = torch.arange(1000, dtype=torch.int32)
     monkeypatch.setattr(noise, "_mix32", lambda x: patterns.expand(1, -1).clone())
     drawn = gumbel_noise(torch.zeros(1, dtype=torch.int64), patterns)[0].double()
