@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .PHONY: help demo test check format stubs parity bench gpu clean
 .DELETE_ON_ERROR:
@@ -47,7 +48,7 @@ parity: $(DEV)
 	$(BIN)/python -m benchmarks.parity
 
 bench: $(DEV)
-	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.serving $(BENCH_ARGS)
 
 gpu:
 	python3 -m pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)

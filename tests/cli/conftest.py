@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ BOUND_S = 20.0
 def fake_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FAKE_SERVICES), str(REPOSITORY))))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Started in the background of a script, the suite ignores SIGINT, and what it starts would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def is_alive(pid: int) -> bool:
