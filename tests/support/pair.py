@@ -99,7 +99,7 @@ class PrefillReplica:
 class InProcessPair:
     """One decode engine and `options.num_replicas` prefill engines; `prefill` is the first of them.
 
-    `tamper` replaces frames between the engines. `clock` is every engine's.
+    `tamper` replaces frames between the engines, by none where it holds one back. `clock` is every engine's.
     """
 
     def __init__(
@@ -244,11 +244,15 @@ class InProcessPair:
         self._to_decode.append(report)
 
     def _carry(self, replica: PrefillReplica, call_id: str, frame: Frame) -> None:
+        arriving = [frame] if self.tamper is None else list(self.tamper(frame))
         if isinstance(frame, KvSegment):
             owed_bytes = replica.inbox.owed_bytes
             owed_bytes[call_id] = owed_bytes.get(call_id, 0) + frame.num_bytes
-        for arriving in [frame] if self.tamper is None else self.tamper(frame):
-            replica.transport.frame_ready(call_id, arriving)
+            num_cut = frame.num_bytes - sum(other.num_bytes for other in arriving if isinstance(other, KvSegment))
+            if arriving and num_cut > 0:
+                replica.inbox.sent(call_id, num_cut)
+        for arrived in arriving:
+            replica.transport.frame_ready(call_id, arrived)
 
     def _route(self, event: decode.Event) -> None:
         match event:
