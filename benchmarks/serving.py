@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def main() -> None:
             reports = asyncio.run(run_baton(pair.decode_addresses[0], levels, args, seed=number))
             rounds.append({"reference": reference, "baton": reports})
     cancellation = measure_cancellation()
-    peer = json.loads(subprocess.run(args.peer.split(), check=True, capture_output=True).stdout) if args.peer else None
+    peer = run_peer(args.peer) if args.peer else None
     result = {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
@@ -83,6 +84,16 @@ def main() -> None:
         name.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         name.with_suffix(".md").write_text(table + "\n")
     sys.exit(0 if is_met else 1)
+
+
+def run_peer(command: str) -> dict[str, Any] | None:
+    """The peer's figures; None, with what it printed, when it failed: the rest of the run is kept."""
+    ended = subprocess.run(shlex.split(command), check=False, capture_output=True, text=True)
+    if ended.returncode != 0:
+        print(f"the peer failed with {ended.returncode}:\n{ended.stderr}", file=sys.stderr)
+        return None
+    measured: dict[str, Any] = json.loads(ended.stdout)
+    return measured
 
 
 def run_reference(model_dir: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
