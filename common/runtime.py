@@ -41,7 +41,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     """Load everything; minutes for a large model. Raises StartupError."""
     transformers.utils.logging.disable_progress_bar()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
-    device = open_device(settings.device, num_threads=settings.num_threads or len(os.sched_getaffinity(0)))
+    device = open_device(settings.device, num_threads=settings.num_threads or max(1, len(os.sched_getaffinity(0)) // 2))
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     try:
