@@ -11,9 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import Tensor
-
-from common.device.cell import Cell
 from common.device.errors import PieceFailed
 from common.device.stream import Device, Scope
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
@@ -264,15 +261,13 @@ class DecodeEngine:
             coming = self.pool.slot_counts().quarantined + sum(
                 req.lease.num_tokens
                 for req in self._requests.values()
-                if req.lease is not None and (req.phase is Phase.RETRACTING or self._is_waiting_for_result(req))
+                if req.lease is not None
+                and (req.phase is Phase.RETRACTING or (req.phase is Phase.RUNNING and not req.wants_launch))
             )
             if coming >= shortage:
                 return False
             self._retract_youngest()
         return not running.is_empty
-
-    def _is_waiting_for_result(self, req: Request) -> bool:
-        return req.phase is Phase.RUNNING and not req.wants_launch
 
     def _retract_youngest(self) -> None:
         """Of all that hold slots: what a handoff under way reserved goes before the KV of an older, running request."""
@@ -304,7 +299,7 @@ class DecodeEngine:
             seeds = [req.row_seed for req in self._unseeded]
             self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
             self._unseeded = []
-        on_publish = partial(self._publish, forward_batch.req_pool_indices, scope)
+        on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
         output = self._worker.forward(forward_batch, future_map=self.future_map, scope=scope, on_publish=on_publish)
         self.future_map.stash(forward_batch.req_pool_indices, output.payload, scope)
         step = StepInFlight.seal(
@@ -321,9 +316,6 @@ class DecodeEngine:
             req.lease.use_until(step.end)
             req.num_launched += 1
         return step
-
-    def _publish(self, rows: Tensor, scope: Scope, new_seq_lens: Cell[Tensor]) -> None:
-        self.future_map.publish(rows, new_seq_lens, scope)
 
     def _finish(self, step: StepInFlight | None) -> None:
         """Wait for the step's end and hand its results to the requests that still hold the rows they ran with."""
