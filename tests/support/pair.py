@@ -25,6 +25,8 @@ from decode_service.scheduler import DecodeEngine
 from prefill_service import messages as prefill
 from prefill_service.scheduler import PrefillEngine
 
+_IDLE_STEP_S = 0.001
+
 Tamper = Callable[[Frame], Sequence[Frame]]
 """What arrives in place of a frame that a prefill engine sent."""
 
@@ -190,7 +192,14 @@ class InProcessPair:
         replica.transport.peer_lost("killed")
 
     def step(self) -> None:
-        """One step of each engine; what one says to the other arrives at its next step."""
+        """One step of each engine; what one says to the other arrives at its next step.
+
+        Before it, as the engines' own threads would, a wait while all of them only wait: a caller that spins would keep
+        the interpreter from the streams' threads.
+        """
+        if not self._to_decode and not any(replica.inbox.commands for replica in self.replicas):
+            engines: list[DecodeEngine | PrefillEngine] = [self.decode, *(replica.engine for replica in self.replicas)]
+            time.sleep(min(_IDLE_STEP_S, *(engine.idle_timeout_s() for engine in engines)))
         self.step_prefill()
         self.step_decode()
 
