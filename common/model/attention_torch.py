@@ -17,7 +17,7 @@ class TorchAttention:
     """An AttentionBackend."""
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        return _DecodePlan(batch) if batch.is_decode else _ExtendPlan(batch)
+        return _DecodePlan(batch) if batch.is_decode else ExtendPlan(batch)
 
 
 def _row_slots(batch: ForwardInput) -> Tensor:
@@ -42,19 +42,10 @@ class _DecodePlan:
         self._out_cache_loc = batch.out_cache_loc
         self._num_rows = batch.req_pool_indices.numel()
         self._num_tokens = batch.max_seq_len
-        self._view_start: int | None = None
-        self._mask: Tensor | None = None
         slots = _row_slots(batch)
-        if self._num_rows == 1 and slots.device.type == "cpu":
-            self._num_tokens = int(batch.seq_lens)
-            slots = slots[:, : self._num_tokens]
-            if _is_run(slots[0]):
-                self._view_start = int(slots[0, 0])
-        else:
-            held = torch.arange(self._num_tokens, device=slots.device) < batch.seq_lens.unsqueeze(1)
-            slots = slots.where(held, _PADDING_SLOT)
-            self._mask = _additive_mask(held, batch.kv.dtype)[:, None, None, :]
-        self._slots = slots.flatten()
+        held = torch.arange(self._num_tokens, device=slots.device) < batch.seq_lens.unsqueeze(1)
+        self._slots = slots.where(held, _PADDING_SLOT).flatten()
+        self._mask = _additive_mask(held, batch.kv.dtype)[:, None, None, :]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         kv = self._kv[layer]
@@ -68,16 +59,9 @@ class _DecodePlan:
 
     def _tokens(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """From [2, slots, kv_heads, head_dim] the rows' keys and values, each [B, kv_heads, tokens, head_dim]."""
-        if self._view_start is not None:
-            tokens = kv[:, self._view_start : self._view_start + self._num_tokens]
-        else:
-            tokens = kv.index_select(1, self._slots)
+        tokens = kv.index_select(1, self._slots)
         tokens = tokens.view(2, self._num_rows, self._num_tokens, *kv.shape[2:]).transpose(2, 3)
         return tokens[0], tokens[1]
-
-
-def _is_run(slots: Tensor) -> bool:
-    return bool((slots.diff() == 1).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +74,7 @@ class _Extend:
     mask: Tensor | None
 
 
-class _ExtendPlan:
+class ExtendPlan:
     """Several new tokens per row, row by row."""
 
     def __init__(self, batch: ForwardInput) -> None:

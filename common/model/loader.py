@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ATTENTION_NAME, AttentionBackend
 from common.model.attention_torch import TorchAttention
-from common.model.cpu_linear import pack_linears
+from common.model.cpu_linear import fuse_gated_mlps, pack_linears
 from common.model.target import TargetModel
-from common.model.traits import PROBE_NAME, check_config, probe_attention
+from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,15 +36,15 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
     shape = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
     if torch_device.type == "cpu":
-        pack_linears(model)
+        _use_cpu_kernels(model)
     return TargetModel(
         model=model,
-        backend=backend or TorchAttention(),
+        backend=backend or _attention(shape, torch_device, DTYPES[dtype]),
         layer_group=LayerGroupSpec(
             name=TARGET_GROUP,
             num_layers=shape.num_layers,
             num_planes=2,
-            num_heads=shape.num_heads,
+            num_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=dtype,
         ),
@@ -52,6 +53,25 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
         eos_token_ids=_eos_token_ids(model.generation_config, config),
         dtype=DTYPES[dtype],
         torch_device=torch_device,
+    )
+
+
+@torch.inference_mode()
+def _use_cpu_kernels(model: nn.Module) -> None:
+    from common.model.cpu_norm import replace_norms  # its compiler is of no use elsewhere
+
+    pack_linears(model)
+    fuse_gated_mlps(model)
+    replace_norms(model)
+
+
+def _attention(shape: AttentionShape, torch_device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    if torch_device.type != "cpu":
+        return TorchAttention()
+    from common.model.attention_cpu import PagedCpuAttention
+
+    return PagedCpuAttention(
+        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=dtype
     )
 
 

@@ -67,10 +67,11 @@ def _unsupported_trait(config: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The KV of one forward's layers."""
+    """What each layer attends with; `num_heads` are the query's."""
 
     num_layers: int
     num_heads: int
+    num_kv_heads: int
     head_dim: int
 
 
@@ -78,15 +79,17 @@ class _Probe:
     """What the layers asked for, in the order they asked."""
 
     def __init__(self) -> None:
-        self.layers: list[tuple[int, int, int]] = []
+        self.layers: list[tuple[int, int, int, int]] = []
         self.trait: str | None = None
 
-    def observe(self, module: nn.Module, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> None:
+    def observe(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]
+    ) -> None:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             self._refuse("an attention layer without an index")
             return
-        self.layers.append((layer, key.shape[1], key.shape[3]))
+        self.layers.append((layer, query.shape[1], key.shape[1], key.shape[3]))
         if key.shape != value.shape:
             self._refuse("keys and values of different shapes")
         if mask is not None:
@@ -111,7 +114,7 @@ def _probe_attention(
     attention_probe: _Probe,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    attention_probe.observe(module, key, value, attention_mask, keywords)
+    attention_probe.observe(module, query, key, value, attention_mask, keywords)
     return torch.zeros_like(query).transpose(1, 2), None
 
 
@@ -147,10 +150,9 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> Att
     if probe.trait is not None:
         raise refused(probe.trait)
     num_layers = model.config.num_hidden_layers
-    if [layer for layer, _, _ in probe.layers] != list(range(num_layers)):
+    if [layer for layer, *_ in probe.layers] != list(range(num_layers)):
         raise refused(f"attention in {len(probe.layers)} of {num_layers} layers")
-    shapes = {(num_heads, head_dim) for _, num_heads, head_dim in probe.layers}
+    shapes = {tuple(shape) for _, *shape in probe.layers}
     if len(shapes) != 1:
-        raise refused("layers with different KV shapes")
-    num_heads, head_dim = shapes.pop()
-    return AttentionShape(num_layers=num_layers, num_heads=num_heads, head_dim=head_dim)
+        raise refused("layers with different attention shapes")
+    return AttentionShape(num_layers, *shapes.pop())

@@ -1,0 +1,106 @@
+"""What kernels for CPUs share: how they are compiled, and how they read and write numbers of a model's dtype.
+
+numba knows no bfloat16 and, on CPUs, no float16: such tensors are handed over as their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.extending import intrinsic
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+Kernel = Callable[..., Any]
+
+
+def jit(function: Kernel) -> Kernel:
+    """Compile at the first call of each signature; runs without the interpreter's lock.
+
+    Sums may be taken in any order; NaN and infinity keep their meaning, or a broken row would look sound.
+    """
+    compiled = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})(function)
+    return cast("Kernel", compiled)
+
+
+class NumberFormat(NamedTuple):
+    """`read` makes a float32 of an element of `numpy_dtype`; `write` goes the other way, rounding to nearest."""
+
+    torch_dtype: torch.dtype
+    numpy_dtype: DTypeLike
+    read: Kernel
+    write: Kernel
+
+    def array(self, tensor: Tensor) -> NDArray[Any]:
+        """The memory of `tensor`, made contiguous, as the kernel reads it."""
+        array: NDArray[Any] = tensor.contiguous().view(self.torch_dtype).numpy()
+        return array
+
+
+def number_format(dtype: torch.dtype) -> NumberFormat:
+    return _FORMATS[dtype]
+
+
+@intrinsic
+def _prefetch(_context, array, offset_bytes):  # type: ignore[no-untyped-def]
+    def generate(target, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        data = target.make_array(signature.args[0])(target, builder, arguments[0]).data
+        address = builder.gep(builder.bitcast(data, pointer), [arguments[1]])
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        for_reading, keep, data_cache = number(0), number(3), number(1)
+        builder.call(function, [address, for_reading, keep, data_cache])
+        return target.get_dummy_value()
+
+    return numba.void(array, offset_bytes), generate
+
+
+prefetch = cast("Kernel", _prefetch)
+"""`prefetch(array, offset_bytes)`, in a kernel: ask for that cache line of the array. Never faults."""
+
+
+@numba.njit(inline="always")
+def _same(number):  # type: ignore[no-untyped-def]
+    return number
+
+
+@numba.njit(inline="always")
+def _read_bfloat16(bits):  # type: ignore[no-untyped-def]
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@numba.njit(inline="always")
+def _write_bfloat16(number):  # type: ignore[no-untyped-def]
+    bits = np.float32(number).view(np.uint32)
+    half_of_last = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = np.uint32(bits + half_of_last) >> np.uint32(16)
+    return np.uint16(rounded if number == number else 0x7FC0)  # rounding would carry a NaN into the sign
+
+
+@intrinsic
+def _read_float16(_context, bits):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return numba.float32(bits), generate
+
+
+@intrinsic
+def _write_float16(_context, number):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return numba.uint16(number), generate
+
+
+_FORMATS = {
+    torch.float32: NumberFormat(torch.float32, np.float32, _same, _same),
+    torch.bfloat16: NumberFormat(torch.uint16, np.uint16, _read_bfloat16, _write_bfloat16),
+    torch.float16: NumberFormat(torch.uint16, np.uint16, _read_float16, _write_float16),
+}
