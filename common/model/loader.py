@@ -14,7 +14,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ATTENTION_NAME, AttentionBackend
 from common.model.attention_torch import TorchAttention
-from common.model.cpu_linear import fuse_gated_mlps, pack_linears
+from common.model.cpu_linear import pack_linears
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
@@ -58,11 +58,12 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
 
 @torch.inference_mode()
 def _use_cpu_kernels(model: nn.Module) -> None:
-    from common.model.cpu_norm import replace_norms  # its compiler is of no use elsewhere
+    from common.model.cpu_blocks import fuse_blocks  # the compiler behind these is of no use elsewhere
+    from common.model.cpu_norm import replace_norms
 
-    pack_linears(model)
-    fuse_gated_mlps(model)
     replace_norms(model)
+    fuse_blocks(model)
+    pack_linears(model)
 
 
 def _attention(shape: AttentionShape, torch_device: torch.device, dtype: torch.dtype) -> AttentionBackend:
