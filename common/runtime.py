@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.model_digest import compute_fingerprint
 from common.model_source import resolve_model
+from common.openmp import num_compute_threads
 from common.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 
@@ -40,8 +40,11 @@ class Runtime:
 def open_runtime(settings: ServiceSettings) -> Runtime:
     """Load everything; minutes for a large model. Raises StartupError."""
     transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # helpers of this thread would count as OpenMP threads for as long as it lives
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
-    device = open_device(settings.device, num_threads=settings.num_threads or max(1, len(os.sched_getaffinity(0)) // 2))
+    device = open_device(
+        settings.device, num_threads=num_compute_threads(settings.num_threads, settings.share_of_cores)
+    )
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     try:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from common.config.load import load_settings
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError, StartupError
+from common.openmp import spin_briefly
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.logs import configure_logs
 
@@ -55,6 +56,7 @@ def run_service(
             instance_id = uuid.uuid4().hex
             configure_logs(settings.log_level, service=program, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
+            spin_briefly()
             serve = import_serve()
             process = Process(instance_id=instance_id, runtime=_open_runtime(settings), registry=CollectorRegistry())
             with MetricsServer(settings.metrics_listen, process.registry):

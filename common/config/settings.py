@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -39,6 +39,9 @@ SegmentBytes = Annotated[int, Field(ge=64 << 10, le=MAX_SEGMENT_BYTES)]
 class ServiceSettings(BaseSettings):
     """What both services have."""
 
+    share_of_cores: ClassVar[float]
+    """What `num_threads = 0` takes of a CPU's cores."""
+
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True)
 
     config: Path | None = None
@@ -67,6 +70,7 @@ class ServiceSettings(BaseSettings):
 
 
 class PrefillSettings(ServiceSettings):
+    share_of_cores = 0.5
     listen: Address = "127.0.0.1:50052"
     chunk_tokens: Positive = 512
     max_batch_tokens: Positive = 2048
@@ -83,6 +87,7 @@ class PrefillSettings(ServiceSettings):
 
 
 class DecodeSettings(ServiceSettings):
+    share_of_cores = 1.0
     listen: Address = "127.0.0.1:50051"
     prefill: Addresses = ("127.0.0.1:50052",)
     overlap: bool = True

@@ -1,0 +1,58 @@
+"""How kernels read and write numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from common.model.cpu_kernel import NumberFormat, jit, number_format
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def written(numbers: NumberFormat, floats: torch.Tensor) -> torch.Tensor:
+    write = numbers.write
+
+    @jit
+    def write_all(source, target):  # type: ignore[no-untyped-def]
+        for i in range(source.shape[0]):
+            target[i] = write(source[i])
+
+    target = np.zeros(floats.shape[0], numbers.numpy_dtype)
+    write_all(floats.numpy(), target)
+    return torch.from_numpy(target)
+
+
+def read(numbers: NumberFormat, array: np.ndarray) -> torch.Tensor:
+    to_float = numbers.read
+
+    @jit
+    def read_all(source, target):  # type: ignore[no-untyped-def]
+        for i in range(source.shape[0]):
+            target[i] = to_float(source[i])
+
+    target = np.zeros(array.shape[0], np.float32)
+    read_all(array, target)
+    return torch.from_numpy(target)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_number_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    numbers = number_format(dtype)
+    torch.testing.assert_close(read(numbers, numbers.array(every)), every.float(), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    """All exponents, ties in both directions, denormals, infinities and NaN of both signs."""
+    bits = torch.randint(-(1 << 31), 1 << 31, (100_000,), generator=torch.Generator().manual_seed(3))
+    ties = (torch.arange(0, 1 << 16, dtype=torch.int64) << 16) + (1 << 15) - (1 << 31)
+    floats = torch.cat([bits, ties, ties + 1, ties - 1]).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
+    numbers = number_format(dtype)
+    seen = written(numbers, floats.view(torch.float32)).view(dtype)
+    expected = floats.view(torch.float32).to(dtype)
+    assert torch.equal(seen.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert torch.equal(seen[kept].view(torch.uint8), expected[kept].view(torch.uint8))
