@@ -192,18 +192,32 @@ class InProcessPair:
         replica.transport.peer_lost("killed")
 
     def step(self) -> None:
-        """One step of each engine; what one says to the other arrives at its next step.
-
-        Before it, as the engines' own threads would, a wait while all of them only wait: a caller that spins would keep
-        the interpreter from the streams' threads.
-        """
-        if not self._to_decode and not any(replica.inbox.commands for replica in self.replicas):
-            engines: list[DecodeEngine | PrefillEngine] = [self.decode, *(replica.engine for replica in self.replicas)]
-            time.sleep(min(_IDLE_STEP_S, *(engine.idle_timeout_s() for engine in engines)))
-        self.step_prefill()
-        self.step_decode()
+        """One step of each engine; what one says to the other arrives at its next step."""
+        self._rest(min(self._decode_rest_s(), self._prefill_rest_s()))
+        self._step_prefill()
+        self._step_decode()
 
     def step_prefill(self) -> None:
+        self._rest(self._prefill_rest_s())
+        self._step_prefill()
+
+    def step_decode(self) -> None:
+        self._rest(self._decode_rest_s())
+        self._step_decode()
+
+    def _rest(self, idle_s: float) -> None:
+        """Wait where the engines' own threads would: a caller that spins keeps the interpreter from the streams."""
+        time.sleep(min(_IDLE_STEP_S, idle_s))
+
+    def _decode_rest_s(self) -> float:
+        return 0.0 if self._to_decode else self.decode.idle_timeout_s()
+
+    def _prefill_rest_s(self) -> float:
+        if any(replica.inbox.commands for replica in self.replicas):
+            return 0.0
+        return min(replica.engine.idle_timeout_s() for replica in self.replicas)
+
+    def _step_prefill(self) -> None:
         for replica in self.replicas:
             commands, replica.inbox.commands = replica.inbox.commands, []
             for event in replica.engine.step(commands):
@@ -212,7 +226,7 @@ class InProcessPair:
                 else:
                     replica.transport.call_done(event.call_id)
 
-    def step_decode(self) -> None:
+    def _step_decode(self) -> None:
         commands, self._to_decode[:] = list(self._to_decode), []
         for event in self.decode.step(commands):
             self._route(event)
