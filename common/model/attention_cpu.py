@@ -28,26 +28,22 @@ class PagedCpuAttention:
     """
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self._format = number_format(dtype)
+        self._numbers = number_format(dtype)
         self._kernel = _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype)
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        return _DecodePlan(batch, self._kernel, self._format) if batch.is_decode else ExtendPlan(batch)
+        return _DecodePlan(batch, self._kernel, self._numbers) if batch.is_decode else ExtendPlan(batch)
 
 
 class _DecodePlan:
-    def __init__(self, batch: ForwardInput, kernel: Kernel, number_format: NumberFormat) -> None:
+    def __init__(self, batch: ForwardInput, kernel: Kernel, numbers: NumberFormat) -> None:
         self._kernel = kernel
-        self._array = number_format.array
+        self._array = numbers.array
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
         self._kv = self._array(batch.kv)
         self._max_seq_len = batch.max_seq_len
-        self._rows = (
-            batch.out_cache_loc.numpy(),
-            batch.req_to_token.numpy(),
-            batch.req_pool_indices.numpy(),
-            batch.seq_lens.numpy(),
-        )
+        columns = (batch.out_cache_loc, batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
+        self._rows = [column.to(torch.int64).contiguous().numpy() for column in columns]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)

@@ -1,32 +1,39 @@
 """Blocks of decoder layers on CPUs, computed in fewer kernels than their parts would take.
 
-A block is replaced only where the replacement, run beside it on random numbers, gives what the block gives: names of
-modules promise nothing.
-
     attention   q, k, v of one linear layer ─▶ (norms) ─▶ rotation ─▶ attention_plan ─▶ out
     gated MLP   down(silu(gate(x)) * up(x)), activation and product inside the linear layers' kernels
+
+Only blocks of the classes named here are replaced, and only where the installed transformers still computes with them
+what the replacement does: others have modules of the same names and rotate in part, clip or scale.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from common.model.attention import AttentionPlan
 from common.model.cpu_kernel import Kernel, jit, number_format
 from common.model.cpu_linear import PackedLinear, can_pack
+from common.model.replace import replace_modules
 
-_TOLERANCE = 16  # of the dtype's precision, relative to the largest number: sums are taken in another order
+_ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
+_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+_TOLERANCE = 1e-4  # in float32, relative to the largest number: sums are taken in another order
 
 
 class PackedAttention(nn.Module):
-    """What `block`, a transformers attention module over plain linear layers, does with our attention registered."""
+    """What `block`, one of _ATTENTIONS, does with our attention registered."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -61,7 +68,7 @@ class PackedAttention(nn.Module):
 
 
 class PackedGatedMLP(nn.Module):
-    """What `block`, a gated MLP over plain linear layers with SiLU, does."""
+    """What `block`, one of _MLPS with SiLU, does."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -75,45 +82,46 @@ class PackedGatedMLP(nn.Module):
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replace the blocks of a model on a CPU that a fused block agrees with. Returns how many."""
-    num_fused = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            fused = _fused(child)
-            if fused is not None:
-                setattr(parent, name, fused)
-                num_fused += 1
-    return num_fused
+    """Replace the known blocks of a model on a CPU. Returns how many."""
+    trusted: dict[type[nn.Module], bool] = {}  # one block speaks for those of its class: they differ in weights only
+
+    def fused(block: nn.Module) -> nn.Module | None:
+        kind = type(block)
+        replacement: type[PackedAttention] | type[PackedGatedMLP]
+        agrees: Callable[[nn.Module], bool]
+        if kind in _ATTENTIONS:
+            replacement, agrees = PackedAttention, _attention_agrees
+        elif kind in _MLPS:
+            replacement, agrees = PackedGatedMLP, _mlp_agrees
+        else:
+            return None
+        linears = [child for child in block.children() if isinstance(child, nn.Linear)]
+        if not all(type(linear) is nn.Linear and can_pack(linear.weight) for linear in linears):
+            return None
+        if kind not in trusted:
+            trusted[kind] = agrees(copy.deepcopy(block).float())
+        return replacement(block) if trusted[kind] else None
+
+    return replace_modules(model, fused)
 
 
-def _fused(block: nn.Module) -> nn.Module | None:
-    children = {name for name, _ in block.named_children()}
-    if any(type(child) is nn.Linear and not can_pack(child.weight) for child in block.children()):
-        return None
-    if children - {"q_norm", "k_norm"} == {"q_proj", "k_proj", "v_proj", "o_proj"}:
-        return _fused_attention(block)
-    if children - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}:
-        mlp = PackedGatedMLP(block)
-        x = _random(_linear(block, "gate_proj"), 2, _linear(block, "gate_proj").in_features)
-        return mlp if _agree(mlp(x), block(x)) else None
-    return None
+def _mlp_agrees(block: nn.Module) -> bool:
+    x = torch.randn((2, _linear(block, "gate_proj").in_features), generator=_generator())
+    return _agree(PackedGatedMLP(block)(x), block(x))
 
 
-def _fused_attention(block: nn.Module) -> PackedAttention | None:
-    known = {"hidden_states", "position_embeddings", "attention_mask"}
-    if not known <= inspect.signature(block.forward).parameters.keys() or not hasattr(block, "scaling"):
-        return None
-    fused = PackedAttention(block)
-    query = _linear(block, "q_proj")
-    x = _random(query, 1, 3, query.in_features)
-    rotation = (_random(query, 1, 3, block.head_dim), _random(query, 1, 3, block.head_dim))  # type: ignore[arg-type]
+def _attention_agrees(block: nn.Module) -> bool:
+    generator = _generator()
+    x = torch.randn((1, 3, _linear(block, "q_proj").in_features), generator=generator)
+    head_dim: int = block.head_dim  # type: ignore[assignment]
+    cosines, sines = torch.randn((2, 1, 3, head_dim), generator=generator)
     expected, seen = _Echo(), _Echo()
     outputs = [
-        module(x, position_embeddings=rotation, attention_mask=None, attention_plan=echo)[0]
-        for module, echo in ((block, expected), (fused, seen))
+        module(x, position_embeddings=(cosines, sines), attention_mask=None, attention_plan=echo)[0]
+        for module, echo in ((block, expected), (PackedAttention(block), seen))
     ]
     is_same = expected.scaling == seen.scaling and all(map(_agree, seen.tensors, expected.tensors))
-    return fused if is_same and _agree(*outputs) else None
+    return is_same and _agree(*reversed(outputs))
 
 
 class _Echo(AttentionPlan):
@@ -126,14 +134,11 @@ class _Echo(AttentionPlan):
 
 
 def _agree(seen: Tensor, expected: Tensor) -> bool:
-    if seen.shape != expected.shape:
-        return False
-    bound = _TOLERANCE * torch.finfo(expected.dtype).eps * expected.abs().max()
-    return bool((seen.float() - expected.float()).abs().max() <= bound)
+    return seen.shape == expected.shape and bool((seen - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def _random(like: nn.Linear, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.weight.dtype)
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def _linear(block: nn.Module, name: str) -> nn.Linear:
@@ -155,9 +160,10 @@ def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """`x` [T, heads, head_dim], each head's halves rotated into each other by cosines and sines [1, T, head_dim]."""
+    cosines, sines = rotation
+    assert cosines.shape == sines.shape == (1, x.shape[0], x.shape[2]), "the rotation is of whole heads"
     output = torch.empty(x.shape, dtype=x.dtype)
     array = number_format(x.dtype).array
-    cosines, sines = rotation
     _rotate(x.dtype)(array(x), array(cosines[0]), array(sines[0]), array(output))
     return output
 

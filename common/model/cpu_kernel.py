@@ -31,14 +31,16 @@ def jit(function: Kernel) -> Kernel:
 class NumberFormat(NamedTuple):
     """`read` makes a float32 of an element of `numpy_dtype`; `write` goes the other way, rounding to nearest."""
 
-    torch_dtype: torch.dtype
+    dtype: torch.dtype
+    bits_dtype: torch.dtype
     numpy_dtype: DTypeLike
     read: Kernel
     write: Kernel
 
     def array(self, tensor: Tensor) -> NDArray[Any]:
-        """The memory of `tensor`, made contiguous, as the kernel reads it."""
-        array: NDArray[Any] = tensor.contiguous().view(self.torch_dtype).numpy()
+        """The memory of `tensor`, made contiguous, as the kernel reads it. Its dtype must be this format's."""
+        assert tensor.dtype == self.dtype, f"a kernel for {self.dtype} was given {tensor.dtype}"
+        array: NDArray[Any] = tensor.contiguous().view(self.bits_dtype).numpy()
         return array
 
 
@@ -100,7 +102,7 @@ def _write_float16(_context, number):  # type: ignore[no-untyped-def]
 
 
 _FORMATS = {
-    torch.float32: NumberFormat(torch.float32, np.float32, _same, _same),
-    torch.bfloat16: NumberFormat(torch.uint16, np.uint16, _read_bfloat16, _write_bfloat16),
-    torch.float16: NumberFormat(torch.uint16, np.uint16, _read_float16, _write_float16),
+    torch.float32: NumberFormat(torch.float32, torch.float32, np.float32, _same, _same),
+    torch.bfloat16: NumberFormat(torch.bfloat16, torch.uint16, np.uint16, _read_bfloat16, _write_bfloat16),
+    torch.float16: NumberFormat(torch.float16, torch.uint16, np.uint16, _read_float16, _write_float16),
 }

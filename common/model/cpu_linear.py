@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from common.model.replace import replace_modules
+
 _reorder = torch.ops.mkldnn._reorder_linear_weight.default
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _linear_with = torch.ops.mkldnn._linear_pointwise.binary
@@ -40,17 +42,14 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module) -> int:
     """Replace every plain nn.Linear of `model`, on a CPU, by a PackedLinear. Returns how many were replaced.
 
-    A replaced layer's own weight is freed at once, unless the model also uses it elsewhere (a tied embedding). Where
-    oneDNN has no kernel for the weight's dtype on this CPU, that layer stays as it is.
+    A replaced layer's own weight is freed, unless the model also uses it elsewhere (a tied embedding). Where oneDNN has
+    no kernel for the weight's dtype on this CPU, that layer stays as it is.
     """
-    num_packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or not can_pack(child.weight):
-                continue
-            setattr(parent, name, PackedLinear(child))
-            num_packed += 1
-    return num_packed
+    return replace_modules(model, _packed)
+
+
+def _packed(module: nn.Module) -> PackedLinear | None:
+    return PackedLinear(module) if type(module) is nn.Linear and can_pack(module.weight) else None
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""RMS normalisation on CPUs in one pass over the tokens; transformers' own takes eight."""
+"""RMS normalisation on CPUs in one kernel; transformers' own takes eight."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from common.model.cpu_kernel import Kernel, jit, number_format
+from common.model.replace import replace_modules
+
+_KNOWN = (LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+"""Others go by similar names and add one to the weight, or round elsewhere."""
 
 
 class CpuRMSNorm(nn.Module):
@@ -31,24 +40,8 @@ class CpuRMSNorm(nn.Module):
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replace, in a model on a CPU, every RMS norm that CpuRMSNorm agrees with. Returns how many."""
-    num_replaced = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm") and _agrees(child):
-                setattr(parent, name, CpuRMSNorm(child))
-                num_replaced += 1
-    return num_replaced
-
-
-def _agrees(norm: nn.Module) -> bool:
-    """Names promise nothing: some models add one to the weight, or round elsewhere."""
-    if not hasattr(norm, "variance_epsilon") or [name for name, _ in norm.named_parameters()] != ["weight"]:
-        return False
-    weight = norm.get_parameter("weight")
-    x = torch.randn((2, weight.shape[0]), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    tolerance = max(2 * torch.finfo(weight.dtype).eps, 1e-5)
-    return torch.allclose(CpuRMSNorm(norm)(x).float(), norm(x).float(), rtol=tolerance, atol=0.0)
+    """Replace, in a model on a CPU, the norms of the classes known here. Returns how many."""
+    return replace_modules(model, lambda module: CpuRMSNorm(module) if type(module) in _KNOWN else None)
 
 
 @cache

@@ -61,8 +61,8 @@ def _use_cpu_kernels(model: nn.Module) -> None:
     from common.model.cpu_blocks import fuse_blocks  # the compiler behind these is of no use elsewhere
     from common.model.cpu_norm import replace_norms
 
-    replace_norms(model)
     fuse_blocks(model)
+    replace_norms(model)
     pack_linears(model)
 
 

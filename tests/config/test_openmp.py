@@ -6,7 +6,11 @@ import os
 
 import pytest
 
+from common import runtime
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.errors import StartupError
 from common.openmp import num_compute_threads, spin_briefly
+from common.service_main import EXIT_STARTUP, Serve, run_service
 
 
 @pytest.mark.parametrize(
@@ -38,3 +42,34 @@ def test_what_the_environment_says_stays(
         monkeypatch.setenv(name, value)
     spin_briefly()
     assert {name: os.environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ} == after
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(PrefillSettings, 3), (DecodeSettings, 6)])
+def test_each_service_takes_its_share(
+    kind: type[ServiceSettings], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def open_device(name: str, *, num_threads: int) -> None:
+        seen.append(num_threads)
+        raise StartupError("far enough")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(runtime, "open_device", open_device)
+    with pytest.raises(StartupError):
+        runtime.open_runtime(kind())
+    assert seen == [expected]
+
+
+def test_a_service_spins_briefly_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    seen: list[str | None] = []
+
+    def import_serve() -> Serve[DecodeSettings]:
+        seen.append(os.environ.get("GOMP_SPINCOUNT"))
+        raise StartupError("far enough")
+
+    assert run_service("decode_service", DecodeSettings, import_serve, []) == EXIT_STARTUP
+    assert seen == ["10000"]
