@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from common.device.cpu import CpuDevice
-from common.errors import EngineFault, PrefillUnavailable
+from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from decode_service.messages import Replica, ReplicasChanged
+from prefill_service import messages as prefill
 from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, ForwardFailed, is_decode
 from tests.support.pair import InProcessPair, PairOptions
@@ -260,3 +262,55 @@ def test_without_a_ready_replica_a_request_fails_when_its_wait_is_over(make_pair
     error = pair.outcomes["a"].error
     assert isinstance(error, PrefillUnavailable) and "killed" in str(error)
     assert pair.decode.load().num_queued == 0
+
+
+def test_a_replica_that_refuses_is_asked_again_until_the_wait_is_over_however_often(
+    make_pair: MakePair, tiny_target: Tiny
+) -> None:
+    """Refusals come at once: counted as attempts they would end a request within a second of a rolling restart."""
+    clock = Clock()
+    pair = make_pair(tiny_target("llama"), PairOptions(max_handoff_attempts=2), clock=clock)
+    pair.prefill.step([prefill.Drain()])
+    submit(pair, "a")
+    began_s = clock.now_s
+    while not pair.outcomes["a"].has_ended:
+        assert clock.now_s < began_s + 20, "a refusal is not asked about for ever"
+        pair.step()
+        clock.now_s += 0.05
+    assert isinstance(pair.outcomes["a"].error, BatonError)
+    assert clock.now_s - began_s >= 10
+    assert pair.decode.load().num_row_retries > 2
+    pair.settle()
+
+
+def test_a_refused_request_is_served_once_a_replica_takes_it(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    clock = Clock()
+    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2, max_handoff_attempts=2), clock=clock)
+    pair.replicas[0].engine.step([prefill.Drain()])
+    submit(pair, "a")
+    while not pair.outcomes["a"].has_ended:
+        pair.step()
+        clock.now_s += 0.05
+    assert pair.outcomes["a"].token_ids == undisturbed["a"]
+    assert pair.decode.load().num_row_retries == 1, "it was refused before"
+
+
+def test_a_mismatch_of_every_replica_fails_a_request_at_once_and_of_one_does_not(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2), clock=Clock())
+    mismatched = [
+        Replica(replica.address, False, error=FingerprintMismatch("weights", "ours", "theirs"))
+        for replica in pair.replicas
+    ]
+    pair.step()
+    pair.post(ReplicasChanged((mismatched[0], Replica(pair.replicas[1].address, True))))
+    submit(pair, "a")
+    pair.run()
+    assert pair.outcomes["a"].token_ids == undisturbed["a"]
+    pair.post(ReplicasChanged(tuple(mismatched)))
+    submit(pair, "b")
+    pair.step()
+    assert isinstance(pair.outcomes["b"].error, FingerprintMismatch)
