@@ -6,34 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from common.model.cpu_kernel import NumberFormat, jit, number_format
+from common.model.cpu_kernel import Kernel, jit, number_format
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def written(numbers: NumberFormat, floats: torch.Tensor) -> torch.Tensor:
-    write = numbers.write
+def converted(convert: Kernel, source: np.ndarray, target: np.ndarray) -> torch.Tensor:
+    """Every element of `source`, in `target`, by `convert` in a kernel."""
 
     @jit
-    def write_all(source, target):  # type: ignore[no-untyped-def]
+    def convert_all(source, target):  # type: ignore[no-untyped-def]
         for i in range(source.shape[0]):
-            target[i] = write(source[i])
+            target[i] = convert(source[i])
 
-    target = np.zeros(floats.shape[0], numbers.numpy_dtype)
-    write_all(floats.numpy(), target)
-    return torch.from_numpy(target)
-
-
-def read(numbers: NumberFormat, array: np.ndarray) -> torch.Tensor:
-    to_float = numbers.read
-
-    @jit
-    def read_all(source, target):  # type: ignore[no-untyped-def]
-        for i in range(source.shape[0]):
-            target[i] = to_float(source[i])
-
-    target = np.zeros(array.shape[0], np.float32)
-    read_all(array, target)
+    convert_all(source, target)
     return torch.from_numpy(target)
 
 
@@ -41,7 +27,8 @@ def read(numbers: NumberFormat, array: np.ndarray) -> torch.Tensor:
 def test_every_number_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
     numbers = number_format(dtype)
-    torch.testing.assert_close(read(numbers, numbers.array(every)), every.float(), atol=0, rtol=0, equal_nan=True)
+    seen = converted(numbers.read, numbers.array(every), np.zeros(1 << 16, np.float32))
+    torch.testing.assert_close(seen, every.float(), atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
@@ -51,7 +38,8 @@ def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
     ties = (torch.arange(0, 1 << 16, dtype=torch.int64) << 16) + (1 << 15) - (1 << 31)
     floats = torch.cat([bits, ties, ties + 1, ties - 1]).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
     numbers = number_format(dtype)
-    seen = written(numbers, floats.view(torch.float32)).view(dtype)
+    target = np.zeros(floats.shape[0], numbers.numpy_dtype)
+    seen = converted(numbers.write, floats.view(torch.float32).numpy(), target).view(dtype)
     expected = floats.view(torch.float32).to(dtype)
     assert torch.equal(seen.isnan(), expected.isnan())
     kept = ~expected.isnan()
