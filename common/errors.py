@@ -12,7 +12,8 @@ BatonError
 ├── EngineFault            a step failed, or an invariant broke
 └── StartupError           raised before serving
     ├── ConfigError
-    └── UnsupportedModel
+    ├── UnsupportedModel
+    └── DraftMismatch      a draft head does not fit its target or its own config
 """
 
 from __future__ import annotations
@@ -127,6 +128,10 @@ class ConfigError(StartupError):
 
 class UnsupportedModel(StartupError):
     """The model has a trait this project does not serve: the trait is named."""
+
+
+class DraftMismatch(StartupError):
+    """A draft head's config and tensors do not fit each other, or the target: key and directory are named."""
 
 
 class RowFailure(StrEnum):

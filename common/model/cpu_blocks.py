@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
@@ -23,8 +21,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from common.model.attention import AttentionPlan
-from common.model.cpu_kernel import Kernel, jit, number_format
 from common.model.cpu_linear import PackedLinear, can_pack
+from common.model.cpu_rotation import rotated
 from common.model.replace import replace_modules
 
 _ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
@@ -62,7 +60,7 @@ class PackedAttention(nn.Module):
             query = self._q_norm(query)
         if self._k_norm is not None:
             key = self._k_norm(key)
-        query, key = _rotated(query, position_embeddings), _rotated(key, position_embeddings)
+        query, key = rotated(query, position_embeddings), rotated(key, position_embeddings)
         attended = attention_plan.attend(self._layer, query, key, value, self._scaling)
         return self._out(attended.flatten(1).unsqueeze(0)), None
 
@@ -156,35 +154,3 @@ def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
         parts = [linear.get_parameter(name).detach() for linear in linears]
         setattr(joined, name, nn.Parameter(torch.cat(parts), requires_grad=False))
     return joined
-
-
-def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """`x` [T, heads, head_dim], each head's halves rotated into each other by cosines and sines [1, T, head_dim]."""
-    cosines, sines = rotation
-    assert cosines.shape == sines.shape == (1, x.shape[0], x.shape[2]), "the rotation is of whole heads"
-    output = torch.empty(x.shape, dtype=x.dtype)
-    array = number_format(x.dtype).array
-    _rotate(x.dtype)(array(x), array(cosines[0]), array(sines[0]), array(output))
-    return output
-
-
-@cache
-def _rotate(dtype: torch.dtype) -> Kernel:
-    numbers = number_format(dtype)
-    read, write = numbers.read, numbers.write
-
-    @jit
-    def rotate(x, cosines, sines, output):  # type: ignore[no-untyped-def]
-        half = x.shape[2] // 2
-        for t in range(x.shape[0]):
-            for h in range(x.shape[1]):
-                for d in range(half):
-                    first, second = read(x[t, h, d]), read(x[t, h, half + d])
-                    output[t, h, d] = write(first * read(cosines[t, d]) - second * read(sines[t, d]))
-                    output[t, h, half + d] = write(
-                        second * read(cosines[t, half + d]) + first * read(sines[t, half + d])
-                    )
-
-    head, angle = np.zeros((1, 1, 2), numbers.numpy_dtype), np.zeros((1, 2), numbers.numpy_dtype)
-    rotate(head, angle, angle, head.copy())
-    return rotate

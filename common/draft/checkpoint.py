@@ -1,0 +1,71 @@
+"""A draft head's tensors, each taken once and checked: nothing is missing, left over or of another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from common.errors import DraftMismatch
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool, torch.uint8)
+_WITHOUT_MEANING = "rotary_emb.inv_freq"  # old checkpoints keep what is computed from the config
+
+
+class Checkpoint:
+    """`kind` names the format in errors. Tensors are given in `dtype`, on `device`; integers in int64."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        directory: str,
+        kind: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_WITHOUT_MEANING)}
+        self._directory = directory
+        self._kind = kind
+        self._dtype = dtype
+        self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def has_prefix(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self._tensors)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The weights under `name`. Raises DraftMismatch."""
+        return self._take(name, shape, _WEIGHT_DTYPES).to(self._device, self._dtype)
+
+    def take_if_there(self, name: str, *shape: int) -> Tensor | None:
+        return self.take(name, *shape) if name in self else None
+
+    def take_integers(self, name: str, *shape: int) -> Tensor:
+        return self._take(name, shape, _INTEGER_DTYPES).to(self._device, torch.int64)
+
+    def finish(self) -> None:
+        """Raises DraftMismatch for tensors that nobody took."""
+        if self._tensors:
+            left = sorted(self._tensors)
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise self.mismatch(f"not known in {self._kind}: {', '.join(left[:3])}{more}")
+
+    def mismatch(self, message: str) -> DraftMismatch:
+        return DraftMismatch(f"{self._directory}: {message}")
+
+    def _take(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        tensor = self._tensors.pop(name, None)
+        if tensor is None:
+            raise self.mismatch(f"{name} is missing, which {self._kind} needs")
+        if tuple(tensor.shape) != shape:
+            raise self.mismatch(
+                f"{name} is {list(tensor.shape)}, which in {self._kind} of this config is {list(shape)}"
+            )
+        if tensor.dtype not in dtypes:
+            raise self.mismatch(f"{name} is of {tensor.dtype}")
+        return tensor

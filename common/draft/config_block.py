@@ -1,0 +1,114 @@
+"""Reading a draft head's config.json: typed values, and the layer that all formats describe with Llama's fields."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import LlamaConfig
+
+from common.draft.spec import BlockSpec
+from common.errors import DraftMismatch, UnsupportedModel
+from common.model.traits import check_config
+
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "mimo", "mimo_v2", "mimo_v2_flash")
+"""Whose layers are Llama's. Others have norms that add one to the weight, gates, or attention of their own."""
+_QKV_BIAS_ONLY = ("qwen2", "mimo")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+_MLA_KEYS = ("kv_lora_rank", "q_lora_rank")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class ConfigReader:
+    """`directory` and `path`, the keys that lead here, name the place in errors."""
+
+    def __init__(self, config: Mapping[str, Any], directory: str, path: str = "") -> None:
+        self.config = config
+        self.directory = directory
+        self._path = path
+
+    def value(self, key: str, kind: type, default: Any) -> Any:
+        """The value of `key`, `default` where it is absent or null. DraftMismatch when it is not a `kind`."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if kind is float and isinstance(value, int):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.mismatch(f"{self._path}{key} is {value!r}")
+        return value
+
+    def required(self, key: str, kind: type) -> Any:
+        value = self.value(key, kind, None)
+        if value is None:
+            raise self.mismatch(f"{self._path}{key} is missing")
+        return value
+
+    def nested(self, key: str) -> ConfigReader:
+        return ConfigReader(self.value(key, dict, {}), self.directory, f"{self._path}{key}.")
+
+    def mismatch(self, message: str) -> DraftMismatch:
+        return DraftMismatch(f"{self.directory}: config.json: {message}")
+
+    def unsupported(self, trait: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.directory}: config.json: {self._path}{trait} is not supported")
+
+
+def read_block(reader: ConfigReader) -> BlockSpec:
+    """The layer. Raises UnsupportedModel for one that is not Llama's or Qwen2's."""
+    num_heads = reader.required("num_attention_heads", int)
+    hidden_size = reader.required("hidden_size", int)
+    head_dim = reader.value("head_dim", int, hidden_size // num_heads)
+    rope = _read_rope(reader, num_heads, head_dim)
+    _refuse_other_layers(reader, rope)
+    model_type = reader.value("model_type", str, "llama")
+    has_bias = reader.value("attention_bias", bool, model_type in _QKV_BIAS_ONLY)
+    return BlockSpec(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=reader.value("num_key_value_heads", int, num_heads),
+        head_dim=head_dim,
+        intermediate_size=reader.required("intermediate_size", int),
+        norm_epsilon=reader.value("layernorm_epsilon", float, None) or reader.required("rms_norm_eps", float),
+        qkv_bias=has_bias,
+        out_bias=has_bias and model_type not in _QKV_BIAS_ONLY,
+        rope=rope,
+    )
+
+
+def _read_rope(reader: ConfigReader, num_heads: int, head_dim: int) -> LlamaConfig:
+    fields = {key: copy.deepcopy(reader.config[key]) for key in _ROPE_KEYS if reader.config.get(key) is not None}
+    try:
+        config = LlamaConfig(
+            hidden_size=num_heads * head_dim, num_attention_heads=num_heads, head_dim=head_dim, **fields
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise reader.mismatch(f"rope_scaling or rope_parameters: {error}") from error
+    return config
+
+
+def _refuse_other_layers(reader: ConfigReader, rope: LlamaConfig) -> None:
+    config = reader.config
+    check_config(SimpleNamespace(**{**config, "rope_parameters": rope.rope_parameters}), name=reader.directory)
+    for key in _MLA_KEYS:
+        if config.get(key) is not None:
+            raise reader.unsupported(f"multi-head latent attention ({key})")
+    for key in _EXPERT_KEYS:
+        if (config.get(key) or 0) > 1:
+            raise reader.unsupported(f"an MLP of experts ({key})")
+    for key, served in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0), ("mlp_bias", False)):
+        if (config.get(key) or served) != served:
+            raise reader.unsupported(f"{key} {config[key]!r}")
+    if config.get("quantization_config") is not None:
+        raise reader.unsupported("quantization_config")
+    model_type = config.get("model_type") or "llama"
+    if model_type not in _MODEL_TYPES:
+        raise reader.unsupported(f"model_type {model_type!r}")
+    parameters = rope.rope_parameters or {}
+    if parameters.get("rope_type") not in _ROPE_TYPES or "mrope_section" in parameters:
+        raise reader.unsupported(f"rope {parameters}")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise reader.unsupported(f"partial_rotary_factor {parameters['partial_rotary_factor']}")

@@ -1,0 +1,58 @@
+"""What the engines ask of a draft head, whichever family and format it came in.
+
+    target.forward ──captured [T, states * H]──▶ fuse ──[T, h]──▶ forward(ids of the NEXT tokens) ──[T, h]──▶ logits
+                                                                      ▲                       │
+                                                                      └──── chained steps ────┘
+
+Row t pairs the target's hidden state of token t with the embedding of token t + 1, at position t and KV slot t.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import ForwardInput
+from common.model.capture import HiddenCapture
+
+
+class DraftHead(Protocol):
+    """`forward`, `fuse` and `logits` are called from one thread at a time; on CUDA they only enqueue.
+
+    `layer_group` shapes the head's KV: one layer that serves every step, or layer i for step i. `token_ids` [Vd] int64,
+    ascending, is the target id of each draft logit. `feeds_target_hidden`: whether layers past the first are fed the
+    target's hidden state; else the previous layer's output.
+    """
+
+    @property
+    def algorithm(self) -> str:
+        """`eagle`, `eagle3` or `mtp`."""
+
+    @property
+    def layer_group(self) -> LayerGroupSpec: ...
+
+    @property
+    def capture(self) -> HiddenCapture: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Tensor: ...
+
+    @property
+    def feeds_target_hidden(self) -> bool: ...
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        """The target's captured states [T, states * H] as the hidden states that `forward` takes, [T, h]."""
+
+    def forward(self, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        """Compute one layer for the batch's tokens, write their KV to `batch.kv[layer]`, return its output [T, h].
+
+        `batch.input_ids` are the tokens AFTER those at `batch.positions`; `batch.kv` is the draft group's.
+        """
+
+    def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        """[R, Vd] float32 from outputs [R, h] of `forward`."""

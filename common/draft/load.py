@@ -1,0 +1,108 @@
+"""From a draft head's directory to a DraftHead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.draft.checkpoint import Checkpoint
+from common.draft.eagle import EagleHead
+from common.draft.eagle3 import Eagle3Head
+from common.draft.formats import read_spec
+from common.draft.head import DraftHead
+from common.draft.mtp import MtpHead, belongs_to_target
+from common.draft.paged_head import HeadParts
+from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
+from common.errors import DraftMismatch
+from common.model.loader import DTYPES
+from common.model.target import TargetModel
+
+
+def load_draft(directory: Path, *, target: TargetModel, device: str, dtype: str) -> DraftHead:
+    """The head in `directory`, with `target`'s dtype (a key of DTYPES) and device; it shares `target`'s embedding.
+
+    Raises DraftMismatch for tensors or config keys that are missing, unknown or do not fit each other or the target,
+    and UnsupportedModel for traits that are not served. Nothing is ever initialised at random.
+    """
+    torch_device = torch.device(device)
+    assert DTYPES[dtype] == target.dtype, "hidden states and embeddings go from one to the other as they are"
+    files = _tensor_files(directory)
+    spec = read_spec(
+        _read_config(directory), files.keys(), directory=str(directory), num_target_layers=target.num_layers
+    )
+    if isinstance(spec, MtpSpec):
+        files = {name: file for name, file in files.items() if not belongs_to_target(name, spec)}
+    checkpoint = Checkpoint(
+        _read_tensors(files),
+        directory=str(directory),
+        kind=_KINDS[type(spec)],
+        dtype=target.dtype,
+        device=torch_device,
+    )
+    head = _make(HeadParts(checkpoint, target, str(directory), dtype), spec)
+    checkpoint.finish()
+    return head
+
+
+_KINDS: dict[type[DraftSpec], str] = {
+    EagleSpec: "an EAGLE-1 head",
+    Eagle3Spec: "an EAGLE-3 head",
+    MtpSpec: "an MTP head",
+}
+
+
+def _make(parts: HeadParts, spec: DraftSpec) -> DraftHead:
+    if isinstance(spec, EagleSpec):
+        return EagleHead(parts, spec)
+    if isinstance(spec, Eagle3Spec):
+        return Eagle3Head(parts, spec)
+    return MtpHead(parts, spec)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DraftMismatch(f"{directory}: no config.json to read: {error}") from error
+    if not isinstance(config, dict):
+        raise DraftMismatch(f"{directory}: config.json is not an object")
+    return config
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    files: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with _opened(path) as file:
+            names = list(file.keys())
+        for name in names:
+            if name in files:
+                raise DraftMismatch(f"{directory}: {name} is in {files[name].name} and in {path.name}")
+            files[name] = path
+    if not files:
+        raise DraftMismatch(f"{directory}: no .safetensors file with tensors")
+    return files
+
+
+def _read_tensors(files: dict[str, Path]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in dict.fromkeys(files.values()):
+        with _opened(path) as file:
+            tensors |= {name: file.get_tensor(name) for name, place in files.items() if place == path}
+    return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise DraftMismatch(f"{path}: {error}") from error

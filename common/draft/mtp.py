@@ -1,0 +1,140 @@
+"""Multi-token prediction: layers trained with the target, each for one draft step, or one for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.draft.block import Block
+from common.draft.checkpoint import Checkpoint
+from common.draft.kernels import Kernels, Op
+from common.draft.paged_head import HeadParts, PagedHead, read_embedding
+from common.draft.spec import MtpLayout, MtpSpec
+from common.model.attention import ForwardInput
+from common.model.capture import HiddenCapture
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Of one layout's tensors, behind a layer's prefix; `output_norm` and `output_head`: those of any spelling."""
+
+    embedding_norm: str
+    hidden_norm: str
+    fusion: str
+    mlp_norm: str
+    output_norms: tuple[str, ...]
+    output_heads: tuple[str, ...] = ()
+    embedding: str = "embed_tokens"
+
+
+_NAMES = {
+    MtpLayout.NEXTN: _Names(
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        fusion="eh_proj",
+        mlp_norm="post_attention_layernorm",
+        output_norms=("shared_head.norm", "transformer.shared_head.norm"),
+        output_heads=("shared_head.head", "transformer.shared_head.output"),
+    ),
+    MtpLayout.MIMO: _Names(
+        embedding_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        fusion="input_proj",
+        mlp_norm="post_attention_layernorm",
+        output_norms=("final_layernorm",),
+    ),
+    MtpLayout.MIMO_V2: _Names(
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        fusion="eh_proj",
+        mlp_norm="pre_mlp_layernorm",
+        output_norms=("final_layernorm",),
+    ),
+}
+_OF_TARGETS = ("model.embed_tokens.", "model.norm.", "lm_head.")
+
+
+def belongs_to_target(name: str, spec: MtpSpec) -> bool:
+    """Whether the tensor is the target's own, in a checkpoint that holds the target with its MTP layers."""
+    layers = tuple(f"model.layers.{layer}." for layer in range(spec.num_target_layers))
+    return name.startswith((*layers, *_OF_TARGETS))
+
+
+class MtpHead(PagedHead):
+    """A DraftHead.
+
+        x = fusion(cat(norm(embedding), norm(hidden)));  out = x + attention(norm(x));  out += mlp(norm(out))
+        logits = head(norm(out));  MiMo-7B's fusion has the hidden state first
+
+    `forward` returns `out`, in MiMo-7B's layout norm(out).
+    """
+
+    def __init__(self, parts: HeadParts, spec: MtpSpec) -> None:
+        parts.require("vocab_size", spec.vocab_size, parts.target.vocab_size)
+        parts.require("hidden_size", spec.block.hidden_size, parts.target.hidden_size)
+        super().__init__(
+            parts,
+            spec.block,
+            algorithm="mtp",
+            num_layers=len(spec.prefixes),
+            capture=HiddenCapture(final=True),
+            token_ids=torch.arange(spec.vocab_size, device=parts.target.torch_device),
+            feeds_target_hidden=spec.layout is MtpLayout.MIMO_V2,
+        )
+        self._layers = [
+            _MtpLayer(parts, spec, prefix, self._kernels, layer) for layer, prefix in enumerate(spec.prefixes)
+        ]
+        self._chains_normed = spec.layout is MtpLayout.MIMO
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        return captured
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        part = self._layers[layer]
+        rotation, plan = self._prepare(batch, hidden)
+        x = part.fused(batch.input_ids, hidden)
+        output = part.block(part.input_norm(x), x, rotation, plan)
+        return part.output_norm(output) if self._chains_normed else output
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        part = self._layers[layer]
+        return part.output_head(hidden if self._chains_normed else part.output_norm(hidden)).float()
+
+
+class _MtpLayer:
+    def __init__(self, parts: HeadParts, spec: MtpSpec, prefix: str, kernels: Kernels, layer: int) -> None:
+        checkpoint, names = parts.checkpoint, _NAMES[spec.layout]
+        size, epsilon = spec.block.hidden_size, spec.block.norm_epsilon
+
+        def norm(*spellings: str) -> Op:
+            return kernels.norm(checkpoint.take(_spelt(checkpoint, prefix, spellings), size), epsilon)
+
+        self._embedding_norm = norm(names.embedding_norm)
+        self._hidden_norm = norm(names.hidden_norm)
+        self._fusion = kernels.linear(checkpoint.take(f"{prefix}{names.fusion}.weight", size, 2 * size))
+        self._hidden_first = spec.layout is MtpLayout.MIMO
+        self.input_norm = norm("input_layernorm")
+        self.block = Block(
+            checkpoint, prefix, spec.block, kernels, layer=layer, input_size=size, mlp_norm=names.mlp_norm
+        )
+        self.output_norm = norm(*names.output_norms)
+        self._embed = read_embedding(parts, f"{prefix}{names.embedding}.weight", size)
+        self.output_head: Op = parts.target.output_head
+        head = _spelt(checkpoint, prefix, names.output_heads) if names.output_heads else ""
+        if head in checkpoint:
+            self.output_head = kernels.linear(checkpoint.take(head, spec.vocab_size, size))
+
+    def fused(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """[T, hidden_size]"""
+        states = [self._embedding_norm(self._embed(token_ids)), self._hidden_norm(hidden)]
+        return self._fusion(torch.cat(states[::-1] if self._hidden_first else states, dim=-1))
+
+
+def _spelt(names: Checkpoint, prefix: str, spellings: tuple[str, ...]) -> str:
+    """The full name of the first spelling that is there, else of the first."""
+    full = [f"{prefix}{spelling}.weight" for spelling in spellings]
+    return next((name for name in full if name in names), full[0])

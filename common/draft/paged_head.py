@@ -1,0 +1,82 @@
+"""What the heads of all families share: where they run, their KV's shape, their positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from common.draft.checkpoint import Checkpoint
+from common.draft.kernels import Kernels, Op, Rotation, kernels_for
+from common.draft.spec import BlockSpec
+from common.errors import DraftMismatch
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import AttentionPlan, ForwardInput
+from common.model.capture import HiddenCapture
+from common.model.target import TargetModel
+from common.wire.handoff import DRAFT_GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """Where a head takes its tensors from and what it borrows. `dtype` is the target's, by its name."""
+
+    checkpoint: Checkpoint
+    target: TargetModel
+    directory: str
+    dtype: str
+
+    def require(self, key: str, ours: int, theirs: int) -> None:
+        """Raises DraftMismatch unless the head's `ours` is the target's `theirs`."""
+        if ours != theirs:
+            raise DraftMismatch(f"{self.directory}: config.json: {key} is {ours}, the target's is {theirs}")
+
+
+class PagedHead:
+    """Base of the heads. Positions have no limit: cosines and sines are computed for those of the batch."""
+
+    def __init__(
+        self,
+        parts: HeadParts,
+        spec: BlockSpec,
+        *,
+        algorithm: str,
+        num_layers: int,
+        capture: HiddenCapture,
+        token_ids: Tensor,
+        feeds_target_hidden: bool = False,
+    ) -> None:
+        self.algorithm = algorithm
+        self.layer_group = LayerGroupSpec(
+            name=DRAFT_GROUP,
+            num_layers=num_layers,
+            num_planes=2,
+            num_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=parts.dtype,
+        )
+        self.capture = capture
+        self.hidden_size = spec.hidden_size
+        self.token_ids = token_ids
+        self.feeds_target_hidden = feeds_target_hidden
+        self._kernels: Kernels = kernels_for(parts.target.torch_device)
+        self._backend = self._kernels.attention(spec, parts.target.dtype)
+        self._rope = LlamaRotaryEmbedding(spec.rope).to(parts.target.torch_device)
+
+    def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:
+        rotation: Rotation = self._rope(hidden, batch.positions.unsqueeze(0))
+        return rotation, self._backend.plan(batch)
+
+
+def read_embedding(parts: HeadParts, name: str, hidden_size: int) -> Op:
+    """The head's own embedding, from ids [T] to [T, hidden_size], or the target's where it has none."""
+    weight = parts.checkpoint.take_if_there(name, parts.target.vocab_size, hidden_size)
+    if weight is not None:
+        return lambda ids: torch.nn.functional.embedding(ids, weight)
+    if hidden_size != parts.target.hidden_size:
+        raise DraftMismatch(
+            f"{parts.directory}: {name} is missing: the target's is {parts.target.hidden_size} wide, not {hidden_size}"
+        )
+    return parts.target.input_embeddings
