@@ -21,18 +21,10 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.errors import PieceFailed
 from common.device.stream import Device, Event, Scope, Stream
+from common.wire.fingerprint import SeedColumnSpec
 from decode_service.schedule_batch import ScheduleBatch
 
 _POISON = -1
-
-
-@dataclass(frozen=True, slots=True)
-class SeedColumnSpec:
-    """One column of the speculative seed: the shape and dtype of a row's entry."""
-
-    name: str
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,7 @@ class FutureMap:
         self.relays_lengths = relays_lengths
         self.output_tokens = rows(torch.int64)
         self.new_seq_lens_buf = rows(torch.int64)
-        self.seeds = {column.name: rows(column.dtype, *column.row_shape) for column in seed_columns}
+        self.seeds = {column.name: rows(getattr(torch, column.dtype), *column.row_shape) for column in seed_columns}
         self.publish_ready: Event | None = None
         self._schedule_stream = device.schedule_stream
         self._forward_stream = forward_stream

@@ -116,6 +116,15 @@ class RequestTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """Drafts verified and accepted, over a request's verify steps; accepted ones past its end included."""
+
+    num_verify_steps: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The request ended well. Counts exclude tokens past a stop string's match.
 
@@ -127,6 +136,7 @@ class Finished:
     num_prompt_tokens: int
     num_completion_tokens: int
     timings: RequestTimings
+    speculation: SpeculationCounts | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
 

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from common.kv.pool import RowLease
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed
-from decode_service.messages import FinishReason, RequestTimings, Submit
+from decode_service.messages import FinishReason, RequestTimings, SpeculationCounts, Submit
 
 
 class Phase(Enum):
@@ -37,11 +37,31 @@ class PhaseClock:
         self.since_s = now_s
 
 
+@dataclass(slots=True)
+class SpeculationTally:
+    """What verification found for one request, over all its steps."""
+
+    num_verify_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add(self, *, num_drafted: int, num_accepted: int) -> None:
+        self.num_verify_steps += 1
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+
+    def counts(self) -> SpeculationCounts | None:
+        if not self.num_verify_steps:
+            return None
+        return SpeculationCounts(self.num_verify_steps, self.num_drafted_tokens, self.num_accepted_tokens)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """`token_ids` is prompt and output; its length past `prompt_len` is the output so far.
 
-    `num_launched` counts the output tokens that exist or are in flight. `arrival` orders requests by age.
+    `num_in_flight` counts launched steps whose results are not taken; each adds one token at least. `arrival` orders
+    requests by age.
     """
 
     request_id: str
@@ -54,7 +74,7 @@ class Request:
     traceparent: str = ""
     phase: Phase = Phase.WAITING
     lease: RowLease | None = None
-    num_launched: int = 0
+    num_in_flight: int = 0
     num_attempts: int = 0
     num_failures: int = 0
     num_retractions: int = 0
@@ -63,6 +83,7 @@ class Request:
     not_before_s: float = 0.0
     refused_since_s: float | None = None
     has_decoded: bool = False
+    speculation: SpeculationTally = field(default_factory=SpeculationTally)
     end_ids: frozenset[int] = field(default_factory=frozenset)
 
     @classmethod
@@ -86,7 +107,7 @@ class Request:
     @property
     def wants_launch(self) -> bool:
         """Whether a further decode step can still add a token."""
-        return self.phase is Phase.RUNNING and self.num_launched < self.sampling.max_tokens
+        return self.phase is Phase.RUNNING and self.num_output + self.num_in_flight < self.sampling.max_tokens
 
     @property
     def row_seed(self) -> RowSeed:

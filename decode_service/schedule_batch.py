@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.upload import upload
-from common.kv.pool import KvPool
+from common.kv.pool import KvPool, RowLease
 from common.model.sampling_state import SamplingBatch
 from common.wire.handoff import PrebuiltBatch
 from decode_service.request import Request
@@ -25,6 +24,18 @@ from decode_service.request import Request
 class ForwardMode(Enum):
     PREBUILT = auto()  # bootstrapped from a handoff: no forward of its own
     DECODE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SpecInfo:
+    """How a batch speculates: a chain of `num_draft_tokens` for each entry."""
+
+    num_draft_tokens: int
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """The bonus token of the step before, and the drafted ones."""
+        return self.num_draft_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class ScheduleBatch:
         self.seq_lens_cpu = seq_lens_cpu
         self.forward_mode = forward_mode
         self.out_cache_loc: Tensor | None = None
-        self.spec_info: object | None = None
+        self.spec_info: SpecInfo | None = None
 
     @classmethod
     def empty(cls, torch_device: torch.device) -> ScheduleBatch:
@@ -112,22 +123,39 @@ class ScheduleBatch:
         self.seq_lens = seq_lens
         self.seq_lens_cpu = _host_copy(seq_lens)
 
-    def prepare_for_decode(self, pool: KvPool) -> bool:
-        """One further token for each entry: its slot, and lengths one longer, as new tensors.
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens that the next forward computes of each entry."""
+        return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
 
+    def num_slots_needed(self) -> int:
+        """Slots that `prepare_for_decode` takes from the pool."""
+        wanted = self._wanted_tokens()
+        return sum(max(0, tokens - lease.num_tokens) for tokens, lease in zip(wanted, self._leases(), strict=True))
+
+    def prepare_for_decode(self, pool: KvPool) -> bool:
+        """Slots for the tokens that the next forward computes of each entry, in order of position.
+
+        Without speculation that is one, and the lengths become one longer, as new tensors. With it the lengths stay:
+        the forward itself finds out by how much they grow, and what it does not commit is overwritten by the next.
         False, and nothing changed, when the pool has too few slots.
         """
-        slots = pool.grow_each([req.lease for req in self.reqs if req.lease is not None])
-        if slots is None:
+        if not pool.grow(self._leases(), self._wanted_tokens()):
             return False
-        device = self.seq_lens.device
-        out_cache_loc = upload(slots, torch.int64, device)
-        pool.rows.write_one_each(self.req_pool_indices, self.seq_lens, out_cache_loc)
-        self.out_cache_loc = out_cache_loc
-        self.seq_lens = self.seq_lens + 1
-        self.seq_lens_cpu = self.seq_lens_cpu + 1
+        window = torch.arange(self.num_step_tokens, device=self.seq_lens.device)
+        positions = self.seq_lens.unsqueeze(1) + window
+        self.out_cache_loc = pool.rows.req_to_token[self.req_pool_indices.unsqueeze(1), positions].flatten()
+        if self.spec_info is None:
+            self.seq_lens = self.seq_lens + 1
+            self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.forward_mode = ForwardMode.DECODE
         return True
+
+    def _leases(self) -> list[RowLease]:
+        return [req.lease for req in self.reqs if req.lease is not None]
+
+    def _wanted_tokens(self) -> list[int]:
+        return [length + self.num_step_tokens for length in self.seq_lens_cpu.tolist()]
 
     def filter_batch(self, keep: Sequence[int]) -> None:
         """Keep the entries at these indices, ascending."""
@@ -162,40 +190,55 @@ class ScheduleBatch:
 class ForwardBatch:
     """What one forward reads. It owns its tensors and refers to no request and no ScheduleBatch.
 
-    `seq_lens` [B] counts the token this forward writes; `positions` [B] is that token's own. `seq_lens_sum` and
-    `max_seq_len` are derived here and nowhere else.
+    `seq_lens` [B] counts the tokens this forward writes; `positions` and `out_cache_loc` [B * M] are those tokens'
+    own, M of each entry. `prefix_lens` [B] is the KV that was there before. `seq_lens_sum` and `max_seq_len` are
+    derived here and nowhere else.
     """
 
     req_pool_indices: Tensor
     seq_lens: Tensor
+    prefix_lens: Tensor
     seq_lens_cpu: tuple[int, ...]
     seq_lens_sum: int
     max_seq_len: int
     positions: Tensor
     out_cache_loc: Tensor
     sampling: SamplingBatch
+    spec_info: SpecInfo | None
     forward_mode: ForwardMode
 
     @classmethod
     def snapshot(cls, batch: ScheduleBatch) -> ForwardBatch:
         assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
-        seq_lens_cpu = tuple(batch.seq_lens_cpu.tolist())
+        num_tokens = batch.num_step_tokens
+        num_ahead = 0 if batch.spec_info is None else num_tokens
+        seq_lens_cpu = tuple(length + num_ahead for length in batch.seq_lens_cpu.tolist())
+        seq_lens = batch.seq_lens + num_ahead
+        prefix_lens = seq_lens - num_tokens
+        window = torch.arange(num_tokens, device=seq_lens.device)
         assert all(seq_len > 0 for seq_len in seq_lens_cpu), f"a length is not positive: {seq_lens_cpu}"
         return cls(
             req_pool_indices=batch.req_pool_indices.clone(),
-            seq_lens=batch.seq_lens.clone(),
+            seq_lens=seq_lens,
+            prefix_lens=prefix_lens,
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=sum(seq_lens_cpu),
             max_seq_len=max(seq_lens_cpu, default=0),
-            positions=batch.seq_lens - 1,
+            positions=(prefix_lens.unsqueeze(1) + window).flatten(),
             out_cache_loc=batch.out_cache_loc.clone(),
             sampling=batch.sampling,
+            spec_info=batch.spec_info,
             forward_mode=batch.forward_mode,
         )
 
     @property
     def batch_size(self) -> int:
         return len(self.seq_lens_cpu)
+
+    @property
+    def num_tokens(self) -> int:
+        """M: the tokens this forward computes of each entry."""
+        return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
 
 
 def _device_copy(host: Tensor, torch_device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from functools import partial
 
 from common.device.errors import PieceFailed
 from common.device.stream import Device, Scope
+from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
@@ -20,6 +21,7 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from decode_service.dispatcher import PrefillDispatcher
+from decode_service.eagle_worker import EagleWorker
 from decode_service.future_map import FutureMap
 from decode_service.landing import LandingZone
 from decode_service.messages import (
@@ -40,7 +42,7 @@ from decode_service.messages import (
 from decode_service.request import Phase, Request
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
 from decode_service.step_in_flight import RowResult, StepInFlight, first_token_payload
-from decode_service.worker import PlainWorker
+from decode_service.worker import PlainWorker, Worker
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -63,6 +65,8 @@ class DecodeEngine:
         max_rows: int,
         max_kv_tokens: int,
         max_context_tokens: int,
+        draft: DraftHead | None = None,
+        num_draft_tokens: int = 4,
         overlap: bool = True,
         max_handoff_attempts: int = 3,
         prefill_timeout_s: float = 10.0,
@@ -76,20 +80,19 @@ class DecodeEngine:
         self._on_step = on_step
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
+        self._num_ahead = 0 if draft is None else num_draft_tokens
         self.pool = KvPool(
-            groups=[model.layer_group],
+            groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
-            max_tokens_per_row=max_context_tokens,
+            max_tokens_per_row=max_context_tokens + self._num_ahead,
             torch_device=device.torch_device,
         )
         self._sampling_state = SamplingState(
             max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
         )
         self._forward_stream = device.new_stream("forward")
-        self._worker = PlainWorker(
-            model=model, pool=self.pool, sampling_state=self._sampling_state, stream=self._forward_stream
-        )
+        self._worker = self._new_worker(model, draft, num_draft_tokens)
         self.future_map = FutureMap(
             device=device,
             forward_stream=self._forward_stream,
@@ -173,6 +176,20 @@ class DecodeEngine:
         self._landing.close(_STEP_TIMEOUT_S)
         self._forward_stream.close(_STEP_TIMEOUT_S)
 
+    def _new_worker(self, model: TargetModel, draft: DraftHead | None, num_draft_tokens: int) -> Worker:
+        if draft is None:
+            return PlainWorker(
+                model=model, pool=self.pool, sampling_state=self._sampling_state, stream=self._forward_stream
+            )
+        return EagleWorker(
+            model=model,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
+            pool=self.pool,
+            sampling_state=self._sampling_state,
+            stream=self._forward_stream,
+        )
+
     # ---- commands -----------------------------------------------------------------------------------------------
 
     def _apply(self, command: Command) -> None:
@@ -199,8 +216,8 @@ class DecodeEngine:
         if self._is_draining:
             self._post(Failed(submit.request_id, Draining("the service is stopping")))
             return
-        if total > min(self._max_context_tokens, self.pool.num_slots):
-            limit = min(self._max_context_tokens, self.pool.num_slots)
+        limit = min(self._max_context_tokens, self.pool.num_slots - self._num_ahead)
+        if total > limit:
             message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
             self._post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
             return
@@ -224,6 +241,7 @@ class DecodeEngine:
         self.future_map.resolve_seq_lens(running)
         if ready:
             self._merge_prebuilt(ready)
+        running.spec_info = self._worker.spec_info
         self._is_stalled = not running.is_empty and not self._secure_slots()
         if running.is_empty or self._is_stalled:
             return None
@@ -248,16 +266,16 @@ class DecodeEngine:
                 assert req.lease is not None
                 req.phase = Phase.RUNNING
                 req.lease.state = LeaseState.RUNNING
-                req.num_launched = req.num_output + 1
-                self._append(req, RowResult(token, False, part.columns.first_token_logprobs[entry]), is_decoded=False)
+                logprobs = part.columns.first_token_logprobs[entry]
+                self._append(req, RowResult((token,), logprobs=(logprobs,) if logprobs else ()), is_decoded=False)
 
     def _secure_slots(self) -> bool:
-        """Make sure one slot for each running row is free, retracting the youngest rows as needed.
+        """Make sure the slots of the next step are free, retracting the youngest rows as needed.
 
         False when slots are on their way but a forward in flight still holds them: nothing is launched this time.
         """
         running = self._running
-        while (shortage := running.batch_size - self.pool.num_free_slots) > 0:
+        while (shortage := running.num_slots_needed() - self.pool.num_free_slots) > 0:
             coming = self.pool.slot_counts().quarantined + sum(
                 req.lease.num_tokens
                 for req in self._requests.values()
@@ -282,7 +300,7 @@ class DecodeEngine:
         running.filter_batch([i for i, other in enumerate(running.reqs) if other is not req])
         self._unseeded = [other for other in self._unseeded if other is not req]
         req.phase = Phase.RETRACTING
-        if req.num_launched == req.num_output:
+        if not req.num_in_flight:
             self._requeue_retracted(req)
 
     def _requeue_retracted(self, req: Request) -> None:
@@ -314,7 +332,7 @@ class DecodeEngine:
         for req in batch.reqs:
             assert req.lease is not None
             req.lease.use_until(step.end)
-            req.num_launched += 1
+            req.num_in_flight += 1
         return step
 
     def _finish(self, step: StepInFlight | None) -> None:
@@ -331,13 +349,15 @@ class DecodeEngine:
         for req, lease, result in zip(step.reqs, step.leases, step.results(), strict=True):
             if req.lease is not lease:
                 continue
+            req.num_in_flight -= 1
             self._append(req, result, is_decoded=True)
             if req.phase is Phase.RETRACTING:
                 self._requeue_retracted(req)
-        self._on_step(StepStats(len(step.reqs), len(step.reqs), self._clock() - step.launched_s))
+        num_tokens = len(step.reqs) * step.batch.num_tokens
+        self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s))
 
     def _append(self, req: Request, result: RowResult, *, is_decoded: bool) -> None:
-        """Give a running or retracting request its next token, decoded or handed over; end it where that token does."""
+        """Give a running or retracting request its next tokens, decoded or handed over; end it where they do."""
         if result.is_invalid:
             self._fail(req, EngineFault("a decode step relayed or produced no valid token"))
             return
@@ -345,10 +365,16 @@ class DecodeEngine:
         if is_decoded:
             req.clock.close("decode_s" if req.has_decoded else "first_decode_s", now_s)
             req.has_decoded = True
-        req.token_ids.append(result.token_id)
-        logprobs = () if result.logprobs is None else (result.logprobs,)
-        self._post(Tokens(req.request_id, (result.token_id,), logprobs))
-        ending = req.ending()
+        if result.num_drafted:
+            req.speculation.add(num_drafted=result.num_drafted, num_accepted=len(result.token_ids) - 1)
+        num_before = req.num_output
+        ending = None
+        for token_id in result.token_ids:
+            req.token_ids.append(token_id)
+            if (ending := req.ending()) is not None:
+                break
+        num_new = req.num_output - num_before
+        self._post(Tokens(req.request_id, result.token_ids[:num_new], result.logprobs[:num_new]))
         if ending is not None:
             reason, stop_token_id = ending
             self._post_finished(req, reason, req.num_output, stop_token_id, None)
@@ -374,6 +400,7 @@ class DecodeEngine:
                 num_prompt_tokens=req.prompt_len,
                 num_completion_tokens=num_output,
                 timings=req.timings(),
+                speculation=req.speculation.counts(),
                 stop_token_id=stop_token_id,
                 stop_string=stop_string,
             )

@@ -23,16 +23,21 @@ from decode_service.worker import WorkerOutput
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """One row's outcome of a step. `is_invalid`: its relayed input or its logits were not usable."""
+    """One row's outcome of a step: the tokens it commits, with a log-probability each or none at all.
 
-    token_id: int
-    is_invalid: bool
-    logprobs: TokenLogprobs | None
+    `is_invalid`: its relayed input or its logits were not usable. `num_drafted`: how many drafts were verified.
+    """
+
+    token_ids: tuple[int, ...]
+    is_invalid: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _HostResults:
     sampled: Sampled
+    accept_lens: Tensor
     is_invalid: Tensor
 
 
@@ -68,7 +73,13 @@ class StepInFlight:
 
         def copy_results() -> None:
             sampled = output.sampled.get()
-            host.set(_HostResults(sampled_to_host(device, sampled), device.to_host(output.is_invalid.get())))
+            host.set(
+                _HostResults(
+                    sampled_to_host(device, sampled),
+                    device.to_host(output.accept_lens.get()),
+                    device.to_host(output.is_invalid.get()),
+                )
+            )
 
         stream.enqueue(copy_results, scope)
         leases = tuple(req.lease for req in reqs if req.lease is not None)
@@ -78,10 +89,18 @@ class StepInFlight:
     def results(self) -> list[RowResult]:
         """Behind `end` only."""
         host = self.host.get()
-        logprobs = unpack_logprobs(host.sampled, self.batch.sampling, [req.sampling.num_logprobs for req in self.reqs])
+        width = self.batch.num_tokens
+        wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
+        logprobs = unpack_logprobs(host.sampled, self.batch.sampling.repeated(width), wanted)
         tokens = host.sampled.token_ids.tolist()
-        invalid = host.is_invalid.tolist()
-        return [RowResult(*row) for row in zip(tokens, invalid, logprobs, strict=True)]
+        results = []
+        for i, (num_accepted, is_invalid) in enumerate(
+            zip(host.accept_lens.tolist(), host.is_invalid.tolist(), strict=True)
+        ):
+            run = slice(i * width, i * width + num_accepted)
+            entries = tuple(entry for entry in logprobs[run] if entry is not None)
+            results.append(RowResult(tuple(tokens[run]), is_invalid, entries, width - 1))
+        return results
 
 
 def first_token_payload(
@@ -90,9 +109,9 @@ def first_token_payload(
     """What bootstrap writes for the rows of `parts`, in their order: first tokens and seed columns."""
     tokens = np.concatenate([part.columns.first_token_ids[part.entries] for part in parts])
     columns = {
-        name: torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts])).to(
-            torch_device
-        )
-        for name in seeds
+        name: torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts]))
+        .view(buffer.dtype)  # numpy has no bfloat16: the column holds its bits
+        .to(torch_device)
+        for name, buffer in seeds.items()
     }
     return RelayPayload(torch.from_numpy(tokens).to(torch_device), columns)

@@ -16,8 +16,9 @@ from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
-from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload, SeedColumnSpec
-from decode_service.schedule_batch import ForwardBatch
+from common.wire.fingerprint import SeedColumnSpec
+from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.schedule_batch import ForwardBatch, SpecInfo
 
 OnPublish = Callable[[Cell[Tensor]], None]
 """Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]. Bound to the rows."""
@@ -27,13 +28,18 @@ OnPublish = Callable[[Cell[Tensor]], None]
 class WorkerOutput:
     """Cells that the step's pieces fill.
 
-    `payload`: what to stash. `sampled`: the step's tokens. `is_invalid` [B] bool: rows whose relayed input or logits
-    were not usable.
+    `payload`: what to stash. `sampled`: the step's tokens, M of each entry. `accept_lens` [B] int64: how many of them
+    count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
     """
 
     payload: Cell[RelayPayload]
     sampled: Cell[Sampled]
+    accept_lens: Cell[Tensor]
     is_invalid: Cell[Tensor]
+
+    @classmethod
+    def empty(cls) -> WorkerOutput:
+        return cls(payload=Cell(), sampled=Cell(), accept_lens=Cell(), is_invalid=Cell())
 
 
 class Worker(Protocol):
@@ -46,6 +52,10 @@ class Worker(Protocol):
     @property
     def seed_columns(self) -> tuple[SeedColumnSpec, ...]: ...
 
+    @property
+    def spec_info(self) -> SpecInfo | None:
+        """How the next batch is to be prepared."""
+
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput: ...
@@ -56,6 +66,7 @@ class PlainWorker:
 
     relays_lengths = False
     seed_columns: tuple[SeedColumnSpec, ...] = ()
+    spec_info: SpecInfo | None = None
 
     def __init__(self, *, model: TargetModel, pool: KvPool, sampling_state: SamplingState, stream: Stream) -> None:
         self._model = model
@@ -67,7 +78,7 @@ class PlainWorker:
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
         relayed: Cell[RelayedInputs] = Cell()
-        output = WorkerOutput(payload=Cell(), sampled=Cell(), is_invalid=Cell())
+        output = WorkerOutput.empty()
 
         def resolve() -> None:
             relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices))
@@ -75,9 +86,11 @@ class PlainWorker:
         def decode() -> None:
             inputs = relayed.get()
             with torch.inference_mode():
-                logits = self._model.forward(self._input(batch, inputs.tokens))
+                group = self._model.layer_group.name
+                logits = self._model.forward(target_input(batch, inputs.tokens, self._pool, group)).logits
                 sampled = sample(logits, batch.req_pool_indices, batch.seq_lens, self._sampling_state, batch.sampling)
                 output.sampled.set(sampled)
+                output.accept_lens.set(torch.ones_like(sampled.token_ids))
                 output.is_invalid.set(inputs.is_invalid | sampled.is_invalid)
                 output.payload.set(RelayPayload(sampled.token_ids))
 
@@ -85,18 +98,20 @@ class PlainWorker:
         self._stream.enqueue(decode, scope)
         return output
 
-    def _input(self, batch: ForwardBatch, tokens: Tensor) -> ForwardInput:
-        group = self._model.layer_group
-        return ForwardInput(
-            input_ids=tokens,
-            positions=batch.positions,
-            out_cache_loc=batch.out_cache_loc,
-            req_to_token=self._pool.rows.req_to_token,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            prefix_lens=None,
-            extend_lens=None,
-            max_seq_len=batch.max_seq_len,
-            kv=self._pool.buffers[group.name],
-            logits_rows=None,
-        )
+
+def target_input(batch: ForwardBatch, tokens: Tensor, pool: KvPool, group: str) -> ForwardInput:
+    """The batch's forward over `tokens` [B * M], with the KV of one layer group."""
+    num_tokens = batch.num_tokens
+    return ForwardInput(
+        input_ids=tokens,
+        positions=batch.positions,
+        out_cache_loc=batch.out_cache_loc,
+        req_to_token=pool.rows.req_to_token,
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=batch.seq_lens,
+        prefix_lens=None if num_tokens == 1 else tuple(length - num_tokens for length in batch.seq_lens_cpu),
+        extend_lens=None if num_tokens == 1 else (num_tokens,) * batch.batch_size,
+        max_seq_len=batch.max_seq_len,
+        kv=pool.buffers[group],
+        logits_rows=None,
+    )

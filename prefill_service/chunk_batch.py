@@ -27,6 +27,11 @@ class Chunk:
     def is_last(self) -> bool:
         return self.stop == self.prompt.num_tokens
 
+    def next_ids(self) -> list[int]:
+        """The token after each of the chunk's: at its end the prompt's next one, whatever computes it."""
+        following = list(self.prompt.row.token_ids[self.start + 1 : self.stop + 1])
+        return [*following, 0] if self.is_last else following
+
 
 def cut_chunks(prompts: Sequence[Prompt], *, chunk_tokens: int, max_batch_tokens: int) -> list[Chunk]:
     """The next forward's chunks: oldest prompts first, at most `chunk_tokens` of each, `max_batch_tokens` together."""
@@ -45,11 +50,13 @@ class ChunkBatch:
     """The tensors of one forward; it owns them all.
 
     `sampled_rows` and `sampled_positions` [R] int64 belong to the chunks that end their prompt, in order: each row's
-    first token is drawn there. `sampled_entries` are those chunks' places in `chunks`.
+    first token is drawn there. `sampled_entries` are those chunks' places in `chunks`. `next_ids` [T] int64 is the
+    token after each of the forward's; 0 at the end of a prompt, where it is the one to be drawn.
     """
 
     chunks: tuple[Chunk, ...]
     forward_input: ForwardInput
+    next_ids: Tensor
     sampled_entries: tuple[int, ...]
     sampled_rows: Tensor
     sampled_positions: Tensor
@@ -95,6 +102,7 @@ class ChunkBatch:
         return cls(
             chunks=tuple(chunks),
             forward_input=forward_input,
+            next_ids=tensor([token for chunk in chunks for token in chunk.next_ids()]),
             sampled_entries=entries,
             sampled_rows=tensor([rows[i] for i in entries]),
             sampled_positions=tensor([chunks[i].stop for i in entries]),

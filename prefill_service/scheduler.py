@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Device, Scope
 from common.device.stream import Event as DeviceEvent
+from common.draft.head import DraftHead
+from common.draft.seed import Seed, column_to_numpy, make_seed
 from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
@@ -58,6 +61,7 @@ class _StepInFlight:
 
     batch: ChunkBatch
     sampled: Cell[Sampled]
+    seeds: Cell[Mapping[str, Tensor]]
     end: DeviceEvent
     launched_s: float
 
@@ -77,6 +81,7 @@ class PrefillEngine:
         max_rows: int,
         max_kv_tokens: int,
         max_context_tokens: int,
+        draft: DraftHead | None = None,
         chunk_tokens: int = 512,
         max_batch_tokens: int = 2048,
         send_budget_bytes: int = 64 << 20,
@@ -89,6 +94,7 @@ class PrefillEngine:
         debug_checks: bool = False,
     ) -> None:
         self._model = model
+        self._draft = draft
         self._device = device
         self._chunk_tokens = chunk_tokens
         self._max_batch_tokens = max_batch_tokens
@@ -100,7 +106,7 @@ class PrefillEngine:
         self._debug_checks = debug_checks
         self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
         self.pool = KvPool(
-            groups=[model.layer_group],
+            groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
             max_tokens_per_row=max_context_tokens,
@@ -239,21 +245,27 @@ class PrefillEngine:
         stream = self._forward_stream
         stream.wait(self._device.schedule_stream.record())
         if self._unseeded:
-            seeds = [prompt.row_seed for prompt in self._unseeded]
-            stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
+            row_seeds = [prompt.row_seed for prompt in self._unseeded]
+            stream.enqueue(partial(self._sampling_state.reset, row_seeds), scope)
             self._unseeded = []
         sampled: Cell[Sampled] = Cell()
+        seeds: Cell[Mapping[str, Tensor]] = Cell()
 
+        @torch.inference_mode()
         def forward() -> None:
-            with torch.inference_mode():
-                logits = self._model.forward(batch.forward_input)
-                first = sample(
-                    logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
-                )
-                sampled.set(sampled_to_host(self._device, first))
+            output = self._model.forward(batch.forward_input)
+            first = sample(
+                output.logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
+            )
+            sampled.set(sampled_to_host(self._device, first))
+            columns = {}
+            if self._draft is not None:
+                assert output.hidden is not None, "the target captures what the head reads"
+                columns = self._extend_draft(self._draft, batch, output.hidden, first.token_ids).columns()
+            seeds.set({name: self._device.to_host(column) for name, column in columns.items()})
 
         stream.enqueue(forward, scope)
-        step = _StepInFlight(batch, sampled, stream.record(scope), self._clock())
+        step = _StepInFlight(batch, sampled, seeds, stream.record(scope), self._clock())
         for chunk in chunks:
             prompt = chunk.prompt
             assert prompt.lease is not None
@@ -261,6 +273,25 @@ class PrefillEngine:
             prompt.num_launched_tokens = chunk.stop
             self._sender.queue(prompt, chunk.start, chunk.stop, step.end)
         return step
+
+    def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
+        """The draft head over the chunks: its KV, and the seeds of the prompts that end with them."""
+        places = batch.forward_input.logits_rows
+        assert places is not None
+        window = replace(
+            batch.forward_input,
+            input_ids=batch.next_ids.index_copy(0, places, first_token_ids),
+            kv=self.pool.buffers[draft.layer_group.name],
+        )
+        hidden = draft.forward(window, draft.fuse(captured))
+        return make_seed(
+            draft,
+            hidden[places],
+            rows=batch.sampled_rows,
+            positions=batch.sampled_positions + 1,
+            state=self._sampling_state,
+            batch=batch.sampling,
+        )
 
     def _finish_done(self) -> None:
         while self._in_flight and self._in_flight[0].end.is_done():
@@ -299,13 +330,13 @@ class PrefillEngine:
             self._sending[prompt] = None
             by_call.setdefault(prompt.call_id, []).append(place)
         for call_id, places in by_call.items():
-            columns = self._columns([prompts[place] for place in places], places, batch, sampled)
+            columns = self._columns([prompts[place] for place in places], places, step, sampled)
             self._outbox.append(FrameReady(call_id, columns))
 
     def _columns(
-        self, prompts: Sequence[Prompt], places: Sequence[int], batch: ChunkBatch, sampled: Sampled
+        self, prompts: Sequence[Prompt], places: Sequence[int], step: _StepInFlight, sampled: Sampled
     ) -> PrebuiltBatch:
-        now_s = self._clock()
+        now_s, batch = self._clock(), step.batch
         wanted = [batch.chunks[entry].prompt.row.sampling.num_logprobs for entry in batch.sampled_entries]
         logprobs = unpack_logprobs(sampled, batch.sampling, wanted)
         sizes = [self._sender.bytes_of(prompt) for prompt in prompts]
@@ -317,6 +348,7 @@ class PrefillEngine:
             queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
             compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
             first_token_logprobs=tuple(logprobs[place] for place in places),
+            seed_columns={name: column_to_numpy(seeds[list(places)]) for name, seeds in step.seeds.get().items()},
         )
 
     # ---- sending ------------------------------------------------------------------------------------------------

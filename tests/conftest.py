@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.device.factory import open_device
+from common.draft.head import DraftHead
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.support.models import save_last_token_model, save_tiny_model
@@ -59,9 +60,15 @@ def pairs_that_keep_all() -> Iterator[MakePair]:
     made: list[InProcessPair] = []
 
     def make(
-        model: TargetModel, options: PairOptions | None = None, *, clock: Callable[[], float] = time.monotonic
+        model: TargetModel,
+        options: PairOptions | None = None,
+        *,
+        draft: DraftHead | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> InProcessPair:
-        pair = InProcessPair(model, new_device=lambda: open_device("cpu", num_threads=1), options=options, clock=clock)
+        pair = InProcessPair(
+            model, new_device=lambda: open_device("cpu", num_threads=1), draft=draft, options=options, clock=clock
+        )
         made.append(pair)
         return pair
 

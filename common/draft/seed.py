@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.draft.head import DraftHead
@@ -27,6 +29,13 @@ class Seed:
 
     def columns(self) -> dict[str, Tensor]:
         return {TOPK_INDEX: self.topk_index, HIDDEN_STATES: self.hidden_states}
+
+
+def column_to_numpy(column: Tensor) -> NDArray[np.generic]:
+    """For the wire. numpy has no bfloat16: its bits."""
+    is_bfloat16 = column.dtype == torch.bfloat16
+    values: NDArray[np.generic] = (column.view(torch.uint16) if is_bfloat16 else column).numpy()
+    return values
 
 
 def seed_columns(head: DraftHead) -> tuple[SeedColumnSpec, ...]:

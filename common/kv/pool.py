@@ -122,15 +122,22 @@ class KvPool:
         self._held[row] = lease
         return lease
 
-    def grow_each(self, leases: Sequence[RowLease]) -> list[int] | None:
-        """One further slot for each lease, all or none; the caller writes them into the table (`write_one_each`)."""
-        slots = self._slots.take(len(leases))
+    def grow(self, leases: Sequence[RowLease], num_tokens: Sequence[int]) -> bool:
+        """Give each lease slots for at least so many tokens, and write them into the table: all, or none and False."""
+        missing = [max(0, wanted - lease.num_tokens) for lease, wanted in zip(leases, num_tokens, strict=True)]
+        slots = self._slots.take(sum(missing))
         if slots is None:
-            return None
-        for lease, slot in zip(leases, slots, strict=True):
+            return False
+        rows: list[int] = []
+        positions: list[int] = []
+        for lease, num_missing in zip(leases, missing, strict=True):
             assert lease.is_held
-            lease.slots.append(slot)
-        return slots
+            rows += [lease.row] * num_missing
+            positions += range(lease.num_tokens, lease.num_tokens + num_missing)
+            lease.slots += slots[len(rows) - num_missing : len(rows)]
+        if slots:
+            self.rows.write_each(rows, positions, slots)
+        return True
 
     def release(self, lease: RowLease) -> None:
         """Give a row and its slots up. They stay in quarantine while stream work that uses them is left. Idempotent."""

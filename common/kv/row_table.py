@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from common.device.upload import upload
 
@@ -41,6 +40,8 @@ class ReqToTokenPool:
         table = self.req_to_token
         table[row, start : start + len(slots)] = upload(slots, torch.int64, table.device)
 
-    def write_one_each(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Append one slot to each row. Shapes: all [B] int64, on the table's device."""
-        self.req_to_token[rows, positions] = slots
+    def write_each(self, rows: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
+        """Write slots[i] at positions[i] of rows[i]."""
+        device = self.req_to_token.device
+        where = (upload(rows, torch.int64, device), upload(positions, torch.int64, device))
+        self.req_to_token[where] = upload(slots, torch.int64, device)

@@ -27,7 +27,8 @@ class ForwardInput:
     `seq_lens` counting this forward's tokens too; kv [layers, 2, slots, heads, head_dim], slot 0 of it padding and
     finite; logits_rows [R] int64, the tokens (0 .. T-1) whose logits are wanted, None for all.
     `max_seq_len` >= max(seq_lens). `prefix_lens` and `extend_lens` say how many of a row's tokens were there before and
-    are new; None in a decode forward, which has one token per row (T == B).
+    are new; None in a decode forward, which has one token per row (T == B). `tree_mask` [T, max(extend_lens)] bool: the
+    new tokens of its row that each token attends beside the row's prefix; None: those up to its own.
     """
 
     input_ids: Tensor
@@ -41,6 +42,7 @@ class ForwardInput:
     max_seq_len: int
     kv: Tensor
     logits_rows: Tensor | None
+    tree_mask: Tensor | None = None
 
     @property
     def is_decode(self) -> bool:

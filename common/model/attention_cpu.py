@@ -1,4 +1,4 @@
-"""Attention on CPUs: one query a row reads the paged pool in place, by a kernel compiled when the model is loaded.
+"""Attention on CPUs: few queries a row read the paged pool in place, by a kernel compiled when the model is loaded.
 
 A row's slots lie anywhere, so hardware cannot foresee them: the kernel asks for the memory of tokens to come while it
 works on this one. Without that a step of many rows waits for memory most of its time; figures in docs/models.md.
@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.attention import AttentionPlan, ForwardInput
@@ -18,12 +19,13 @@ from common.model.cpu_kernel import Kernel, NumberFormat, jit, number_format, pr
 
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64
+_MAX_QUERIES = 32  # of a row: past it gathering a row once costs less than keys and values read a query at a time
 
 
 class PagedCpuAttention:
     """An AttentionBackend for models whose layers all have `num_heads` query heads over `num_kv_heads` of `head_dim`.
 
-    Decode forwards need neither gathered copies nor masks, and a short row costs nothing for a long one beside it.
+    Decode and verify forwards need no gathered copies, and a short row costs nothing for a long one beside it.
     Making one compiles its kernel: a second or two.
     """
 
@@ -32,10 +34,12 @@ class PagedCpuAttention:
         self._kernel = _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype)
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        return _DecodePlan(batch, self._kernel, self._numbers) if batch.is_decode else ExtendPlan(batch)
+        if max(batch.extend_lens or (1,), default=1) > _MAX_QUERIES:
+            return ExtendPlan(batch)
+        return _PagedPlan(batch, self._kernel, self._numbers)
 
 
-class _DecodePlan:
+class _PagedPlan:
     def __init__(self, batch: ForwardInput, kernel: Kernel, numbers: NumberFormat) -> None:
         self._kernel = kernel
         self._array = numbers.array
@@ -44,6 +48,9 @@ class _DecodePlan:
         self._max_seq_len = batch.max_seq_len
         columns = (batch.out_cache_loc, batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
         self._rows = [column.to(torch.int64).contiguous().numpy() for column in columns]
+        extend_lens = batch.extend_lens or (1,) * batch.req_pool_indices.shape[0]
+        self._starts = np.cumsum((0, *extend_lens), dtype=np.int64)
+        self._attended = _attended(batch, extend_lens)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -54,11 +61,22 @@ class _DecodePlan:
             array(value),
             self._kv[layer],
             *self._rows,
+            self._starts,
+            self._attended,
             self._max_seq_len,
             scaling,
             array(output),
         )
         return output
+
+
+def _attended(batch: ForwardInput, extend_lens: tuple[int, ...]) -> NDArray[np.bool_]:
+    """[T, most queries of a row]: which of its row's new tokens each query attends."""
+    if batch.tree_mask is not None:
+        return batch.tree_mask.contiguous().numpy()
+    width = max(extend_lens, default=1)
+    causal = np.tri(width, dtype=np.bool_)
+    return np.concatenate([causal[:extend_len] for extend_len in extend_lens])
 
 
 @cache
@@ -69,7 +87,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
     token_bytes = num_kv_heads * head_dim * dtype.itemsize
 
     @jit
-    def decode(  # type: ignore[no-untyped-def]
+    def attend(  # type: ignore[no-untyped-def]
         queries,
         keys,
         values,
@@ -78,71 +96,94 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         req_to_token,
         req_pool_indices,
         seq_lens,
+        starts,
+        attended,
         max_seq_len,
         scaling,
         outputs,
     ):
-        """Shapes: queries, outputs [B, heads, head_dim]; keys, values [B, kv_heads, head_dim]; kv [2, slots, kv_heads,
-        head_dim]; the rest as in ForwardInput.
+        """Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv [2, slots, kv_heads,
+        head_dim]; starts [B + 1], a row's queries are starts[b] .. starts[b + 1] - 1; attended as _attended makes it;
+        the rest as in ForwardInput.
         """
-        scores = np.empty((num_kv_heads, num_shared, max_seq_len), np.float32)
-        query = np.empty((num_kv_heads, num_shared, head_dim), np.float32)
-        output = np.empty((num_kv_heads, num_shared, head_dim), np.float32)
+        num_queries = attended.shape[1]
+        scores = np.empty((num_kv_heads, num_queries, num_shared, max_seq_len), np.float32)
+        query = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
+        output = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
+        token = np.empty(head_dim, np.float32)
         plane_bytes = kv.shape[1] * token_bytes
-        for b in range(queries.shape[0]):
+        for i in range(queries.shape[0]):
             for h in range(num_kv_heads):
                 for d in range(head_dim):
-                    kv[0, out_cache_loc[b], h, d] = keys[b, h, d]
-                    kv[1, out_cache_loc[b], h, d] = values[b, h, d]
-        for b in range(queries.shape[0]):
+                    kv[0, out_cache_loc[i], h, d] = keys[i, h, d]
+                    kv[1, out_cache_loc[i], h, d] = values[i, h, d]
+        for b in range(starts.shape[0] - 1):
             row = req_pool_indices[b]
             num_tokens = seq_lens[b]
-            for h in range(num_kv_heads):
-                for g in range(num_shared):
-                    for d in range(head_dim):
-                        query[h, g, d] = read(queries[b, h * num_shared + g, d]) * np.float32(scaling)
-                        output[h, g, d] = np.float32(0)
+            first = starts[b]
+            num_new = starts[b + 1] - first
+            prefix_len = num_tokens - num_new
+            for m in range(num_new):
+                for h in range(num_kv_heads):
+                    for g in range(num_shared):
+                        for d in range(head_dim):
+                            query[h, m, g, d] = read(queries[first + m, h * num_shared + g, d]) * np.float32(scaling)
+                            output[h, m, g, d] = np.float32(0)
             for t in range(num_tokens):
                 slot = req_to_token[row, t]
                 ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes
                 for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
                     prefetch(kv, ahead + offset)
                 for h in range(num_kv_heads):
-                    for g in range(num_shared):
-                        score = np.float32(0)
-                        for d in range(head_dim):
-                            score += query[h, g, d] * read(kv[0, slot, h, d])
-                        scores[h, g, t] = score
+                    for d in range(head_dim):
+                        token[d] = read(kv[0, slot, h, d])
+                    for m in range(num_new):
+                        if t < prefix_len or attended[first + m, t - prefix_len]:
+                            for g in range(num_shared):
+                                score = np.float32(0)
+                                for d in range(head_dim):
+                                    score += query[h, m, g, d] * token[d]
+                                scores[h, m, g, t] = score
+                        else:
+                            for g in range(num_shared):
+                                scores[h, m, g, t] = -np.inf
             for h in range(num_kv_heads):
-                for g in range(num_shared):
-                    largest = scores[h, g, 0]
-                    for t in range(num_tokens):
-                        largest = max(largest, scores[h, g, t])
-                    total = np.float32(0)
-                    for t in range(num_tokens):
-                        weight = np.exp(scores[h, g, t] - largest)
-                        scores[h, g, t] = weight
-                        total += weight
-                    for t in range(num_tokens):
-                        scores[h, g, t] /= total
+                for m in range(num_new):
+                    for g in range(num_shared):
+                        largest = scores[h, m, g, 0]
+                        for t in range(num_tokens):
+                            largest = max(largest, scores[h, m, g, t])
+                        total = np.float32(0)
+                        for t in range(num_tokens):
+                            weight = np.exp(scores[h, m, g, t] - largest)
+                            scores[h, m, g, t] = weight
+                            total += weight
+                        for t in range(num_tokens):
+                            scores[h, m, g, t] /= total
             for t in range(num_tokens):
                 slot = req_to_token[row, t]
                 ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + plane_bytes
                 for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
                     prefetch(kv, ahead + offset)
                 for h in range(num_kv_heads):
-                    for g in range(num_shared):
-                        weight = scores[h, g, t]
-                        for d in range(head_dim):
-                            output[h, g, d] += weight * read(kv[1, slot, h, d])
-            for h in range(num_kv_heads):
-                for g in range(num_shared):
                     for d in range(head_dim):
-                        outputs[b, h * num_shared + g, d] = write(output[h, g, d])
+                        token[d] = read(kv[1, slot, h, d])
+                    for m in range(num_new):
+                        for g in range(num_shared):
+                            weight = scores[h, m, g, t]
+                            if weight != 0:
+                                for d in range(head_dim):
+                                    output[h, m, g, d] += weight * token[d]
+            for m in range(num_new):
+                for h in range(num_kv_heads):
+                    for g in range(num_shared):
+                        for d in range(head_dim):
+                            outputs[first + m, h * num_shared + g, d] = write(output[h, m, g, d])
 
     heads = np.zeros((1, num_kv_heads * num_shared, head_dim), numbers.numpy_dtype)
     token = np.zeros((1, num_kv_heads, head_dim), numbers.numpy_dtype)
     kv = np.zeros((2, 1, num_kv_heads, head_dim), numbers.numpy_dtype)
     index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
-    decode(heads, token, token, kv, index, table, index, index + 1, 1, 1.0, heads.copy())
-    return decode
+    starts, attended = np.arange(2), np.ones((1, 1), np.bool_)
+    attend(heads, token, token, kv, index, table, index, index + 1, starts, attended, 1, 1.0, heads.copy())
+    return attend

@@ -87,11 +87,15 @@ class ExtendPlan:
         start = 0
         for row, (prefix_len, extend_len) in enumerate(zip(batch.prefix_lens, batch.extend_lens, strict=True)):
             stop = start + extend_len
-            shape = (prefix_len, extend_len)
-            if shape not in masks:
-                masks[shape] = _causal_mask(prefix_len, extend_len, like=batch.kv)
             row_slots = slots[row, : prefix_len + extend_len] if prefix_len else None
-            self._rows.append(_Extend(start, stop, row_slots, masks[shape]))
+            if batch.tree_mask is not None:
+                mask: Tensor | None = _tree_mask(prefix_len, batch.tree_mask[start:stop, :extend_len], like=batch.kv)
+            else:
+                shape = (prefix_len, extend_len)
+                if shape not in masks:
+                    masks[shape] = _causal_mask(prefix_len, extend_len, like=batch.kv)
+                mask = masks[shape]
+            self._rows.append(_Extend(start, stop, row_slots, mask))
             start = stop
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -111,7 +115,7 @@ class ExtendPlan:
                 _shared_by(num_shared, keys),
                 _shared_by(num_shared, values),
                 attn_mask=row.mask,
-                is_causal=row.slots is None and num_tokens > 1,
+                is_causal=row.mask is None and row.slots is None and num_tokens > 1,
                 scale=scaling,
             )
             outputs.append(output.permute(2, 0, 1, 3).reshape(num_tokens, -1, head_dim))
@@ -124,6 +128,12 @@ def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | 
         return None
     positions = torch.arange(prefix_len + extend_len, device=like.device)
     return _additive_mask(positions <= positions[prefix_len:].unsqueeze(1), like.dtype)
+
+
+def _tree_mask(prefix_len: int, attended: Tensor, *, like: Tensor) -> Tensor:
+    """[extend_len, prefix_len + extend_len], additive: the whole prefix, and of the new tokens those in `attended`."""
+    prefix = torch.ones((attended.shape[0], prefix_len), dtype=torch.bool, device=attended.device)
+    return _additive_mask(torch.cat([prefix, attended], dim=1), like.dtype)
 
 
 def _shared_by(num_shared: int, tokens: Tensor) -> Tensor:

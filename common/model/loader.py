@@ -48,6 +48,7 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
             head_dim=shape.head_dim,
             dtype=dtype,
         ),
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(model.generation_config, config),

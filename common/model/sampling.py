@@ -35,23 +35,47 @@ class Sampled:
     top_logprobs: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ancestors:
+    """Tokens between a row's output so far and the token to draw: drafted, and not in its counts.
+
+    Shapes: token_ids [B, A] int64; counted [B, A] int32, 1 where the entry is an ancestor and 0 where it fills up.
+    """
+
+    token_ids: Tensor
+    counted: Tensor
+
+
 def sample(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch) -> Sampled:
-    """Draw the token at `positions` for each row, and count it.
+    """Draw the token at `positions` for each row, and count it. Rows are distinct; the rest is as in `draw`."""
+    sampled = draw(logits, rows, positions, state, batch)
+    if batch.penalised:
+        entries = _index(batch.penalised, logits)
+        state.count(rows[entries], sampled.token_ids[entries])
+    return sampled
+
+
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    batch: SamplingBatch,
+    ancestors: Ancestors | None = None,
+) -> Sampled:
+    """The token at `positions` for each row, which nothing remembers.
 
     Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64; a position
-    is the drawn token's own index in the sequence.
+    is the drawn token's own index in the sequence. Penalties count `ancestors` as output.
     """
     raw = logits.clone() if batch.with_logprobs else logits
-    shaped = shape_logits(logits, rows, positions, state, batch)
+    shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = shaped.argmax(dim=-1)
     if batch.sampled:
         entries = _index(batch.sampled, logits)
         drawn = _draw(shaped, entries, rows, positions, state, batch)
         token_ids[entries] = drawn
     is_invalid = ~torch.isfinite(shaped.gather(1, token_ids.unsqueeze(1)).squeeze(1))
-    if batch.penalised:
-        entries = _index(batch.penalised, logits)
-        state.count(rows[entries], token_ids[entries])
     if not batch.with_logprobs:
         return Sampled(token_ids, is_invalid)
     entries = _index(batch.with_logprobs, logits)
@@ -61,11 +85,21 @@ def sample(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     return Sampled(token_ids, is_invalid, chosen, top.indices, top.values)
 
 
-def shape_logits(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch) -> Tensor:
+def shape_logits(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    batch: SamplingBatch,
+    ancestors: Ancestors | None = None,
+) -> Tensor:
     """Penalties, bias and minimum length, in place: what both a greedy and a sampled token are chosen from."""
     if batch.penalised:
         entries = _index(batch.penalised, logits)
-        logits[entries] = _penalise(logits[entries], rows[entries], state)
+        counts = state.output_counts[rows[entries]]
+        if ancestors is not None:
+            counts.scatter_add_(1, ancestors.token_ids[entries], ancestors.counted[entries])
+        logits[entries] = _penalise(logits[entries], rows[entries], counts, state)
     if batch.biased:
         entries = _index(batch.biased, logits)
         biased_rows = rows[entries]
@@ -80,14 +114,29 @@ def shape_logits(logits: Tensor, rows: Tensor, positions: Tensor, state: Samplin
     return logits
 
 
-def _penalise(logits: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
-    counts = state.output_counts[rows]
+def _penalise(logits: Tensor, rows: Tensor, counts: Tensor, state: SamplingState) -> Tensor:
     was_output = counts > 0
     repetition = state.repetition_penalty[rows].unsqueeze(1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(was_output | state.in_prompt[rows], repeated, logits)
     logits = logits - counts * state.frequency_penalty[rows].unsqueeze(1)
     return logits - was_output * state.presence_penalty[rows].unsqueeze(1)
+
+
+def propose(
+    logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
+) -> Tensor:
+    """A draft's guess of what `draw` will choose: the same temperature and the same noise on the draft's logits.
+
+    Shapes: logits [B, Vd] float32 (overwritten), token_ids [Vd] the target ids of its columns; returns ids [B] int64.
+    """
+    if batch.sampled:
+        entries = _index(batch.sampled, logits)
+        entry_rows = rows[entries]
+        keys = row_keys(state.seed[entry_rows], state.choice_index[entry_rows], positions[entries])
+        scaled = logits[entries] / state.temperature[entry_rows].unsqueeze(1)
+        logits[entries] = scaled.add_(gumbel_noise(keys, token_ids))
+    return token_ids[logits.argmax(dim=-1)]
 
 
 def _draw(

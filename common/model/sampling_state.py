@@ -103,6 +103,11 @@ class SamplingState:
         """Add one drawn token to each row's output counts. Shapes: both [B] int64, rows distinct."""
         self.output_counts[rows, token_ids] += 1
 
+    def count_runs(self, rows: Tensor, token_ids: Tensor, is_counted: Tensor) -> None:
+        """Add a run of tokens to each row's output counts. Shapes: rows [B], token_ids and is_counted (bool) [B, M]."""
+        each_row = rows.unsqueeze(1).expand_as(token_ids)
+        self.output_counts.index_put_((each_row, token_ids), is_counted.to(torch.int32), accumulate=True)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -132,4 +137,20 @@ class SamplingBatch:
             min_length=entries([p.min_tokens > 0 and bool(p.end_token_ids) for p in params]),
             with_logprobs=entries([p.num_logprobs is not None for p in params]),
             num_top_logprobs=max((p.num_logprobs or 0 for p in params), default=0),
+        )
+
+    def repeated(self, num_times: int) -> SamplingBatch:
+        """Of a batch in which each entry appears `num_times`, one beside the other."""
+
+        def entries(indices: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(i * num_times + j for i in indices for j in range(num_times))
+
+        return SamplingBatch(
+            sampled=entries(self.sampled),
+            truncated=entries(self.truncated),
+            penalised=entries(self.penalised),
+            biased=entries(self.biased),
+            min_length=entries(self.min_length),
+            with_logprobs=entries(self.with_logprobs),
+            num_top_logprobs=self.num_top_logprobs,
         )

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, ForwardInput
+from common.model.capture import HiddenCapture
+
+_FINAL = -1  # among captured states: what leaves the final norm
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """`logits` [R, vocab] float32; `hidden` [T, states * hidden_size] in the model's dtype, None unless captured."""
+
+    logits: Tensor
+    hidden: Tensor | None
 
 
 class TargetModel:
     """A decoder-only model whose KV lives in a pool shaped by `layer_group`.
 
     `forward` is called from one thread at a time. `eos_token_ids` are the ids after which the model is done.
+    `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` states after the final norm to logits.
     """
 
     def __init__(
@@ -23,6 +38,7 @@ class TargetModel:
         model: nn.Module,
         backend: AttentionBackend,
         layer_group: LayerGroupSpec,
+        hidden_size: int,
         vocab_size: int,
         max_context_tokens: int,
         eos_token_ids: tuple[int, ...],
@@ -32,25 +48,87 @@ class TargetModel:
         self._model = model
         self._backend = backend
         self.layer_group = layer_group
+        self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
         self.eos_token_ids = eos_token_ids
         self.dtype = dtype
         self.torch_device = torch_device
+        self._capture: HiddenCapture | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_group.num_layers
+
+    @property
+    def input_embeddings(self) -> nn.Module:
+        embeddings: nn.Module = self._model.get_input_embeddings()  # type: ignore[operator]
+        return embeddings
+
+    @property
+    def output_head(self) -> nn.Module:
+        head: nn.Module = self._model.get_output_embeddings()  # type: ignore[operator]
+        return head
+
+    def capture_hidden(self, capture: HiddenCapture) -> None:
+        """From now on every forward returns these states. To be called once, before the first forward.
+
+        Raises UnsupportedModel when the model has no one list of layers to capture from.
+        """
+        assert self._capture is None, "states are captured already"
+        self._capture = capture
+        layers = self._decoder_layers()
+        for layer in capture.layers:
+            if layer < self.num_layers:
+                layers[layer].register_forward_pre_hook(partial(_keep_input, layer), with_kwargs=True)
+            else:
+                layers[-1].register_forward_hook(partial(_keep_output, layer), with_kwargs=True)
+        if capture.final:
+            _base(self._model).register_forward_hook(partial(_keep_output, _FINAL), with_kwargs=True)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardInput) -> Tensor:
-        """Compute the batch's tokens, write their KV to `batch.kv`, return logits [R, vocab] float32.
+    def forward(self, batch: ForwardInput) -> TargetOutput:
+        """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured.
 
         On CUDA everything is enqueued on the current stream and nothing waits for it.
         """
         every_token: int | Tensor = 0
+        states: dict[int, Tensor] = {}
         output: Any = self._model(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
             attention_plan=self._backend.plan(batch),
+            **({} if self._capture is None else {"captured_states": states}),
         )
-        logits: Tensor = output.logits
-        return logits[0].float()
+        return TargetOutput(output.logits[0].float(), self._ordered(states))
+
+    def _ordered(self, states: dict[int, Tensor]) -> Tensor | None:
+        if self._capture is None:
+            return None
+        ids = (*self._capture.layers, *((_FINAL,) if self._capture.final else ()))
+        return torch.cat([states[layer] for layer in ids], dim=-1)[0]
+
+    def _decoder_layers(self) -> nn.ModuleList:
+        lists = [
+            module
+            for module in _base(self._model).modules()
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers
+        ]
+        if len(lists) != 1:
+            raise UnsupportedModel(f"{type(self._model).__name__}: its decoder layers cannot be told for a draft head")
+        return lists[0]
+
+
+def _base(model: nn.Module) -> nn.Module:
+    base: nn.Module = model.base_model  # type: ignore[assignment]
+    return base
+
+
+def _keep_input(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    kwargs["captured_states"][layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _keep_output(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    kwargs["captured_states"][layer] = output if isinstance(output, Tensor) else output[0]

@@ -26,7 +26,7 @@ from common.model.attention import ForwardInput
 from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
-from common.model.target import TargetModel
+from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch
 from decode_service.messages import (
     Abort,
@@ -113,7 +113,7 @@ class TagModel:
         self.forwards: list[SeenForward] = []
         self.fails_next = False
 
-    def forward(self, batch: ForwardInput) -> Tensor:
+    def forward(self, batch: ForwardInput) -> TargetOutput:
         if self.fails_next:
             self.fails_next = False
             raise ValueError("no kernel")
@@ -127,7 +127,7 @@ class TagModel:
         logits = []
         for token, row, seq_len in zip(tokens, rows, seq_lens, strict=True):
             logits.append(_logits(batch.kv[:, :, batch.req_to_token[row, :seq_len]].numpy(), token))
-        return torch.stack(logits)
+        return TargetOutput(torch.stack(logits), None)
 
 
 class _LaggingSchedule(ScriptedStream):

@@ -13,13 +13,14 @@ from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import Scope
 from common.kv.pool import KvPool
 from common.model.sampling_params import ResolvedSampling
-from decode_service.future_map import FutureMap, RelayPayload, SeedColumnSpec
+from common.wire.fingerprint import SeedColumnSpec
+from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.messages import Submit
 from decode_service.request import Request
 from decode_service.schedule_batch import ForwardMode, ScheduleBatch
 from tests.engine.harness import GROUP, VOCAB_SIZE
 
-HIDDEN = SeedColumnSpec("hidden_states", (2,), torch.float32)
+HIDDEN = SeedColumnSpec("hidden_states", "float32", (2,))
 
 
 def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:

@@ -44,13 +44,8 @@ def make_pool(*, max_rows: int = MAX_ROWS, max_kv_tokens: int = MAX_TOKENS) -> K
     )
 
 
-def grow(pool: KvPool, lease: RowLease) -> bool:
-    slots = pool.grow_each([lease])
-    if slots is None:
-        return False
-    row = torch.tensor([lease.row])
-    pool.rows.write_one_each(row, torch.tensor([lease.num_tokens - 1]), torch.tensor(slots))
-    return True
+def grow(pool: KvPool, lease: RowLease, num_more: int = 1) -> bool:
+    return pool.grow([lease], [lease.num_tokens + num_more])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -86,8 +81,9 @@ class PoolMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.held))
         before = list(lease.slots)
-        had_room = self.pool.num_free_slots > 0
-        assert grow(self.pool, lease) == had_room
+        num_more = data.draw(st.integers(0, 3))
+        had_room = self.pool.num_free_slots >= num_more
+        assert grow(self.pool, lease, num_more) == had_room
         assert lease.slots[: len(before)] == before, "a live row's table only grows"
 
     @precondition(lambda self: self.held)

@@ -82,4 +82,4 @@ class PagedModel:
                 kv=self._kv,
                 logits_rows=logits_rows,
             )
-        )
+        ).logits

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from common.model.attention import ForwardInput
-from common.model.target import TargetModel
+from common.model.target import TargetModel, TargetOutput
 
 
 class ForwardFailed(Exception):
@@ -20,6 +18,7 @@ class FaultyTarget(TargetModel):
     def __init__(self, sound: TargetModel) -> None:
         self._sound = sound
         self.layer_group = sound.layer_group
+        self.hidden_size = sound.hidden_size
         self.vocab_size = sound.vocab_size
         self.max_context_tokens = sound.max_context_tokens
         self.eos_token_ids = sound.eos_token_ids
@@ -27,7 +26,7 @@ class FaultyTarget(TargetModel):
         self.torch_device = sound.torch_device
         self.fails: Callable[[ForwardInput], bool] = lambda batch: False
 
-    def forward(self, batch: ForwardInput) -> Tensor:
+    def forward(self, batch: ForwardInput) -> TargetOutput:
         if self.fails(batch):
             raise ForwardFailed("planted")
         return self._sound.forward(batch)

@@ -16,24 +16,24 @@ NEW_TOKENS = 24
 PROMPT_LENS = (1, 2, 15, 16, 17, 31, 40, 63, 64, 65, 70, 90, 100, 129, 130, 150)
 
 
-def prompts() -> list[list[int]]:
+def prompts(vocab_size: int = 260) -> list[list[int]]:
     numbers = random.Random(11)
-    return [[numbers.randrange(10, 250) for _ in range(length)] for length in PROMPT_LENS]
+    return [[numbers.randrange(10, vocab_size - 10) for _ in range(length)] for length in PROMPT_LENS]
 
 
 @cache
-def reference(directory: Path) -> list[list[int]]:
+def reference(directory: Path, vocab_size: int, num_tokens: int) -> list[list[int]]:
     """`generate`'s tokens for every prompt. AssertionError where a choice is nearly a tie."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = []
-    for prompt in prompts():
+    for prompt in prompts(vocab_size):
         ids = torch.tensor([prompt])
         generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
             output_logits=True,
             return_dict_in_generate=True,
             eos_token_id=None,
@@ -44,10 +44,18 @@ def reference(directory: Path) -> list[list[int]]:
     return outputs
 
 
-def check_tokens_equal_generate(pair: InProcessPair, model_dir: Path, *, crowd: bool, chunk_tokens: int) -> None:
+def check_tokens_equal_generate(
+    pair: InProcessPair,
+    model_dir: Path,
+    *,
+    crowd: bool,
+    chunk_tokens: int,
+    vocab_size: int = 260,
+    num_tokens: int = NEW_TOKENS,
+) -> None:
     """Run every prompt, one after the other or together, and compare. Also shows that the mode was exercised."""
-    sampling = ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0)
-    for number, prompt in enumerate(prompts()):
+    sampling = ResolvedSampling(seed=0, max_tokens=num_tokens, temperature=0.0)
+    for number, prompt in enumerate(prompts(vocab_size)):
         pair.submit(str(number), prompt, sampling)
         if not crowd:
             pair.run()
@@ -55,7 +63,7 @@ def check_tokens_equal_generate(pair: InProcessPair, model_dir: Path, *, crowd: 
         for _ in range(number % 3):
             pair.step()  # staggered arrivals
     pair.run()
-    for number, tokens in enumerate(reference(model_dir)):
+    for number, tokens in enumerate(reference(model_dir, vocab_size, num_tokens)):
         assert pair.outcomes[str(number)].token_ids == tokens, f"prompt {number}"
     if crowd:
         assert max(step.batch_size for step in pair.decode_steps) >= 8, "the requests did not run together"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.device.stream import Device
+from common.draft.head import DraftHead
 from common.errors import BatonError
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
@@ -62,6 +63,7 @@ class PairOptions:
     max_segment_bytes: int = 1 << 16
     max_handoff_attempts: int = 3
     num_replicas: int = 1
+    num_draft_tokens: int = 4
 
 
 class _PrefillInbox:
@@ -109,10 +111,12 @@ class InProcessPair:
         model: TargetModel,
         *,
         new_device: Callable[[], Device],
+        draft: DraftHead | None = None,
         options: PairOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options = options or PairOptions()
+        self._draft = draft
         self.prefill_steps: list[StepStats] = []
         self.decode_steps: list[StepStats] = []
         self.outcomes: dict[str, Outcome] = {}
@@ -127,6 +131,8 @@ class InProcessPair:
             max_rows=options.decode_rows,
             max_kv_tokens=options.decode_tokens,
             max_context_tokens=options.context_tokens,
+            draft=draft,
+            num_draft_tokens=options.num_draft_tokens,
             overlap=options.overlap,
             max_handoff_attempts=options.max_handoff_attempts,
             clock=clock,
@@ -147,6 +153,7 @@ class InProcessPair:
             max_rows=options.prefill_rows,
             max_kv_tokens=options.prefill_tokens,
             max_context_tokens=options.context_tokens,
+            draft=self._draft,
             chunk_tokens=options.chunk_tokens,
             max_batch_tokens=options.max_batch_tokens,
             send_budget_bytes=options.send_budget_bytes,

@@ -121,12 +121,12 @@ def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:
     """Growing a row also moves its first two tokens to each other's slots, in the lease and in the table."""
-    grow = KvPool.grow_each
+    grow = KvPool.grow
 
-    def mutant(self: KvPool, leases: Sequence[RowLease]) -> list[int] | None:
+    def mutant(self: KvPool, leases: Sequence[RowLease], num_tokens: Sequence[int]) -> bool:
         for lease in leases:
             lease.slots[:2] = lease.slots[:2][::-1]
             self.rows.write(lease.row, 0, lease.slots[:2])
-        return grow(self, leases)
+        return grow(self, leases, num_tokens)
 
-    patch.setattr(KvPool, "grow_each", mutant)
+    patch.setattr(KvPool, "grow", mutant)
