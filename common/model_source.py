@@ -34,10 +34,15 @@ def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, ca
         return path.resolve()
     if path.suffix == ".gguf":
         return _converted(path, dtype, progress or silent, cache_dir or default_cache_dir())
+    return fetch_from_hub(spec, _HUB_FILES, otherwise="a directory, a GGUF file")
+
+
+def fetch_from_hub(spec: str, patterns: list[str], *, otherwise: str) -> Path:
+    """The hub cache's directory for `owner/name`. Raises StartupError; `otherwise`: what else `spec` may name."""
     try:
-        return Path(snapshot_download(spec, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(spec, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise StartupError(f"{spec}: neither a directory, a GGUF file nor a model on the hub: {error}") from error
+        raise StartupError(f"{spec}: neither {otherwise} nor a model on the hub: {error}") from error
 
 
 def _converted(gguf: Path, dtype: str, progress: Progress, cache_dir: Path) -> Path:

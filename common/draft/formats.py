@@ -4,7 +4,7 @@
 |---|---|
 | speculators | `speculators_model_type` |
 | EAGLE-3 | an architecture named for it, `draft_vocab_size` or `eagle_config` |
-| MTP | `num_nextn_predict_layers`, or tensors under `model.mtp` |
+| MTP | `num_nextn_predict_layers`, or tensors named as in MiMo's |
 | EAGLE-1, EAGLE-2 | none of these |
 """
 
@@ -18,6 +18,7 @@ from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpLayout, MtpSp
 
 _EAGLE3_KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states")
 _DEFAULT_NUM_CAPTURED = 3
+_MIMO, _MIMO_V2, _NEXTN = "model.mtp_layers.", "model.mtp.layers.", "model.layers."
 
 
 def read_spec(
@@ -33,7 +34,7 @@ def read_spec(
     architectures = " ".join(reader.value("architectures", list, []))
     if "eagle3" in architectures.lower() or any(config.get(key) is not None for key in _EAGLE3_KEYS):
         return _read_eagle3(reader, reader, num_target_layers)
-    if config.get("num_nextn_predict_layers") or any(name.startswith("model.mtp") for name in tensor_names):
+    if config.get("num_nextn_predict_layers") or any(name.startswith((_MIMO, _MIMO_V2)) for name in tensor_names):
         return _read_mtp(reader, tensor_names)
     _require_one_layer(reader)
     return EagleSpec(
@@ -104,19 +105,17 @@ def _captured_layers(reader: ConfigReader, num_target_layers: int) -> tuple[int,
 
 
 def _read_mtp(reader: ConfigReader, tensor_names: Collection[str]) -> MtpSpec:
-    num_layers = reader.value("num_nextn_predict_layers", int, 1)
     num_target_layers = reader.value("num_hidden_layers", int, 0)
-    if any(name.startswith("model.mtp_layers.") for name in tensor_names):
-        layout, parent, first = MtpLayout.MIMO, "model.mtp_layers.", 0
-        if num_layers != 1:
-            raise reader.unsupported(f"num_nextn_predict_layers {num_layers} with tensors named model.mtp_layers")
-    elif any(name.startswith("model.mtp.") for name in tensor_names):
-        layout, parent, first = MtpLayout.MIMO_V2, "model.mtp.layers.", 0
-    else:
-        layout, parent = MtpLayout.NEXTN, "model.layers."
-        if num_target_layers == 1:  # so exported: the draft layer alone
-            num_target_layers = 0
-        first = num_target_layers
+    layout, parent, first = MtpLayout.NEXTN, _NEXTN, num_target_layers
+    for each, prefix in ((MtpLayout.MIMO, _MIMO), (MtpLayout.MIMO_V2, _MIMO_V2)):
+        if any(name.startswith(prefix) for name in tensor_names):
+            layout, parent, first = each, prefix, 0
+    if layout is MtpLayout.NEXTN and num_target_layers == 1:  # so exported: the draft layer alone
+        num_target_layers = first = 0
+    of_layers = {name.removeprefix(parent).partition(".")[0] for name in tensor_names if name.startswith(parent)}
+    num_layers = reader.value("num_nextn_predict_layers", int, len(of_layers))
+    if layout is MtpLayout.MIMO and num_layers != 1:
+        raise reader.unsupported(f"num_nextn_predict_layers {num_layers} with tensors named {_MIMO}")
     return MtpSpec(
         block=read_block(reader),
         vocab_size=reader.required("vocab_size", int),

@@ -33,10 +33,8 @@ def load_draft(directory: Path, *, target: TargetModel, device: str, dtype: str)
     """
     torch_device = torch.device(device)
     assert DTYPES[dtype] == target.dtype, "hidden states and embeddings go from one to the other as they are"
-    files = _tensor_files(directory)
-    spec = read_spec(
-        _read_config(directory), files.keys(), directory=str(directory), num_target_layers=target.num_layers
-    )
+    config, files = _read_config(directory), _tensor_files(directory)
+    spec = read_spec(config, files.keys(), directory=str(directory), num_target_layers=target.num_layers)
     if isinstance(spec, MtpSpec):
         files = {name: file for name, file in files.items() if not belongs_to_target(name, spec)}
     checkpoint = Checkpoint(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from common.draft.block import Block
-from common.draft.checkpoint import Checkpoint
 from common.draft.kernels import Kernels, Op
 from common.draft.paged_head import HeadParts, PagedHead, read_embedding
 from common.draft.spec import MtpLayout, MtpSpec
@@ -18,15 +17,14 @@ from common.model.capture import HiddenCapture
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Of one layout's tensors, behind a layer's prefix; `output_norm` and `output_head`: those of any spelling."""
+    """Of one layout's tensors, behind a layer's prefix. `output_head`: empty where a layer has none of its own."""
 
     embedding_norm: str
     hidden_norm: str
     fusion: str
     mlp_norm: str
-    output_norms: tuple[str, ...]
-    output_heads: tuple[str, ...] = ()
-    embedding: str = "embed_tokens"
+    output_norm: str
+    output_head: str = ""
 
 
 _NAMES = {
@@ -35,24 +33,27 @@ _NAMES = {
         hidden_norm="hnorm",
         fusion="eh_proj",
         mlp_norm="post_attention_layernorm",
-        output_norms=("shared_head.norm", "transformer.shared_head.norm"),
-        output_heads=("shared_head.head", "transformer.shared_head.output"),
+        output_norm="shared_head.norm",
+        output_head="shared_head.head",
     ),
     MtpLayout.MIMO: _Names(
         embedding_norm="token_layernorm",
         hidden_norm="hidden_layernorm",
         fusion="input_proj",
         mlp_norm="post_attention_layernorm",
-        output_norms=("final_layernorm",),
+        output_norm="final_layernorm",
     ),
     MtpLayout.MIMO_V2: _Names(
         embedding_norm="enorm",
         hidden_norm="hnorm",
         fusion="eh_proj",
         mlp_norm="pre_mlp_layernorm",
-        output_norms=("final_layernorm",),
+        output_norm="final_layernorm",
     ),
 }
+_STEP_NAMES = replace(
+    _NAMES[MtpLayout.NEXTN], output_norm="transformer.shared_head.norm", output_head="transformer.shared_head.output"
+)
 _OF_TARGETS = ("model.embed_tokens.", "model.norm.", "lm_head.")
 
 
@@ -108,10 +109,12 @@ class MtpHead(PagedHead):
 class _MtpLayer:
     def __init__(self, parts: HeadParts, spec: MtpSpec, prefix: str, kernels: Kernels, layer: int) -> None:
         checkpoint, names = parts.checkpoint, _NAMES[spec.layout]
+        if spec.layout is MtpLayout.NEXTN and checkpoint.has_prefix(f"{prefix}transformer."):
+            names = _STEP_NAMES
         size, epsilon = spec.block.hidden_size, spec.block.norm_epsilon
 
-        def norm(*spellings: str) -> Op:
-            return kernels.norm(checkpoint.take(_spelt(checkpoint, prefix, spellings), size), epsilon)
+        def norm(name: str) -> Op:
+            return kernels.norm(checkpoint.take(f"{prefix}{name}.weight", size), epsilon)
 
         self._embedding_norm = norm(names.embedding_norm)
         self._hidden_norm = norm(names.hidden_norm)
@@ -121,20 +124,14 @@ class _MtpLayer:
         self.block = Block(
             checkpoint, prefix, spec.block, kernels, layer=layer, input_size=size, mlp_norm=names.mlp_norm
         )
-        self.output_norm = norm(*names.output_norms)
-        self._embed = read_embedding(parts, f"{prefix}{names.embedding}.weight", size)
+        self.output_norm = norm(names.output_norm)
+        self._embed = read_embedding(parts, f"{prefix}embed_tokens.weight", size)
         self.output_head: Op = parts.target.output_head
-        head = _spelt(checkpoint, prefix, names.output_heads) if names.output_heads else ""
-        if head in checkpoint:
-            self.output_head = kernels.linear(checkpoint.take(head, spec.vocab_size, size))
+        own_head = f"{prefix}{names.output_head}.weight"
+        if names.output_head and own_head in checkpoint:
+            self.output_head = kernels.linear(checkpoint.take(own_head, spec.vocab_size, size))
 
     def fused(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """[T, hidden_size]"""
         states = [self._embedding_norm(self._embed(token_ids)), self._hidden_norm(hidden)]
         return self._fusion(torch.cat(states[::-1] if self._hidden_first else states, dim=-1))
-
-
-def _spelt(names: Checkpoint, prefix: str, spellings: tuple[str, ...]) -> str:
-    """The full name of the first spelling that is there, else of the first."""
-    full = [f"{prefix}{spelling}.weight" for spelling in spellings]
-    return next((name for name in full if name in names), full[0])

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.draft.head import DraftHead
+from common.draft.load import load_draft
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from tests.support.models import save_tiny_model
+
+Load = Callable[[Path], DraftHead]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Heads this small wait for a second thread far longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers: the default of three captured ones is 2, 3 and 3."""
+    return save_tiny_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="session")
+def target(target_dir: Path) -> TargetModel:
+    return load_target(target_dir, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def load(target: TargetModel) -> Load:
+    """On the CPU, in float32, for `target`."""
+    return lambda directory: load_draft(directory, target=target, device="cpu", dtype="float32")

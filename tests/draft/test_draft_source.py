@@ -1,0 +1,80 @@
+"""What the setting `draft` may name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import draft_source
+from common.draft_source import resolve_draft
+from common.errors import StartupError
+
+
+def save_bin(directory: Path, content: object) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    torch.save(content, directory / "pytorch_model.bin")
+    return directory
+
+
+def test_a_directory_with_safetensors_is_taken_as_it_is(tmp_path: Path) -> None:
+    directory = save_bin(tmp_path / "head", {"fc.weight": torch.ones(2)})
+    (directory / "model.safetensors").touch()
+    assert resolve_draft(str(directory), cache_dir=tmp_path / "cache") == directory
+
+
+def test_bin_files_are_converted_once(tmp_path: Path) -> None:
+    """Tensors that share memory, as published heads have them, included."""
+    weight = torch.arange(6.0).view(2, 3)
+    directory = save_bin(tmp_path / "head", {"fc.weight": weight, "lm_head.weight": weight.T, "d2t": torch.arange(4)})
+    stages: list[str] = []
+
+    def resolve() -> Path:
+        return resolve_draft(str(directory), lambda stage, *_: stages.append(stage), cache_dir=tmp_path / "cache")
+
+    converted = resolve()
+    assert resolve() == converted
+    assert len(stages) == 1
+    tensors = load_file(converted / "pytorch_model.safetensors")
+    torch.testing.assert_close(tensors["lm_head.weight"], weight.T)
+    assert tensors["d2t"].tolist() == [0, 1, 2, 3]
+    assert (converted / "config.json").read_text() == "{}"
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("run",)
+
+
+@pytest.mark.parametrize("content", [Evil(), {"fc.weight": Evil()}, [torch.ones(1)], {"state": {}}])
+def test_bin_files_with_anything_but_tensors_are_refused(content: object, tmp_path: Path) -> None:
+    directory = save_bin(tmp_path / "head", content)
+    with pytest.raises(StartupError, match=r"pytorch_model\.bin: not a file of tensors"):
+        resolve_draft(str(directory), cache_dir=tmp_path / "cache")
+
+
+def test_from_the_hub_bin_files_are_fetched_only_where_there_is_nothing_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def fetch(spec: str, patterns: list[str], *, otherwise: str) -> Path:
+        asked.append(patterns)
+        return save_bin(tmp_path / "bin", {"a": torch.ones(1)}) if "pytorch_model*.bin" in patterns else tmp_path
+
+    monkeypatch.setattr(draft_source, "fetch_from_hub", fetch)
+    directory = resolve_draft("owner/name", cache_dir=tmp_path / "cache")
+    assert [path.name for path in directory.glob("*.safetensors")] == ["pytorch_model.safetensors"]
+    assert [("pytorch_model*.bin" in patterns, "*.safetensors" in patterns) for patterns in asked] == [
+        (False, True),
+        (True, False),
+    ]
+
+
+@pytest.mark.parametrize("spec", ["no/such/directory", "/no/such/directory"])
+def test_what_does_not_exist_is_an_error_that_names_it(spec: str) -> None:
+    with pytest.raises(StartupError, match=spec):
+        resolve_draft(spec)
