@@ -11,12 +11,15 @@ import os
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from common.draft.head import DraftHead
+from common.draft.seed import seed_columns
 from common.errors import UnsupportedModel
 from common.model.target import TargetModel
 from common.model_cache import default_cache_dir
@@ -37,14 +40,43 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
 """Keys of a config that may differ: a context limit, the stored dtype (weights and layer groups have theirs), notes."""
 
 
-def compute_fingerprint(directory: Path, model: TargetModel, *, cache_dir: Path | None = None) -> Fingerprint:
-    """The fingerprint of the model in `directory` as `model` serves it. UnsupportedModel without weight files."""
-    return Fingerprint(
-        config_digest=config_digest(json.loads((directory / "config.json").read_text())),
-        target_weights_digest=weights_digest(directory, cache_dir or default_cache_dir()),
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft head and the directory it came from."""
+
+    directory: Path
+    head: DraftHead
+
+
+def compute_fingerprint(
+    directory: Path, model: TargetModel, *, draft: LoadedDraft | None = None, cache_dir: Path | None = None
+) -> Fingerprint:
+    """The fingerprint of the model in `directory` as `model` serves it. UnsupportedModel without weight files.
+
+    A draft head's config is digested with its weights: it says which of the target's states the head reads.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    fingerprint = Fingerprint(
+        config_digest=config_digest(_read_config(directory)),
+        target_weights_digest=weights_digest(directory, cache_dir),
         tokenizer_digest=_tokenizer_digest(directory),
         layer_groups=(model.layer_group,),
     )
+    if draft is None:
+        return fingerprint
+    parts = (config_digest(_read_config(draft.directory)), weights_digest(draft.directory, cache_dir))
+    return replace(
+        fingerprint,
+        layer_groups=(model.layer_group, draft.head.layer_group),
+        draft_weights_digest=_digest(part.encode() for part in parts),
+        algorithm=draft.head.algorithm,
+        seed_columns=seed_columns(draft.head),
+    )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
 
 
 def config_digest(config: dict[str, Any]) -> str:

@@ -13,10 +13,13 @@ import transformers
 from common.config.settings import ServiceSettings
 from common.device.factory import open_device
 from common.device.stream import Device
+from common.draft.head import DraftHead
+from common.draft.load import load_draft
+from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.model_digest import compute_fingerprint
+from common.model_digest import LoadedDraft, compute_fingerprint
 from common.model_source import resolve_model
 from common.openmp import num_compute_threads
 from common.tokenizer import TextTokenizer
@@ -30,6 +33,7 @@ class Runtime:
     """`max_context_tokens` is the least of what the model, the settings and the KV pool allow one request."""
 
     model: TargetModel
+    draft: DraftHead | None
     device: Device
     tokenizer: TextTokenizer
     fingerprint: Fingerprint
@@ -52,15 +56,27 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         tokenizer = TextTokenizer.from_directory(directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
+    draft = _load_draft(settings, model) if settings.draft else None
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     return Runtime(
         model=model,
+        draft=draft.head if draft else None,
         device=device,
         tokenizer=tokenizer,
-        fingerprint=compute_fingerprint(directory, model),
+        fingerprint=compute_fingerprint(directory, model, draft=draft),
         architecture=_architecture(directory),
         max_context_tokens=min(bound for bound in bounds if bound is not None),
     )
+
+
+def _load_draft(settings: ServiceSettings, model: TargetModel) -> LoadedDraft:
+    directory = resolve_draft(settings.draft, _LoggedProgress())
+    _log.info("loading_draft", draft=settings.draft, directory=str(directory))
+    head = load_draft(directory, target=model, device=settings.device, dtype=settings.dtype)
+    if head.layer_group.num_layers != 1:
+        raise UnsupportedModel(f"{settings.draft}: a draft head of several layers is not supported")
+    model.capture_hidden(head.capture)
+    return LoadedDraft(directory, head)
 
 
 def _architecture(directory: Path) -> str:

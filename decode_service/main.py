@@ -121,6 +121,8 @@ def _engine(settings: DecodeSettings, process: Process, metrics: EngineMetrics) 
     runtime = process.runtime
     return DecodeEngine(
         model=runtime.model,
+        draft=runtime.draft,
+        num_draft_tokens=settings.num_draft_tokens,
         device=runtime.device,
         max_rows=settings.max_rows,
         max_kv_tokens=settings.max_kv_tokens,

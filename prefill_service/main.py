@@ -36,6 +36,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
     engine = PrefillEngine(
         model=runtime.model,
+        draft=runtime.draft,
         device=runtime.device,
         max_rows=settings.max_rows,
         max_kv_tokens=settings.max_kv_tokens,

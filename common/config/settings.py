@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from common.wire.handoff import MAX_SEGMENT_BYTES
 
 ENV_PREFIX = "BATON_"
+MAX_DRAFT_TOKENS = 15
 
 
 def _address(value: str) -> str:
@@ -48,6 +49,7 @@ class ServiceSettings(BaseSettings):
     listen: Address
     metrics_listen: OptionalAddress = ""
     model: str = "demo"
+    draft: str = ""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     tf32: bool = False
@@ -90,6 +92,7 @@ class DecodeSettings(ServiceSettings):
     share_of_cores = 1.0
     listen: Address = "127.0.0.1:50051"
     prefill: Addresses = ("127.0.0.1:50052",)
+    num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] = 4
     overlap: bool = True
     receive_budget_bytes: Positive = 64 << 20
     max_queued_requests: Annotated[int, Field(ge=0)] = 256

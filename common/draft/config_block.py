@@ -47,6 +47,15 @@ class ConfigReader:
             raise self.mismatch(f"{self._path}{key} is missing")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive number, required unless it has a default."""
+        value: int = self.value(key, int, default)
+        if value is None:
+            raise self.mismatch(f"{self._path}{key} is missing")
+        if value < 1:
+            raise self.mismatch(f"{self._path}{key} is {value}")
+        return value
+
     def nested(self, key: str) -> ConfigReader:
         return ConfigReader(self.value(key, dict, {}), self.directory, f"{self._path}{key}.")
 
@@ -59,9 +68,13 @@ class ConfigReader:
 
 def read_block(reader: ConfigReader) -> BlockSpec:
     """The layer. Raises UnsupportedModel for one that is not Llama's or Qwen2's."""
-    num_heads = reader.required("num_attention_heads", int)
-    hidden_size = reader.required("hidden_size", int)
-    head_dim = reader.value("head_dim", int, hidden_size // num_heads)
+    num_heads, hidden_size = reader.size("num_attention_heads"), reader.size("hidden_size")
+    num_kv_heads = reader.size("num_key_value_heads", num_heads)
+    head_dim = reader.size("head_dim", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.mismatch(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    if head_dim % 2:
+        raise reader.mismatch(f"head_dim {head_dim} is odd")
     rope = _read_rope(reader, num_heads, head_dim)
     _refuse_other_layers(reader, rope)
     model_type = reader.value("model_type", str, "llama")
@@ -69,9 +82,9 @@ def read_block(reader: ConfigReader) -> BlockSpec:
     return BlockSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=reader.value("num_key_value_heads", int, num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=reader.required("intermediate_size", int),
+        intermediate_size=reader.size("intermediate_size"),
         norm_epsilon=reader.value("layernorm_epsilon", float, None) or reader.required("rms_norm_eps", float),
         qkv_bias=has_bias,
         out_bias=has_bias and model_type not in _QKV_BIAS_ONLY,

@@ -39,7 +39,7 @@ def read_spec(
     _require_one_layer(reader)
     return EagleSpec(
         block=read_block(reader),
-        vocab_size=reader.required("vocab_size", int),
+        vocab_size=reader.size("vocab_size"),
         fc_bias=reader.value("bias", bool, True),
     )
 
@@ -60,12 +60,12 @@ def _read_eagle3(reader: ConfigReader, layer: ConfigReader, num_target_layers: i
     if not reader.nested("eagle_config").value("use_aux_hidden_state", bool, True):
         raise reader.unsupported("eagle_config.use_aux_hidden_state false")
     block = read_block(layer)
-    vocab_size = layer.required("vocab_size", int)
+    vocab_size = layer.size("vocab_size")
     return Eagle3Spec(
         block=block,
         vocab_size=vocab_size,
-        draft_vocab_size=reader.value("draft_vocab_size", int, vocab_size),
-        target_hidden_size=reader.value("target_hidden_size", int, block.hidden_size),
+        draft_vocab_size=reader.size("draft_vocab_size", vocab_size),
+        target_hidden_size=reader.size("target_hidden_size", block.hidden_size),
         captured_layers=_captured_layers(reader, num_target_layers),
         fc_bias=reader.value("bias", bool, False),
         norm_before_fc=_flag(reader, "norm_before_fc"),
@@ -118,7 +118,7 @@ def _read_mtp(reader: ConfigReader, tensor_names: Collection[str]) -> MtpSpec:
         raise reader.unsupported(f"num_nextn_predict_layers {num_layers} with tensors named {_MIMO}")
     return MtpSpec(
         block=read_block(reader),
-        vocab_size=reader.required("vocab_size", int),
+        vocab_size=reader.size("vocab_size"),
         layout=layout,
         prefixes=tuple(f"{parent}{first + layer}." for layer in range(num_layers)),
         num_target_layers=num_target_layers,

@@ -32,6 +32,7 @@ def load_draft(directory: Path, *, target: TargetModel, device: str, dtype: str)
     and UnsupportedModel for traits that are not served. Nothing is ever initialised at random.
     """
     torch_device = torch.device(device)
+    assert torch_device.type == target.torch_device.type, "the head and its target share a device"
     assert DTYPES[dtype] == target.dtype, "hidden states and embeddings go from one to the other as they are"
     config, files = _read_config(directory), _tensor_files(directory)
     spec = read_spec(config, files.keys(), directory=str(directory), num_target_layers=target.num_layers)

@@ -23,4 +23,11 @@ class RequestMetrics:
         )
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens of finished requests.", registry=registry)
         self.output_tokens = Counter("baton_output_tokens", "Output tokens delivered.", registry=registry)
+        self.verify_steps = Counter(
+            "baton_verify_steps", "Verify steps of finished requests, each request's counted.", registry=registry
+        )
+        self.drafted_tokens = Counter("baton_drafted_tokens", "Drafts verified, finished requests.", registry=registry)
+        self.accepted_tokens = Counter(
+            "baton_accepted_tokens", "Drafts accepted, finished requests.", registry=registry
+        )
         self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes received.", registry=registry)

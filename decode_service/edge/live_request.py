@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
-from decode_service.messages import Finished, FinishReason, RequestTimings, Tokens
+from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts, Tokens
 from decode_service.output import OutputPiece, OutputProcessor, StopMatch
 
 
@@ -18,6 +18,7 @@ class Ending:
     num_prompt_tokens: int
     num_completion_tokens: int
     timings: RequestTimings
+    speculation: SpeculationCounts | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
 
@@ -74,6 +75,7 @@ class LiveRequest:
                 num_prompt_tokens=finished.num_prompt_tokens,
                 num_completion_tokens=finished.num_completion_tokens if match is None else match.num_output_tokens,
                 timings=finished.timings,
+                speculation=finished.speculation,
                 stop_token_id=finished.stop_token_id if match is None else None,
                 stop_string=None if match is None else match.stop_string,
             )

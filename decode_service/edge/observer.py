@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -51,6 +52,8 @@ class RequestObserver:
             timings = ending.timings
             fields |= {name: round(getattr(timings, name), 6) for name in _LOGGED_S}
             fields |= {name: getattr(timings, name) for name in _LOGGED_COUNTS}
+            if ending.speculation is not None:
+                fields |= dataclasses.asdict(ending.speculation)
         else:
             fields["error"] = str(error)
         self._log.info("request_finished", **fields)
@@ -61,6 +64,10 @@ class RequestObserver:
             histogram.observe(getattr(timings, f"{phase}_s"))
         self._metrics.prompt_tokens.inc(ending.num_prompt_tokens)
         self._metrics.handoff_bytes.inc(timings.kv_bytes)
+        if (speculation := ending.speculation) is not None:
+            self._metrics.verify_steps.inc(speculation.num_verify_steps)
+            self._metrics.drafted_tokens.inc(speculation.num_drafted_tokens)
+            self._metrics.accepted_tokens.inc(speculation.num_accepted_tokens)
 
 
 _LOGGED_S = ("queue_s", "prefill_s", "transfer_s", "first_decode_s", "decode_s")

@@ -41,6 +41,10 @@ def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:
         ),
         timings=_timings(ending.timings),
     )
+    if ending.speculation is not None:
+        finished.speculation.num_verify_steps = ending.speculation.num_verify_steps
+        finished.speculation.num_drafted_tokens = ending.speculation.num_drafted_tokens
+        finished.speculation.num_accepted_tokens = ending.speculation.num_accepted_tokens
     if ending.stop_string is not None:
         finished.stop_string = ending.stop_string
     elif ending.stop_token_id is not None:

@@ -109,6 +109,9 @@ def test_a_config_key_that_is_needed_and_not_there_is_named(
     [
         ({"vocab_size": 300}, "vocab_size is 300"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias"),
