@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.support.draft_heads import Tensors, load_head, mtp_names, mtp_prefixes
+from tests.support.head_parts import Tensors, load_head, mtp_names, mtp_prefixes
 
 
 class _Layer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +12,12 @@ import torch
 from torch import Tensor
 
 from common.draft.load import load_draft
-from common.errors import BatonError, DraftMismatch, StartupError, UnsupportedModel
+from common.errors import DraftMismatch, StartupError
 from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME
 from tests.draft.conftest import Load
-from tests.support.draft_heads import (
-    Tensors,
-    load_head,
-    save_eagle1_head,
-    save_eagle3_head,
-    save_head,
-    save_mtp_head,
-    without,
-)
+from tests.support.draft_heads import save_eagle1_head, save_eagle3_head, save_mtp_head
+from tests.support.head_parts import Tensors, load_head, save_head, without
 
 OPTIONAL = ("t2d", "embed_tokens.weight", "shared_head.head.weight", "shared_head.output.weight")
 """What may be absent: `t2d` says nothing new, the target has the others."""
@@ -270,10 +262,3 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path, target_dir: Path, load: 
     (directory / "more.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     with pytest.raises(DraftMismatch, match=r"d2t is in model\.safetensors and in more\.safetensors"):
         load(directory)
-
-
-def test_draft_errors_are_raised_before_serving() -> None:
-    for kind in (DraftMismatch, UnsupportedModel):
-        assert issubclass(kind, StartupError)
-        assert issubclass(kind, BatonError)
-    assert json.dumps(DraftMismatch("x").metadata) == "{}"

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.draft.head import DraftHead
 from tests.draft.conftest import Load
 from tests.draft.paged_draft import PagedDraft
-from tests.support.draft_heads import load_head, save_eagle3_head, save_head, save_mtp_head
+from tests.support.draft_heads import save_eagle3_head, save_mtp_head
+from tests.support.head_parts import load_head, save_head
 
 IDS = [5, 9, 2, 14, 77, 31, 8]
 
@@ -57,8 +61,6 @@ def test_an_embedding_in_the_checkpoint_is_used(tmp_path: Path, target_dir: Path
 
 
 def load_target_embedding(target_dir: Path) -> Tensor:
-    from safetensors.torch import load_file
-
     return load_file(target_dir / "model.safetensors")["model.embed_tokens.weight"]
 
 
@@ -140,9 +142,6 @@ def test_the_base_of_the_rotation_is_read_from_either_place(
 
 
 def test_a_scaled_rotation_is_transformers_own(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,

@@ -16,7 +16,8 @@ from tests.draft.conftest import Load
 from tests.draft.paged_draft import PagedDraft
 from tests.draft.reference import ReferenceEagle3
 from tests.model.paged_model import PagedModel
-from tests.support.draft_heads import load_head, save_eagle1_head, save_eagle3_head, save_head, without
+from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
+from tests.support.head_parts import load_head, save_head, without
 
 IDS = [5, 9, 2, 14, 77, 31, 8]
 

@@ -5,23 +5,33 @@ Random ones in every format, and copy heads: of a target from `save_last_token_m
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.head_parts import (
+    MtpLayout,
+    RandomTensors,
+    Tensors,
+    llama_config,
+    mtp_config,
+    mtp_names,
+    mtp_prefixes,
+    random_block,
+    read_config,
+    save_head,
+    silent_block,
+    vocabulary_tensors,
+)
 from tests.support.models import next_token_logits
 
 Eagle3Style = Literal["midlayer", "layers", "sglang", "speculators"]
-MtpLayout = Literal["nextn", "mimo", "mimo_v2"]
 COPY_FAMILIES = ("eagle", "eagle3", "nextn", "mimo", "mimo_v2")
 MULTI_LAYER_FAMILIES = ("nextn", "mimo_v2")
 """Of COPY_FAMILIES those that may have several layers: fed the previous layer's output, and the target's hidden."""
-Tensors = dict[str, Tensor]
 
 
 def save_eagle3_head(
@@ -47,13 +57,13 @@ def save_eagle3_head(
     `draft_vocab_size` None: the whole vocabulary, without d2t and t2d. Other styles of the same arguments have the same
     weights.
     """
-    target = _config(target_dir)
+    target = read_config(target_dir)
     vocab_size, width = target["vocab_size"], target["hidden_size"]
     size = hidden_size or width
     num_states = len(captured_layers or (0, 1, 2))
-    random = _Random(seed)
+    random = RandomTensors(seed)
     tensors = {"fc.weight": random.weight(size, num_states * width)}
-    tensors |= _random_block(random, "midlayer.", target, size=size, input_size=2 * size, qkv_bias=qkv_bias)
+    tensors |= random_block(random, "midlayer.", target, size=size, input_size=2 * size, qkv_bias=qkv_bias)
     for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"):
         tensors[f"{name}.weight"] = random.norm(size)
     if own_lm_head:
@@ -66,7 +76,7 @@ def save_eagle3_head(
         tensors["input_norm.weight"] = random.norm(num_states * width)
     if fc_norm:
         tensors |= {f"fc_norm.{state}.weight": random.norm(width) for state in range(num_states)}
-    layer = _llama_config(target, size=size, attention_bias=qkv_bias)
+    layer = llama_config(target, size=size, attention_bias=qkv_bias)
     if qkv_bias:
         tensors["midlayer.self_attn.o_proj.bias"] = random.norm(size) - 1
     options: dict[str, Any] = {
@@ -111,17 +121,17 @@ def save_eagle1_head(
     qkv_bias: bool = False,
     **config_changes: Any,
 ) -> Path:
-    target = _config(target_dir)
+    target = read_config(target_dir)
     size = target["hidden_size"]
-    random = _Random(seed)
+    random = RandomTensors(seed)
     tensors = {"fc.weight": random.weight(size, 2 * size)}
     if fc_bias:
         tensors["fc.bias"] = random.norm(size) - 1
-    tensors |= _random_block(random, "layers.0.", target, size=size, input_size=size, qkv_bias=qkv_bias)
+    tensors |= random_block(random, "layers.0.", target, size=size, input_size=size, qkv_bias=qkv_bias)
     tensors["layers.0.post_attention_layernorm.weight"] = random.norm(size)
     if own_embedding:
         tensors["embed_tokens.weight"] = random.weight(target["vocab_size"], size)
-    config = _llama_config(target, size=size, model_type="qwen2" if qkv_bias else "llama")
+    config = llama_config(target, size=size, model_type="qwen2" if qkv_bias else "llama")
     if not fc_bias:
         config["bias"] = False
     return save_head(directory, {**config, "architectures": ["LlamaForCausalLM"], **config_changes}, tensors)
@@ -142,23 +152,23 @@ def save_mtp_head(
     **config_changes: Any,
 ) -> Path:
     """`step_spelling`: Step-3.5's names in the nextn layout. `with_target`: in one checkpoint with the target."""
-    target = _config(target_dir)
+    target = read_config(target_dir)
     size, vocab_size = target["hidden_size"], target["vocab_size"]
-    random = _Random(seed)
+    random = RandomTensors(seed)
     tensors: Tensors = {}
     for prefix in mtp_prefixes(target_dir, layout, num_layers):
         names = mtp_names(layout, step_spelling=step_spelling)
         tensors[f"{prefix}{names['fusion']}.weight"] = random.weight(size, 2 * size)
         for norm in ("embedding_norm", "hidden_norm", "input_norm", "mlp_norm", "output_norm"):
             tensors[f"{prefix}{names[norm]}.weight"] = random.norm(size)
-        tensors |= _random_block(random, prefix, target, size=size, input_size=size, qkv_bias=qkv_bias)
+        tensors |= random_block(random, prefix, target, size=size, input_size=size, qkv_bias=qkv_bias)
         if own_embedding:
             tensors[f"{prefix}embed_tokens.weight"] = random.weight(vocab_size, size)
         if own_output_head:
             tensors[f"{prefix}{names['output_head']}.weight"] = random.weight(vocab_size, size)
     if with_target:
         tensors |= load_file(target_dir / "model.safetensors")
-    config = {**_mtp_config(target, layout, num_layers), "attention_bias": qkv_bias}
+    config = {**mtp_config(target, layout, num_layers), "attention_bias": qkv_bias}
     return save_head(directory, {**config, **config_changes}, tensors)
 
 
@@ -177,7 +187,7 @@ def save_copy_head(
     """
     assert num_layers == 1 or family in MULTI_LAYER_FAMILIES
     assert draft_vocab_size is None or family == "eagle3"
-    target = _config(target_dir)
+    target = read_config(target_dir)
     weights = load_file(target_dir / "model.safetensors")
     if family == "eagle":
         config, tensors = _eagle1_copy(target, weights)
@@ -197,9 +207,9 @@ def _eagle1_copy(target: dict[str, Any], weights: Tensors) -> tuple[dict[str, An
         "embed_tokens.weight": embedding * root * weights["model.norm.weight"],
         "fc.weight": torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1),
         "layers.0.post_attention_layernorm.weight": torch.ones(size),
-        **_silent_block("layers.0.", target),
+        **silent_block("layers.0.", target),
     }
-    return {**_llama_config(target, size=size), "architectures": ["LlamaForCausalLM"], "bias": False}, tensors
+    return {**llama_config(target, size=size), "architectures": ["LlamaForCausalLM"], "bias": False}, tensors
 
 
 def _eagle3_copy(target: dict[str, Any], weights: Tensors, token_ids: Tensor) -> tuple[dict[str, Any], Tensors]:
@@ -216,7 +226,7 @@ def _eagle3_copy(target: dict[str, Any], weights: Tensors, token_ids: Tensor) ->
         "midlayer.input_layernorm.weight": torch.ones(size),
         "midlayer.hidden_norm.weight": torch.ones(size),
         "midlayer.post_attention_layernorm.weight": torch.ones(size),
-        **_silent_block("midlayer.", target),
+        **silent_block("midlayer.", target),
         "midlayer.self_attn.q_proj.weight": sharp,
         "midlayer.self_attn.k_proj.weight": sharp.clone(),
         "midlayer.self_attn.v_proj.weight": torch.cat([one, -one], dim=1),
@@ -227,7 +237,7 @@ def _eagle3_copy(target: dict[str, Any], weights: Tensors, token_ids: Tensor) ->
     if token_ids.numel() < vocab_size:
         tensors |= vocabulary_tensors(token_ids, vocab_size)
     config = {
-        **_llama_config(target, size=size),
+        **llama_config(target, size=size),
         "architectures": ["LlamaForCausalLM"],
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
@@ -240,18 +250,18 @@ def _eagle3_copy(target: dict[str, Any], weights: Tensors, token_ids: Tensor) ->
 
 
 def _mtp_copy(target_dir: Path, weights: Tensors, layout: MtpLayout, num_layers: int) -> tuple[dict[str, Any], Tensors]:
-    target = _config(target_dir)
+    target = read_config(target_dir)
     size = target["hidden_size"]
     names = mtp_names(layout)
     parts = [torch.eye(size), torch.zeros(size, size)]
     tensors: Tensors = {}
     for prefix in mtp_prefixes(target_dir, layout, num_layers):
-        tensors |= _silent_block(prefix, target)
+        tensors |= silent_block(prefix, target)
         for norm in ("embedding_norm", "hidden_norm", "input_norm", "mlp_norm"):
             tensors[f"{prefix}{names[norm]}.weight"] = torch.ones(size)
         tensors[f"{prefix}{names['output_norm']}.weight"] = weights["model.norm.weight"].clone()
         tensors[f"{prefix}{names['fusion']}.weight"] = torch.cat(parts[::-1] if layout == "mimo" else parts, dim=1)
-    return {**_mtp_config(target, layout, num_layers), "attention_bias": False}, tensors
+    return {**mtp_config(target, layout, num_layers), "attention_bias": False}, tensors
 
 
 def _proposable(target_dir: Path, draft_vocab_size: int | None) -> Tensor:
@@ -263,138 +273,3 @@ def _proposable(target_dir: Path, draft_vocab_size: int | None) -> Tensor:
     assert chosen.numel() <= draft_vocab_size, f"the target has {chosen.numel()} greedy choices"
     others = [token for token in range(logits.shape[0]) if token not in set(chosen.tolist())]
     return torch.tensor(sorted([*chosen.tolist(), *others[: draft_vocab_size - chosen.numel()]]))
-
-
-def vocabulary_tensors(token_ids: Tensor, vocab_size: int) -> Tensors:
-    """`d2t` and `t2d` of ascending target ids."""
-    known = torch.zeros(vocab_size, dtype=torch.bool)
-    known[token_ids] = True
-    return {"d2t": token_ids - torch.arange(token_ids.numel()), "t2d": known}
-
-
-def mtp_prefixes(target_dir: Path, layout: MtpLayout, num_layers: int) -> list[str]:
-    first = _config(target_dir)["num_hidden_layers"] if layout == "nextn" else 0
-    parent = {"nextn": "model.layers", "mimo": "model.mtp_layers", "mimo_v2": "model.mtp.layers"}[layout]
-    return [f"{parent}.{first + layer}." for layer in range(num_layers)]
-
-
-def mtp_names(layout: MtpLayout, *, step_spelling: bool = False) -> dict[str, str]:
-    names = {
-        "embedding_norm": "enorm",
-        "hidden_norm": "hnorm",
-        "fusion": "eh_proj",
-        "input_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "output_norm": "shared_head.norm",
-        "output_head": "shared_head.head",
-    }
-    if step_spelling:
-        names |= {"output_norm": "transformer.shared_head.norm", "output_head": "transformer.shared_head.output"}
-    if layout == "mimo":
-        names |= {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "fusion": "input_proj"}
-        names |= {"output_norm": "final_layernorm"}
-    if layout == "mimo_v2":
-        names |= {"mlp_norm": "pre_mlp_layernorm", "output_norm": "final_layernorm"}
-    return names
-
-
-def save_head(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    return directory
-
-
-def load_head(directory: Path) -> tuple[dict[str, Any], Tensors]:
-    """What `save_head` wrote."""
-    return _config(directory), load_file(directory / "model.safetensors")
-
-
-def without(tensors: Tensors, names: Iterable[str]) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if name not in set(names)}
-
-
-class _Random:
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def weight(self, num_outputs: int, num_inputs: int) -> Tensor:
-        return 1.5 * num_inputs**-0.5 * torch.randn((num_outputs, num_inputs), generator=self._generator)
-
-    def norm(self, size: int) -> Tensor:
-        return 1 + 0.2 * torch.randn(size, generator=self._generator)
-
-    def choice(self, num_ids: int, num_chosen: int) -> Tensor:
-        return torch.randperm(num_ids, generator=self._generator)[:num_chosen].sort().values
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    return config
-
-
-def _llama_config(target: dict[str, Any], *, size: int, **changes: Any) -> dict[str, Any]:
-    """The target's heads, at `size`."""
-    return {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "vocab_size": target["vocab_size"],
-        "hidden_size": size,
-        "intermediate_size": target["intermediate_size"],
-        "num_attention_heads": target["num_attention_heads"],
-        "num_key_value_heads": target["num_key_value_heads"],
-        "head_dim": _head_dim(target),
-        "hidden_act": "silu",
-        "rms_norm_eps": target["rms_norm_eps"],
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        **changes,
-    }
-
-
-def _mtp_config(target: dict[str, Any], layout: MtpLayout, num_layers: int) -> dict[str, Any]:
-    return {
-        **_llama_config(target, size=target["hidden_size"]),
-        "model_type": {"nextn": "llama", "mimo": "mimo", "mimo_v2": "mimo_v2"}[layout],
-        "num_hidden_layers": target["num_hidden_layers"],
-        "num_nextn_predict_layers": num_layers,
-    }
-
-
-def _head_dim(target: dict[str, Any]) -> int:
-    return int(target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"])
-
-
-def _block_shapes(prefix: str, target: dict[str, Any], *, size: int, input_size: int) -> dict[str, tuple[int, int]]:
-    heads, kv = (target[key] * _head_dim(target) for key in ("num_attention_heads", "num_key_value_heads"))
-    wide = target["intermediate_size"]
-    shapes = {
-        "self_attn.q_proj": (heads, input_size),
-        "self_attn.k_proj": (kv, input_size),
-        "self_attn.v_proj": (kv, input_size),
-        "self_attn.o_proj": (size, heads),
-        "mlp.gate_proj": (wide, size),
-        "mlp.up_proj": (wide, size),
-        "mlp.down_proj": (size, wide),
-    }
-    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _random_block(
-    random: _Random, prefix: str, target: dict[str, Any], *, size: int, input_size: int, qkv_bias: bool
-) -> Tensors:
-    shapes = _block_shapes(prefix, target, size=size, input_size=input_size)
-    tensors = {name: random.weight(*shape) for name, shape in shapes.items()}
-    if qkv_bias:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            num_outputs = shapes[f"{prefix}self_attn.{name}.weight"][0]
-            tensors[f"{prefix}self_attn.{name}.bias"] = random.norm(num_outputs) - 1
-    return tensors
-
-
-def _silent_block(prefix: str, target: dict[str, Any]) -> Tensors:
-    """Adds nothing to the residual stream."""
-    size = target["hidden_size"]
-    shapes = _block_shapes(prefix, target, size=size, input_size=size)
-    return {name: torch.zeros(shape) for name, shape in shapes.items()}
