@@ -12,6 +12,7 @@ from baton.cli.demo import demo
 from baton.cli.generate import generate
 from baton.cli.health import health
 from baton.cli.info import info
+from baton.cli.train_draft import train_draft
 from baton.cli.up import up
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, demo, generate, chat, info, health, bench):
+for command in (up, demo, generate, chat, info, health, bench, train_draft):
     app.command()(command)
 
 

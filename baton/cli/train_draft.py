@@ -1,0 +1,129 @@
+"""`baton train-draft`: a draft head for a target."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli import options
+from baton.cli.output import reported_errors, text_console
+from baton.cli.prepare_model import prepare_model
+from baton.errors import FailedPrecondition
+
+_HEAD = "Head"
+_LENGTH = "Length"
+_RATES = "Rates"
+
+
+def train_draft(
+    data: Annotated[Path, typer.Argument(help="Conversations, an .npz file (docs/training.md).")],
+    out: Annotated[Path, typer.Option(help="Directory of the run: head, curve, checkpoints. A run in it goes on.")],
+    model: options.Model = "demo",
+    features: Annotated[
+        Path | None, typer.Option(help="Directory of the target's states; computed when empty. OUT/features.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers whose entering streams the head reads; 2, n/2, n-3.", rich_help_panel=_HEAD),
+    ] = None,
+    draft_vocab: Annotated[int, typer.Option(help="Most frequent answer tokens.", rich_help_panel=_HEAD)] = 8192,
+    ttt_steps: Annotated[int, typer.Option(help="Steps of the training-time test.", rich_help_panel=_HEAD)] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Answer tokens to train on.", rich_help_panel=_LENGTH)] = 5_000_000,
+    warmup_tokens: Annotated[int, typer.Option(rich_help_panel=_LENGTH)] = 50_000,
+    decay_fraction: Annotated[
+        float, typer.Option(help="Of max-tokens, over which rates decay.", rich_help_panel=_LENGTH)
+    ] = 0.3,
+    eval_tokens: Annotated[int, typer.Option(help="Between evaluations.", rich_help_panel=_LENGTH)] = 250_000,
+    num_held_out: Annotated[
+        int, typer.Option("--held-out", help="Conversations to evaluate on.", rich_help_panel=_LENGTH)
+    ] = 120,
+    checkpoint_minutes: Annotated[float, typer.Option(help="Between checkpoints.", rich_help_panel=_LENGTH)] = 5.0,
+    muon_lr: Annotated[float, typer.Option(help="Of the layer's matrices.", rich_help_panel=_RATES)] = 0.02,
+    lr: Annotated[float, typer.Option(help="Of norms and output layer.", rich_help_panel=_RATES)] = 6e-4,
+    batch_tokens: Annotated[int, typer.Option(help="Of a step, padding included.", rich_help_panel=_RATES)] = 2048,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the computation: bfloat16 or float32.")] = "bfloat16",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores.")] = None,
+) -> None:
+    """Train an EAGLE-3 head on the target's own conversations. Ctrl-C stops, the same command goes on."""
+    captured = options.parse_token_ids(layers, "--layers")
+    with reported_errors(False):
+        prepare_model(model, as_json=False)
+        from common.errors import StartupError
+
+        try:
+            _train(
+                model=model,
+                data=data,
+                out=out,
+                features=features,
+                threads=threads,
+                layers=None if captured is None else tuple(captured),
+                draft_vocab=draft_vocab,
+                ttt_steps=ttt_steps,
+                max_tokens=max_tokens,
+                warmup_tokens=warmup_tokens,
+                decay_fraction=decay_fraction,
+                eval_tokens=eval_tokens,
+                num_held_out=num_held_out,
+                checkpoint_minutes=checkpoint_minutes,
+                muon_lr=muon_lr,
+                lr=lr,
+                batch_tokens=batch_tokens,
+                seed=seed,
+                device=device,
+                dtype=dtype,
+            )
+        except StartupError as error:
+            raise FailedPrecondition(str(error), reason=error.reason) from error
+
+
+def _train(*, model: str, data: Path, out: Path, features: Path | None, threads: int | None, **settings: Any) -> None:
+    from common.openmp import spin_briefly
+
+    spin_briefly()
+    import torch
+
+    from common.model_source import resolve_model
+    from training.config import TrainConfig
+    from training.progress import Progress
+    from training.run import train_draft as train
+
+    config = TrainConfig(**settings)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    directory = resolve_model(model, dtype="bfloat16")
+    with _interrupts() as interrupted:
+        train(
+            directory,
+            data,
+            out,
+            config=config,
+            progress=Progress(text_console()),
+            features_dir=features,
+            should_stop=lambda: bool(interrupted),
+        )
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Signals that asked to stop; the second one raises KeyboardInterrupt."""
+    received: list[int] = []
+
+    def receive(number: int, frame: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Trains an EAGLE-3 draft head for a target model."""

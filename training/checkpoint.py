@@ -1,0 +1,105 @@
+"""Checkpoints of a run, and which of them a run may go on from.
+
+last.pt     the newest
+stable.pt   at the start of the decay: until there the learning rate does not depend on how long the run is to be
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+from training.schedule import Schedule
+
+LAST, STABLE = "last.pt", "stable.pt"
+
+
+@dataclass(slots=True)
+class RunState:
+    """How far a run has come. `epoch` and `group` say which batch is next; `loss_sums` are of the steps since the last
+    evaluation, `num_losses` of them.
+    """
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    epoch: int = 0
+    group: int = 0
+    seconds: float = 0.0
+    loss_sums: list[float] = field(default_factory=list)
+    num_losses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`identity`: what a run that goes on from it must share. `head` and `optimizers`: their state dictionaries."""
+
+    identity: dict[str, Any]
+    schedule: Schedule
+    state: RunState
+    head: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+
+
+def save(path: Path, checkpoint: Checkpoint) -> None:
+    """The file appears whole or not at all."""
+    unfinished = path.with_suffix(".new")
+    torch.save(
+        {
+            "identity": checkpoint.identity,
+            "schedule": _fields(checkpoint.schedule),
+            "state": _fields(checkpoint.state),
+            "head": checkpoint.head,
+            "optimizers": checkpoint.optimizers,
+        },
+        unfinished,
+    )
+    os.replace(unfinished, path)
+
+
+def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> Checkpoint | None:
+    """The checkpoint in `directory` that a run goes on from; None where there is none at all.
+
+    Raises ConfigError, naming the setting, for checkpoints of another run, and for ones that have all begun a decay
+    that is not this schedule's.
+    """
+    found = [load(directory / name) for name in (LAST, STABLE) if (directory / name).exists()]
+    for checkpoint in found:
+        for name, value in identity.items():
+            theirs = checkpoint.identity.get(name)
+            if theirs != value:
+                raise ConfigError(f"{name}: this run has {value}, the checkpoint in {directory} {theirs}")
+        before_decay = min(checkpoint.schedule.decay_start, schedule.decay_start)
+        if checkpoint.schedule == schedule or checkpoint.state.num_tokens <= before_decay:
+            return checkpoint
+    if not found:
+        return None
+    newest = found[0]
+    raise ConfigError(
+        f"max_tokens: {directory} was trained for {newest.state.num_tokens} tokens of {newest.schedule.max_tokens}; "
+        f"a decay from {schedule.decay_start} to {schedule.max_tokens} cannot go on from there, nor from a {STABLE}"
+    )
+
+
+def load(path: Path) -> Checkpoint:
+    """Raises ConfigError."""
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        return Checkpoint(
+            stored["identity"],
+            Schedule(**stored["schedule"]),
+            RunState(**stored["state"]),
+            stored["head"],
+            stored["optimizers"],
+        )
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{path}: no checkpoint to read: {error}") from error
+
+
+def _fields(value: Schedule | RunState) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}

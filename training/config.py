@@ -1,0 +1,80 @@
+"""The settings of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+from training.schedule import Schedule
+
+DEVICES = ("cpu", "cuda")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Amounts of tokens are answer tokens. Raises ConfigError, naming the setting that is out of range.
+
+    `layers`: those of the target whose entering streams the head reads; None for the format's default. `batch_tokens`:
+    conversations times the longest of them, in one step of the optimisers. `dtype` is that of the computation; weights
+    are kept in float32.
+    """
+
+    layers: tuple[int, ...] | None = None
+    ttt_steps: int = 3
+    draft_vocab: int = 8192
+    batch_tokens: int = 2048
+    muon_lr: float = 0.02
+    lr: float = 6e-4
+    max_tokens: int = 5_000_000
+    warmup_tokens: int = 50_000
+    decay_fraction: float = 0.3
+    seed: int = 0
+    num_held_out: int = 120
+    eval_tokens: int = 250_000
+    checkpoint_minutes: float = 5.0
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("ttt_steps", "draft_vocab", "batch_tokens", "max_tokens", "num_held_out", "eval_tokens"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _require(self.warmup_tokens >= 0, "warmup_tokens", self.warmup_tokens, "0 or more")
+        for name in ("muon_lr", "lr", "checkpoint_minutes"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        _require(0 <= self.decay_fraction <= 1, "decay_fraction", self.decay_fraction, "from 0 to 1")
+        _require(self.seed >= 0, "seed", self.seed, "0 or more")
+        _require(self.device in DEVICES, "device", self.device, " or ".join(DEVICES))
+        _require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
+
+    @property
+    def schedule(self) -> Schedule:
+        decay_start = round(self.max_tokens * (1 - self.decay_fraction))
+        return Schedule(min(self.warmup_tokens, decay_start), decay_start, self.max_tokens)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that must be equal for a run to go on from a checkpoint. For the schedule see checkpoint.py."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name in _IDENTITY}
+
+
+_IDENTITY = frozenset(
+    {
+        "ttt_steps",
+        "draft_vocab",
+        "batch_tokens",
+        "muon_lr",
+        "lr",
+        "warmup_tokens",
+        "seed",
+        "num_held_out",
+    }
+)
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}: {value!r} is not {allowed}")

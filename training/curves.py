@@ -1,0 +1,92 @@
+"""The course of a run: a line of JSON for each evaluation, and a picture of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """After `tokens` answer tokens and `minutes`. `train_loss`: of each step, the mean since the evaluation before.
+
+    `accuracy` and `cumulative`: on held-out conversations, by position in the chain. `tau`: tokens per verification.
+    """
+
+    tokens: int
+    minutes: float
+    train_loss: tuple[float, ...]
+    accuracy: tuple[float, ...]
+    cumulative: tuple[float, ...]
+    tau: float
+
+    def summary(self) -> str:
+        def text(values: tuple[float, ...]) -> str:
+            return " / ".join(f"{value:.3f}" for value in values)
+
+        return (
+            f"{self.tokens} tokens, {self.minutes:.1f} min: loss {text(self.train_loss)}, "
+            f"accepted {text(self.cumulative)}, tau {self.tau:.3f}"
+        )
+
+
+class Curve:
+    """The evaluations in `directory`/curve.jsonl; those past `num_tokens`, where the run goes on from, are dropped."""
+
+    def __init__(self, directory: Path, *, num_tokens: int) -> None:
+        self._file = directory / "curve.jsonl"
+        self._picture = directory / "curve.png"
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        read = [Evaluation(**json.loads(line)) for line in lines]
+        self.evaluations = [each for each in read if each.tokens <= num_tokens]
+        if len(self.evaluations) < len(read):
+            self._write()
+
+    def add(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+        self._write()
+        draw(self.evaluations, self._picture)
+
+    def _write(self) -> None:
+        unfinished = self._file.with_suffix(".new")
+        unfinished.write_text("".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in self.evaluations))
+        os.replace(unfinished, self._file)
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError, naming the extra that brings it."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("training draws its curves with matplotlib: pip install 'baton-serve[training]'")
+
+
+def draw(evaluations: list[Evaluation], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    millions = [each.tokens / 1e6 for each in evaluations]
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    shown = (
+        ("loss in training", "train_loss"),
+        ("held-out accuracy", "accuracy"),
+        ("held-out acceptance", "cumulative"),
+    )
+    for axes, (title, name) in zip(panels, shown, strict=True):
+        for position in range(len(evaluations[0].accuracy)):
+            values = [getattr(each, name)[position] for each in evaluations]
+            axes.plot(millions, values, marker=".", label=f"draft {position + 1}")
+        axes.set_title(title)
+        axes.set_xlabel("million answer tokens")
+        axes.grid(alpha=0.3)
+    for axes in panels[1:]:
+        axes.set_ylim(bottom=0)
+    panels[2].set_title(f"held-out acceptance (tau {evaluations[-1].tau:.2f})")
+    panels[0].legend()
+    unfinished = path.with_suffix(".new")
+    figure.savefig(unfinished, format="png", dpi=100)
+    os.replace(unfinished, path)

@@ -1,0 +1,169 @@
+"""The target's states for every token of the data, computed once and kept in a directory.
+
+aux.bin       bfloat16 [T, layers * H]   the streams entering the captured layers, side by side
+final.bin     bfloat16 [T, H]            what leaves the final norm
+argmax.bin    int32 [T]                  the target's most likely token after each
+complete.json what they were computed from; written last, so that they are complete whenever it is there
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import ConfigError
+from training.data import Conversations, Ints
+from training.progress import Progress
+from training.target import Target
+
+_MARKER = "complete.json"
+_FILES = ("aux.bin", "final.bin", "argmax.bin")
+_FORWARD_TOKENS = 4096
+_ARGMAX_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesKey:
+    """What features depend on, and so their shape."""
+
+    num_tokens: int
+    hidden_size: int
+    layers: tuple[int, ...]
+    data_digest: str
+    target_digest: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "layers": list(self.layers)}
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Maps of the files. bfloat16 as its bits, uint16, which numpy has."""
+
+    aux: NDArray[np.uint16]
+    final: NDArray[np.uint16]
+    argmax: NDArray[np.int32]
+
+
+def features_key(conversations: Conversations, target: Target, layers: tuple[int, ...]) -> FeaturesKey:
+    return FeaturesKey(
+        num_tokens=conversations.tokens.size,
+        hidden_size=target.config.hidden_size,
+        layers=layers,
+        data_digest=conversations.digest,
+        target_digest=target.digest,
+    )
+
+
+def mark_complete(directory: Path, key: FeaturesKey) -> None:
+    """Say what the files in `directory` were computed from, all of it. Raises ConfigError where their size denies that."""
+    _check_sizes(directory, key)
+    unfinished = directory / f"{_MARKER}.new"
+    unfinished.write_text(json.dumps(key.as_json(), indent=2))
+    os.replace(unfinished, directory / _MARKER)
+
+
+def is_complete(directory: Path, key: FeaturesKey) -> bool:
+    """Raises ConfigError, naming what differs, for the features of other data, another target or other layers."""
+    try:
+        found = json.loads((directory / _MARKER).read_text())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory / _MARKER}: {error}") from error
+    for name, value in key.as_json().items():
+        if found.get(name) != value:
+            raise ConfigError(f"features: {directory} has {name} {found.get(name)}, this run {value}")
+    _check_sizes(directory, key)
+    return True
+
+
+def open_features(directory: Path, key: FeaturesKey) -> Features:
+    return _map(directory, key, "c")  # writable for torch's sake, and never written
+
+
+def compute_features(
+    directory: Path, key: FeaturesKey, conversations: Conversations, target: Target, progress: Progress
+) -> None:
+    """Files of an interrupted computation are made anew, not written to: they may be links to another's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        (directory / name).unlink(missing_ok=True)
+    features = _map(directory, key, "w+")
+    with progress.stage("features", key.num_tokens, "tokens") as stage:
+        for chosen in _forwards(conversations):
+            stage.advance(_compute(features, conversations, chosen, target, key.layers))
+    for array in (features.aux, features.final, features.argmax):
+        assert isinstance(array, np.memmap)
+        array.flush()
+    mark_complete(directory, key)
+
+
+def _compute(
+    features: Features, conversations: Conversations, chosen: Ints, target: Target, layers: tuple[int, ...]
+) -> int:
+    """Features of the conversations `chosen` in one forward. Returns their number of tokens."""
+    lengths = conversations.lengths[chosen]
+    token_ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.int64)
+    places = [slice(conversations.offsets[each], conversations.offsets[each + 1]) for each in chosen]
+    for row, place in enumerate(places):
+        token_ids[row, : lengths[row]] = torch.from_numpy(conversations.tokens[place])
+    aux, final = target.states(token_ids.to(target.model.device), layers)
+    for row, place in enumerate(places):
+        own_final = final[row, : lengths[row]]
+        features.aux[place] = _bits(aux[row, : lengths[row]])
+        features.final[place] = _bits(own_final)
+        best = torch.cat([target.argmax(part) for part in own_final.split(_ARGMAX_TOKENS)])
+        features.argmax[place] = best.cpu().numpy()
+    return int(lengths.sum())
+
+
+def _forwards(conversations: Conversations) -> Iterator[Ints]:
+    """Conversations for each forward: alike in length, the shortest first."""
+    lengths = conversations.lengths
+    order = np.argsort(lengths, kind="stable")
+    first = 0
+    while first < len(order):
+        last = first + 1
+        while last < len(order) and (last + 1 - first) * lengths[order[last]] <= _FORWARD_TOKENS:
+            last += 1
+        yield order[first:last]
+        first = last
+
+
+def _bits(states: Tensor) -> NDArray[np.uint16]:
+    bits: NDArray[np.uint16] = states.to(torch.bfloat16).cpu().contiguous().view(torch.uint16).numpy()
+    return bits
+
+
+def _map(directory: Path, key: FeaturesKey, mode: Any) -> Features:
+    (aux, aux_shape, bits), (final, final_shape, _), (argmax, argmax_shape, ids) = _layout(directory, key)
+    return Features(
+        np.memmap(aux, bits, mode, shape=aux_shape),
+        np.memmap(final, bits, mode, shape=final_shape),
+        np.memmap(argmax, ids, mode, shape=argmax_shape),
+    )
+
+
+def _layout(directory: Path, key: FeaturesKey) -> list[tuple[Path, tuple[int, ...], Any]]:
+    num_tokens, size = key.num_tokens, key.hidden_size
+    shapes = ((num_tokens, len(key.layers) * size), (num_tokens, size), (num_tokens,))
+    dtypes = (np.uint16, np.uint16, np.int32)
+    return [(directory / name, shape, dtype) for name, shape, dtype in zip(_FILES, shapes, dtypes, strict=True)]
+
+
+def _check_sizes(directory: Path, key: FeaturesKey) -> None:
+    for path, shape, dtype in _layout(directory, key):
+        expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if not path.is_file() or path.stat().st_size != expected:
+            raise ConfigError(f"features: {path} is not a file of {expected} bytes")

@@ -1,0 +1,159 @@
+"""The head as it is trained. Its parameters have the names of the EAGLE-3 format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, silu
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+from common.draft.spec import BlockSpec, Eagle3Spec
+from training.attention import ChainAttention
+from training.target import Target
+
+_INIT_STD = 0.02
+_FUSION_STD = 0.005
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self._epsilon)
+
+
+def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    return nn.Linear(num_inputs, num_outputs, bias=False)
+
+
+class _Attention(nn.Module):
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = _linear(2 * spec.hidden_size, size)
+        self.k_proj = _linear(2 * spec.hidden_size, kv_size)
+        self.v_proj = _linear(2 * spec.hidden_size, kv_size)
+        self.o_proj = _linear(size, spec.hidden_size)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.gate_proj = _linear(spec.hidden_size, spec.intermediate_size)
+        self.up_proj = _linear(spec.hidden_size, spec.intermediate_size)
+        self.down_proj = _linear(spec.intermediate_size, spec.hidden_size)
+
+
+class _Layer(nn.Module):
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(spec.hidden_size, spec.norm_epsilon)
+        self.hidden_norm = _Norm(spec.hidden_size, spec.norm_epsilon)
+        self.self_attn = _Attention(spec)
+        self.post_attention_layernorm = _Norm(spec.hidden_size, spec.norm_epsilon)
+        self.mlp = _Mlp(spec)
+
+
+class TrainableHead(nn.Module):
+    """Weights in float32, computation in `dtype`. Positions go up to `max_length`."""
+
+    def __init__(self, spec: Eagle3Spec, *, max_length: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        block = spec.block
+        self.fc = _linear(len(spec.captured_layers) * spec.target_hidden_size, block.hidden_size)
+        self.midlayer = _Layer(block)
+        self.norm = _Norm(block.hidden_size, block.norm_epsilon)
+        self.lm_head = _linear(block.hidden_size, spec.draft_vocab_size)
+        self._dtype = dtype
+        self._num_heads, self._num_kv_heads, self._head_dim = block.num_heads, block.num_kv_heads, block.head_dim
+        angles = LlamaRotaryEmbedding(block.rope)(torch.empty(0, dtype=dtype), torch.arange(max_length).unsqueeze(0))
+        self.register_buffer("_cosines", angles[0][0], persistent=False)
+        self.register_buffer("_sines", angles[1][0], persistent=False)
+
+    def matrices(self) -> list[nn.Parameter]:
+        """All weights with two dimensions but the output layer's."""
+        return [weight for weight in self.parameters() if weight.dim() == 2 and weight is not self.lm_head.weight]
+
+    def chain(self, aux: Tensor, embedded: Callable[[int], Tensor], num_steps: int) -> Iterator[Tensor]:
+        """The outputs [B, L, h] of `num_steps` draft steps, before the norm.
+
+        `aux` [B, L, layers * H] are the target's states; `embedded(s)` [B, L, H] the embeddings of the tokens that
+        step s is fed: row i's is token i + 1 + s.
+        """
+        attn, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        qkv = self._cast(attn.q_proj, attn.k_proj, attn.v_proj)
+        gate_up, down, out = self._cast(mlp.gate_proj, mlp.up_proj), self._cast(mlp.down_proj), self._cast(attn.o_proj)
+        length = aux.shape[1]
+        attention = ChainAttention(length, dtype=self._dtype, device=aux.device)
+        hidden = linear(aux.to(self._dtype), self._cast(self.fc))
+        for step in range(num_steps):
+            embeddings = self.midlayer.input_layernorm(embedded(step).to(self._dtype))
+            x = torch.cat([embeddings, self.midlayer.hidden_norm(hidden)], dim=-1)
+            heads = linear(x, qkv).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+            query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+            place = slice(step, step + length)
+            attended = attention.attend(self._rotated(query, place), self._rotated(key, place), value)
+            hidden = hidden + linear(attended.transpose(1, 2).flatten(2), out)
+            gate, up = linear(self.midlayer.post_attention_layernorm(hidden), gate_up).chunk(2, dim=-1)
+            hidden = hidden + linear(silu(gate) * up, down)
+            yield hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, Vd] from outputs [N, h] of `chain`."""
+        return linear(self.norm(hidden), self._cast(self.lm_head))
+
+    def _cast(self, *layers: nn.Linear) -> Tensor:
+        weights = [layer.weight.to(self._dtype) for layer in layers]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def _rotated(self, x: Tensor, place: slice) -> Tensor:
+        rotated: Tensor = x * self._cosines[place] + rotate_half(x) * self._sines[place]  # type: ignore[index]
+        return rotated
+
+
+@torch.no_grad()
+def initialize(head: TrainableHead, target: Target, token_ids: Tensor, *, seed: int) -> bool:
+    """Start from the target: its output rows of the draft vocabulary `token_ids`, and its last layer if that fits.
+
+    Then the head begins as that layer over the last captured stream. Returns whether it fitted: a layer with Llama's
+    names and shapes. Otherwise the layer begins at random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for weight in head.matrices():
+        weight.normal_(std=_INIT_STD, generator=generator)
+    head.lm_head.weight.copy_(target.output_rows(token_ids))
+    final_norm = target.final_norm()
+    if final_norm is not None and final_norm.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(final_norm)
+    layer = target.last_layer()
+    goals = _goals(head)
+    if any(name not in layer or layer[name].shape != goal.shape for name, goal in goals.items()):
+        return False
+    for name, goal in goals.items():
+        goal.copy_(layer[name])
+    size = head.fc.weight.shape[0]
+    noise = torch.randn(head.fc.weight.shape, generator=generator) * _FUSION_STD
+    noise[:, -size:] += torch.eye(size)
+    head.fc.weight.copy_(noise)
+    return True
+
+
+def _goals(head: TrainableHead) -> dict[str, Tensor]:
+    """Where the weights of a Llama layer go, by their names in it."""
+    layer = head.midlayer
+    size = layer.hidden_norm.weight.shape[0]
+    attn = layer.self_attn
+    goals = {
+        f"self_attn.{name}.weight": getattr(attn, name).weight[:, size:] for name in ("q_proj", "k_proj", "v_proj")
+    }
+    goals |= {f"mlp.{name}.weight": getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj")}
+    return goals | {
+        "self_attn.o_proj.weight": attn.o_proj.weight,
+        "input_layernorm.weight": layer.hidden_norm.weight,
+        "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
+    }

@@ -1,0 +1,75 @@
+"""What a head is trained for, and what is measured of it: both from its chains of draft steps over one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from training.batches import Batch
+from training.head import TrainableHead
+from training.loss import soft_cross_entropy
+
+_STEP_DECAY = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """By position in the chain: how often a draft is the target's most likely token, and how often all up to it are."""
+
+    accuracy: tuple[float, ...]
+    cumulative: tuple[float, ...]
+
+    @property
+    def tau(self) -> float:
+        """Tokens per forward of the target, had every draft been verified greedily."""
+        return 1 + sum(self.cumulative)
+
+
+class Objective:
+    """`output_rows` [Vd, H]: the target's output layer for the draft vocabulary."""
+
+    def __init__(self, head: TrainableHead, embedding: nn.Module, output_rows: Tensor, *, num_steps: int) -> None:
+        self._head = head
+        self._embedding = embedding
+        self._output_rows = output_rows
+        self._num_steps = num_steps
+        self._weights = [_STEP_DECAY**step for step in range(num_steps)]
+
+    def losses(self, batch: Batch) -> Tensor:
+        """[S]: of each step, the mean over the batch's positions."""
+        with torch.no_grad():
+            probs = linear(batch.final.to(self._output_rows.dtype), self._output_rows).float().softmax(-1)
+        losses = [
+            soft_cross_entropy(self._head.logits(hidden.flatten(0, 1)[batch.rows - step]), probs)
+            for step, hidden in enumerate(self._chain(batch))
+        ]
+        return torch.stack(losses)
+
+    def total(self, losses: Tensor) -> Tensor:
+        return losses @ losses.new_tensor(self._weights) / sum(self._weights)
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Batch]) -> Acceptance:
+        """Over all chains of `batches`, of which there must be some."""
+        correct = torch.zeros(2, self._num_steps, dtype=torch.int64, device=self._output_rows.device)
+        num_chains = 0
+        for batch in batches:
+            drafted = [
+                self._head.logits(hidden.flatten(0, 1)[batch.chain_rows]).argmax(-1) for hidden in self._chain(batch)
+            ]
+            hits = torch.stack(drafted, dim=1) == batch.chain_ids
+            correct += torch.stack([hits.sum(0), hits.cumprod(1).sum(0)])
+            num_chains += batch.chain_rows.numel()
+        accuracy, cumulative = (correct / num_chains).tolist()
+        return Acceptance(tuple(accuracy), tuple(cumulative))
+
+    def _chain(self, batch: Batch) -> Iterable[Tensor]:
+        def embedded(step: int) -> Tensor:
+            output: Tensor = self._embedding(batch.token_ids[:, 1 + step : 1 + step + batch.length])
+            return output
+
+        return self._head.chain(batch.aux, embedded, self._num_steps)

@@ -1,0 +1,72 @@
+"""Shows how far long work has come: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich import progress as bars
+from rich.console import Console
+
+_LINE_S = 30.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """`num_done` of `num_total`; `figures` are shown beside."""
+
+    name: str
+    unit: str
+    num_total: int
+    num_done: int
+    show: Callable[[Stage], None]
+    figures: str = ""
+
+    def advance(self, num_done: int, figures: str = "") -> None:
+        self.num_done += num_done
+        self.figures = figures
+        self.show(self)
+
+
+@dataclass(slots=True)
+class Progress:
+    """`clock` is in seconds."""
+
+    console: Console
+    clock: Callable[[], float] = time.monotonic
+    _line_due_s: float = field(default=0.0, init=False)
+
+    def line(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    @contextmanager
+    def stage(self, name: str, num_total: int, unit: str, *, num_done: int = 0) -> Iterator[Stage]:
+        if not self.console.is_terminal:
+            self._line_due_s = self.clock() + _LINE_S
+            yield Stage(name, unit, num_total, num_done, self._print)
+            return
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TaskProgressColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[figures]}"),
+        )
+        with bars.Progress(*columns, console=self.console) as bar:
+            task = bar.add_task(name, total=num_total, completed=num_done, figures="")
+            yield Stage(
+                name,
+                unit,
+                num_total,
+                num_done,
+                lambda stage: bar.update(task, completed=stage.num_done, figures=stage.figures),
+            )
+
+    def _print(self, stage: Stage) -> None:
+        if stage.num_done < stage.num_total and self.clock() < self._line_due_s:
+            return
+        self._line_due_s = self.clock() + _LINE_S
+        self.line(f"{stage.name}: {stage.num_done} of {stage.num_total} {stage.unit}  {stage.figures}".rstrip())

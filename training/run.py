@@ -1,0 +1,125 @@
+"""A whole training run: from a target and conversations to a head in a directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError
+from training.batches import BatchSource
+from training.config import DTYPES, TrainConfig
+from training.curves import Evaluation, require_matplotlib
+from training.data import Conversations, Ints, load_conversations, split
+from training.features import Features, FeaturesKey, compute_features, features_key, is_complete, open_features
+from training.head import TrainableHead, initialize
+from training.head_config import head_config, head_spec
+from training.objective import Objective
+from training.progress import Progress
+from training.target import Target, load_target
+from training.trainer import Trainer, Workplace
+from training.vocabulary import most_frequent
+
+
+def train_draft(
+    model_dir: Path,
+    data: Path,
+    out: Path,
+    *,
+    config: TrainConfig,
+    progress: Progress,
+    features_dir: Path | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[Evaluation]:
+    """Leaves the head in `out`/head, and what is needed to go on in `out`. Features go to `features_dir`, by default in
+    `out` too. Returns the evaluations.
+
+    Raises ConfigError, naming the setting or the array that is wrong, StartupError and UnsupportedModel for a target
+    that cannot be used.
+    """
+    require_matplotlib()
+    device = _device(config.device)
+    _make_writable(out)
+    torch.manual_seed(config.seed)
+    target = load_target(model_dir, device=config.device)
+    conversations = load_conversations(data, vocab_size=target.config.vocab_size)
+    train, held_out = split(conversations, num_held_out=config.num_held_out, seed=config.seed)
+    _require_chains(conversations, held_out, config.ttt_steps)
+    written_config = head_config(target.config, draft_vocab=config.draft_vocab, layers=config.layers)
+    spec = head_spec(written_config, target.config, model_dir)
+    vocabulary = most_frequent(
+        conversations.answer_tokens(train), draft_vocab=config.draft_vocab, vocab_size=target.config.vocab_size
+    )
+    key = features_key(conversations, target, spec.captured_layers)
+    features = _features(features_dir or out / "features", key, conversations, target, progress)
+
+    dtype = DTYPES[config.dtype]
+    token_ids = torch.from_numpy(vocabulary.token_ids)
+    head = TrainableHead(spec, max_length=int(conversations.lengths.max()) + config.ttt_steps, dtype=dtype)
+    fitted = initialize(head, target, token_ids, seed=config.seed)
+    progress.line(
+        f"{len(train)} conversations to train on, {len(held_out)} held out; "
+        f"{sum(weight.numel() for weight in head.parameters()) / 1e6:.1f} million weights, "
+        + ("from the target's last layer" if fitted else "from scratch")
+    )
+    head = head.to(device)
+    objective = Objective(
+        head, target.embedding, target.output_rows(token_ids.to(device)).to(dtype), num_steps=config.ttt_steps
+    )
+    source = BatchSource(
+        conversations,
+        features,
+        draft_ids=vocabulary.draft_ids(),
+        num_steps=config.ttt_steps,
+        batch_tokens=config.batch_tokens,
+        device=device,
+    )
+    identity = {
+        **config.identity(),
+        "data_digest": key.data_digest,
+        "target_digest": key.target_digest,
+        "layers": list(key.layers),
+    }
+    del target  # its decoder layers are not needed any more
+    workplace = Workplace(
+        out=out,
+        identity=identity,
+        head_config=written_config,
+        vocabulary=vocabulary,
+        source=source,
+        train=train,
+        held_out=held_out,
+    )
+    return Trainer(config, workplace, head, objective, progress, should_stop).run()
+
+
+def _features(
+    directory: Path, key: FeaturesKey, conversations: Conversations, target: Target, progress: Progress
+) -> Features:
+    if not is_complete(directory, key):
+        compute_features(directory, key, conversations, target, progress)
+    return open_features(directory, key)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here")
+    return torch.device(name)
+
+
+def _make_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: {out}: {error.strerror}") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ConfigError(f"out: {out} is not writable")
+
+
+def _require_chains(conversations: Conversations, held_out: Ints, num_steps: int) -> None:
+    first = np.maximum(0, conversations.answer_start[held_out] - 2)
+    if not (conversations.lengths[held_out] - 1 - num_steps > first).any():
+        raise ConfigError(f"num_held_out: no held-out answer has {num_steps + 1} tokens, which an evaluation needs")

@@ -1,0 +1,25 @@
+"""The learning rate: warm-up, constant, linear decay. All but the decay is the same however long the run is to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FLOOR = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """In answer tokens. `factor` multiplies the learning rates."""
+
+    warmup_tokens: int
+    decay_start: int
+    max_tokens: int
+
+    def factor(self, num_tokens: int) -> float:
+        """For a step that ends with `num_tokens` tokens seen."""
+        if num_tokens < self.warmup_tokens:
+            return num_tokens / self.warmup_tokens
+        if num_tokens <= self.decay_start:
+            return 1.0
+        left = max(0.0, (self.max_tokens - num_tokens) / (self.max_tokens - self.decay_start))
+        return _FLOOR + (1 - _FLOOR) * left

@@ -1,0 +1,79 @@
+"""What training needs of the target: its states, embedding and output layer, and a layer to start from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from common.errors import StartupError, UnsupportedModel
+from common.model.traits import check_config
+from common.model_cache import default_cache_dir
+from common.model_digest import weights_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`model` is frozen, in bfloat16. `digest` is of its weights."""
+
+    directory: Path
+    model: Any
+    digest: str
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def embedding(self) -> nn.Module:
+        module: nn.Module = self.model.get_input_embeddings()
+        return module
+
+    def output_rows(self, token_ids: Tensor) -> Tensor:
+        """[N, H]: the output layer's rows of these tokens."""
+        rows: Tensor = self.model.get_output_embeddings().weight[token_ids]
+        return rows
+
+    @torch.inference_mode()
+    def states(self, token_ids: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The streams entering `layers` side by side [B, L, layers * H], and what leaves the final norm [B, L, H].
+
+        `token_ids` [B, L] may be padded at the end.
+        """
+        output = self.model.base_model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+        entering = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
+        return entering, output.last_hidden_state
+
+    @torch.inference_mode()
+    def argmax(self, final: Tensor) -> Tensor:
+        """The most likely next tokens [N] after states [N, H] that left the final norm."""
+        token_ids: Tensor = self.model.get_output_embeddings()(final).argmax(-1)
+        return token_ids
+
+    def last_layer(self) -> dict[str, Tensor]:
+        """Weights by their name within the last decoder layer, where its layers are `model.layers`; else none."""
+        prefix = f"model.layers.{self.config.num_hidden_layers - 1}."
+        tensors: dict[str, Tensor] = self.model.state_dict()
+        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+    def final_norm(self) -> Tensor | None:
+        """[H], where it is `model.norm`."""
+        weight: Tensor | None = self.model.state_dict().get("model.norm.weight")
+        return weight
+
+
+def load_target(directory: Path, *, device: str) -> Target:
+    """Raises StartupError when there is no model to load, UnsupportedModel for one the services would not serve."""
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.bfloat16)
+    except (OSError, ValueError, KeyError) as error:
+        raise StartupError(f"{directory}: cannot be loaded as a target: {error}") from error
+    check_config(model.config, name=directory.name)
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise UnsupportedModel(f"{directory.name}: an output layer with a bias is not supported")
+    model = model.to(device).eval().requires_grad_(False)
+    return Target(directory, model, weights_digest(directory, default_cache_dir()))

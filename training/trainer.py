@@ -1,0 +1,175 @@
+"""The loop: steps, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from training import checkpoint
+from training.batches import BatchSource
+from training.checkpoint import LAST, STABLE, Checkpoint, RunState
+from training.config import TrainConfig
+from training.curves import Curve, Evaluation
+from training.data import Ints
+from training.export import export_head
+from training.head import TrainableHead
+from training.objective import Objective
+from training.optimizers import Optimizers
+from training.progress import Progress, Stage
+from training.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workplace:
+    """What a run reads and writes. `identity`: what its checkpoints must share with it; `head_config`: config.json."""
+
+    out: Path
+    identity: dict[str, Any]
+    head_config: dict[str, Any]
+    vocabulary: DraftVocabulary
+    source: BatchSource
+    train: Ints
+    held_out: Ints
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Tokens per second of the steps alone."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class Trainer:
+    """`should_stop` is asked after each step; `clock` is in seconds."""
+
+    config: TrainConfig
+    workplace: Workplace
+    head: TrainableHead
+    objective: Objective
+    progress: Progress
+    should_stop: Callable[[], bool]
+    clock: Callable[[], float] = time.monotonic
+    _optimizers: Optimizers = field(init=False)
+    _state: RunState = field(init=False)
+    _curve: Curve = field(init=False)
+    _groups: list[Ints] = field(init=False, default_factory=list)
+    _saved_s: float = field(init=False, default=0.0)
+    _since_s: float = field(init=False, default=0.0)
+    _pace: _Pace = field(init=False, default_factory=_Pace)
+
+    def run(self) -> list[Evaluation]:
+        """Train from where the checkpoint in the out directory ends, to the end or until asked to stop.
+
+        The head is then exported and a checkpoint written. Returns the evaluations, earlier runs' included.
+        Raises ConfigError when there is a checkpoint of another run.
+        """
+        self._optimizers = Optimizers(self.head, self.config)
+        self._restore()
+        self._since_s = self._saved_s = self.clock()
+        total, begun = self.config.max_tokens, min(self._state.num_tokens, self.config.max_tokens)
+        with self.progress.stage("training", total, "answer tokens", num_done=begun) as stage:
+            while self._state.num_tokens < total and not self.should_stop():
+                self._step(stage)
+        if self._state.num_tokens >= total and self._state.num_losses:
+            self._evaluate()
+        self._save(LAST)
+        self._export()
+        return self._curve.evaluations
+
+    def _restore(self) -> None:
+        found = checkpoint.find(self.workplace.out, self.workplace.identity, self.config.schedule)
+        self._state = RunState(loss_sums=[0.0] * self.config.ttt_steps)
+        if found is not None:
+            self._state = found.state
+            self.head.load_state_dict(found.head)
+            self._optimizers.load_state(found.optimizers)
+            self.progress.line(f"going on from {found.state.num_tokens} answer tokens")
+        self._curve = Curve(self.workplace.out, num_tokens=self._state.num_tokens)
+        self._groups = self._epoch()
+
+    def _step(self, stage: Stage) -> None:
+        state, start_s = self._state, self.clock()
+        batch = self.workplace.source.load(self._groups[state.group])
+        before, after = state.num_tokens, state.num_tokens + batch.num_answer_tokens
+        if before <= self.config.schedule.decay_start < after:
+            self._save(STABLE)
+        losses = self.objective.losses(batch)
+        self.objective.total(losses).backward()
+        self._optimizers.step(self.config.schedule.factor(after))
+        self._count(after, losses.detach())
+        self._pace.num_tokens += batch.num_answer_tokens
+        self._pace.seconds += self.clock() - start_s
+        loss = " ".join(f"{value / state.num_losses:.3f}" for value in state.loss_sums)
+        stage.advance(batch.num_answer_tokens, f"loss {loss}  {self._pace.tokens_per_s:.0f} tokens/s")
+        if before // self.config.eval_tokens < after // self.config.eval_tokens:
+            self._evaluate()
+            self._export()
+        if self.clock() - self._saved_s >= 60 * self.config.checkpoint_minutes:
+            self._save(LAST)
+            self._saved_s = self.clock()
+
+    def _count(self, num_tokens: int, losses: Tensor) -> None:
+        state = self._state
+        state.num_tokens = num_tokens
+        state.num_steps += 1
+        state.num_losses += 1
+        state.loss_sums = [total + loss for total, loss in zip(state.loss_sums, losses.tolist(), strict=True)]
+        state.group += 1
+        if state.group == len(self._groups):
+            state.epoch, state.group = state.epoch + 1, 0
+            self._groups = self._epoch()
+
+    def _epoch(self) -> list[Ints]:
+        place = self.workplace
+        return place.source.epoch(place.train, seed=self.config.seed, epoch=self._state.epoch)
+
+    def _evaluate(self) -> None:
+        state, place = self._state, self.workplace
+        measured = self.objective.measure(place.source.load(group) for group in place.source.grouped(place.held_out))
+        self._tick()
+        evaluation = Evaluation(
+            tokens=state.num_tokens,
+            minutes=round(state.seconds / 60, 2),
+            train_loss=tuple(round(total / state.num_losses, 4) for total in state.loss_sums),
+            accuracy=tuple(round(value, 4) for value in measured.accuracy),
+            cumulative=tuple(round(value, 4) for value in measured.cumulative),
+            tau=round(measured.tau, 4),
+        )
+        state.loss_sums, state.num_losses = [0.0] * len(state.loss_sums), 0
+        self._pace = _Pace()
+        self._curve.add(evaluation)
+        self.progress.line(evaluation.summary())
+
+    def _export(self) -> None:
+        place = self.workplace
+        size = export_head(place.out / "head", place.head_config, self.head, place.vocabulary)
+        self.progress.line(f"exported {place.out / 'head'} ({size / 1e6:.1f} MB)")
+
+    def _save(self, name: str) -> None:
+        self._tick()
+        checkpoint.save(
+            self.workplace.out / name,
+            Checkpoint(
+                self.workplace.identity,
+                self.config.schedule,
+                self._state,
+                self.head.state_dict(),
+                self._optimizers.state(),
+            ),
+        )
+
+    def _tick(self) -> None:
+        now_s = self.clock()
+        self._state.seconds += now_s - self._since_s
+        self._since_s = now_s
