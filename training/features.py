@@ -66,7 +66,7 @@ def features_key(conversations: Conversations, target: Target, layers: tuple[int
 
 
 def mark_complete(directory: Path, key: FeaturesKey) -> None:
-    """Say what the files in `directory` were computed from, all of it. Raises ConfigError where their size denies that."""
+    """Say what the files in `directory` were computed from. Raises ConfigError where their sizes deny it."""
     _check_sizes(directory, key)
     unfinished = directory / f"{_MARKER}.new"
     unfinished.write_text(json.dumps(key.as_json(), indent=2))

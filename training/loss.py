@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
 
 class SoftCE(torch.autograd.Function):
@@ -17,18 +18,17 @@ class SoftCE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, probs: Tensor) -> Tensor:
-        gradient = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        normalizer = gradient.logsumexp(-1, keepdim=True)
-        scale = 1 / max(1, logits.shape[0])
-        loss = (normalizer.squeeze(-1) - torch.einsum("nv,nv->n", probs, gradient)).sum() * scale
-        gradient.sub_(normalizer).exp_().sub_(probs).mul_(scale)
+        ctx.scale = 1 / max(1, logits.shape[0])
+        gradient = log_softmax(logits, dim=-1, dtype=torch.float32)
+        loss = torch.einsum("nv,nv->", probs, gradient) * -ctx.scale
+        gradient.exp_().sub_(probs)
         ctx.save_for_backward(gradient.to(logits.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_output.to(gradient.dtype), None
+        return gradient * (grad_output * ctx.scale), None
 
 
 def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
