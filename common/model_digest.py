@@ -42,10 +42,11 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft head and the directory it came from."""
+    """A draft head, the directory it came from, and how many first drafts its seeds carry."""
 
     directory: Path
     head: DraftHead
+    topk: int = 1
 
 
 def compute_fingerprint(
@@ -70,7 +71,7 @@ def compute_fingerprint(
         layer_groups=(model.layer_group, draft.head.layer_group),
         draft_weights_digest=_digest(part.encode() for part in parts),
         algorithm=draft.head.algorithm,
-        seed_columns=seed_columns(draft.head),
+        seed_columns=seed_columns(draft.head, topk=draft.topk),
     )
 
 

@@ -73,10 +73,13 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> LoadedDraft:
     directory = resolve_draft(settings.draft, _LoggedProgress())
     _log.info("loading_draft", draft=settings.draft, directory=str(directory))
     head = load_draft(directory, target=model, device=settings.device, dtype=settings.dtype)
-    if head.layer_group.num_layers != 1:
-        raise UnsupportedModel(f"{settings.draft}: a draft head of several layers is not supported")
+    num_layers, num_ids = head.layer_group.num_layers, head.token_ids.shape[0]
+    if settings.draft_topk > 1 and num_layers > 1:
+        raise StartupError(f"draft_topk: {settings.draft} has {num_layers} layers: it drafts chains, not trees")
+    if settings.draft_topk > num_ids:
+        raise StartupError(f"draft_topk: {settings.draft_topk} of a draft vocabulary of {num_ids}")
     model.capture_hidden(head.capture)
-    return LoadedDraft(directory, head)
+    return LoadedDraft(directory, head, settings.draft_topk)
 
 
 def _architecture(directory: Path) -> str:

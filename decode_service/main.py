@@ -36,6 +36,7 @@ from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, Drain, Event
 from decode_service.scheduler import DecodeEngine
+from decode_service.speculation_settings import speculation_of
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0
@@ -122,7 +123,7 @@ def _engine(settings: DecodeSettings, process: Process, metrics: EngineMetrics) 
     return DecodeEngine(
         model=runtime.model,
         draft=runtime.draft,
-        num_draft_tokens=settings.num_draft_tokens,
+        spec_info=speculation_of(settings, runtime.draft) if runtime.draft else None,
         device=runtime.device,
         max_rows=settings.max_rows,
         max_kv_tokens=settings.max_kv_tokens,

@@ -109,6 +109,10 @@ class Request:
         """Whether a further decode step can still add a token."""
         return self.phase is Phase.RUNNING and self.num_output + self.num_in_flight < self.sampling.max_tokens
 
+    def has_room_after(self, seq_len: int) -> bool:
+        """The same where `seq_len` tokens have committed KV, those of steps in flight included."""
+        return seq_len + 1 - self.prompt_len < self.sampling.max_tokens
+
     @property
     def row_seed(self) -> RowSeed:
         assert self.lease is not None

@@ -19,23 +19,12 @@ from common.kv.pool import KvPool, RowLease
 from common.model.sampling_state import SamplingBatch
 from common.wire.handoff import PrebuiltBatch
 from decode_service.request import Request
+from decode_service.spec_info import SpecInfo
 
 
 class ForwardMode(Enum):
     PREBUILT = auto()  # bootstrapped from a handoff: no forward of its own
     DECODE = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class SpecInfo:
-    """How a batch speculates: a chain of `num_draft_tokens` for each entry."""
-
-    num_draft_tokens: int
-
-    @property
-    def num_verify_tokens(self) -> int:
-        """The bonus token of the step before, and the drafted ones."""
-        return self.num_draft_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +113,9 @@ class ScheduleBatch:
         self.seq_lens_cpu = _host_copy(seq_lens)
 
     @property
-    def num_step_tokens(self) -> int:
-        """Tokens that the next forward computes of each entry."""
-        return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
+    def num_step_slots(self) -> int:
+        """Slots past its committed KV that the next step writes to, of each entry."""
+        return 1 if self.spec_info is None else self.spec_info.num_slots
 
     def num_slots_needed(self) -> int:
         """Slots that `prepare_for_decode` takes from the pool."""
@@ -134,7 +123,7 @@ class ScheduleBatch:
         return sum(max(0, tokens - lease.num_tokens) for tokens, lease in zip(wanted, self._leases(), strict=True))
 
     def prepare_for_decode(self, pool: KvPool) -> bool:
-        """Slots for the tokens that the next forward computes of each entry, in order of position.
+        """Slots for what the next step writes of each entry, in order of position.
 
         Without speculation that is one, and the lengths become one longer, as new tensors. With it the lengths stay:
         the forward itself finds out by how much they grow, and what it does not commit is overwritten by the next.
@@ -142,7 +131,7 @@ class ScheduleBatch:
         """
         if not pool.grow(self._leases(), self._wanted_tokens()):
             return False
-        window = torch.arange(self.num_step_tokens, device=self.seq_lens.device)
+        window = torch.arange(self.num_step_slots, device=self.seq_lens.device)
         positions = self.seq_lens.unsqueeze(1) + window
         self.out_cache_loc = pool.rows.req_to_token[self.req_pool_indices.unsqueeze(1), positions].flatten()
         if self.spec_info is None:
@@ -155,7 +144,7 @@ class ScheduleBatch:
         return [req.lease for req in self.reqs if req.lease is not None]
 
     def _wanted_tokens(self) -> list[int]:
-        return [length + self.num_step_tokens for length in self.seq_lens_cpu.tolist()]
+        return [length + self.num_step_slots for length in self.seq_lens_cpu.tolist()]
 
     def filter_batch(self, keep: Sequence[int]) -> None:
         """Keep the entries at these indices, ascending."""
@@ -190,9 +179,9 @@ class ScheduleBatch:
 class ForwardBatch:
     """What one forward reads. It owns its tensors and refers to no request and no ScheduleBatch.
 
-    `seq_lens` [B] counts the tokens this forward writes; `positions` and `out_cache_loc` [B * M] are those tokens'
-    own, M of each entry. `prefix_lens` [B] is the KV that was there before. `seq_lens_sum` and `max_seq_len` are
-    derived here and nowhere else.
+    `seq_lens` [B] counts the tokens the target computes, M of each entry, and `positions` [B * M] are those tokens' own
+    in a chain. `prefix_lens` [B] is the KV that was there before, `out_cache_loc` [B * S] the slots behind it that the
+    step may write. `seq_lens_sum` and `max_seq_len` are derived here and nowhere else.
     """
 
     req_pool_indices: Tensor
@@ -210,7 +199,7 @@ class ForwardBatch:
     @classmethod
     def snapshot(cls, batch: ScheduleBatch) -> ForwardBatch:
         assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
-        num_tokens = batch.num_step_tokens
+        num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
         num_ahead = 0 if batch.spec_info is None else num_tokens
         seq_lens_cpu = tuple(length + num_ahead for length in batch.seq_lens_cpu.tolist())
         seq_lens = batch.seq_lens + num_ahead
@@ -237,8 +226,13 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """M: the tokens this forward computes of each entry."""
+        """M: the tokens the target computes of each entry."""
         return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
+
+    @property
+    def max_accept_len(self) -> int:
+        """Tokens that the step commits of an entry at most."""
+        return 1 if self.spec_info is None else self.spec_info.max_accept_len
 
 
 def _device_copy(host: Tensor, torch_device: torch.device) -> Tensor:

@@ -39,8 +39,10 @@ from decode_service.messages import (
     Submit,
     Tokens,
 )
+from decode_service.multi_layer_eagle_worker import MultiLayerEagleWorker
 from decode_service.request import Phase, Request
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
+from decode_service.spec_info import SpecInfo
 from decode_service.step_in_flight import RowResult, StepInFlight, first_token_payload
 from decode_service.worker import PlainWorker, Worker
 
@@ -53,7 +55,8 @@ _COPY_WAIT_S = 0.001
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    `max_rows` bounds rows reserved, transferring and running together. `overlap=False` finishes each step before the
+    `draft` and `spec_info` come together; the head fits `spec_info`. `max_rows` bounds rows reserved, transferring and
+    running together. `overlap=False` finishes each step before the
     next is scheduled, by the same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
     """
 
@@ -66,7 +69,7 @@ class DecodeEngine:
         max_kv_tokens: int,
         max_context_tokens: int,
         draft: DraftHead | None = None,
-        num_draft_tokens: int = 4,
+        spec_info: SpecInfo | None = None,
         overlap: bool = True,
         max_handoff_attempts: int = 3,
         prefill_timeout_s: float = 10.0,
@@ -80,7 +83,8 @@ class DecodeEngine:
         self._on_step = on_step
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
-        self._num_ahead = 0 if draft is None else num_draft_tokens
+        assert (draft is None) == (spec_info is None)
+        self._num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             max_rows=max_rows,
@@ -92,7 +96,7 @@ class DecodeEngine:
             max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
         )
         self._forward_stream = device.new_stream("forward")
-        self._worker = self._new_worker(model, draft, num_draft_tokens)
+        self._worker = self._new_worker(model, draft, spec_info)
         self.future_map = FutureMap(
             device=device,
             forward_stream=self._forward_stream,
@@ -176,15 +180,16 @@ class DecodeEngine:
         self._landing.close(_STEP_TIMEOUT_S)
         self._forward_stream.close(_STEP_TIMEOUT_S)
 
-    def _new_worker(self, model: TargetModel, draft: DraftHead | None, num_draft_tokens: int) -> Worker:
-        if draft is None:
+    def _new_worker(self, model: TargetModel, draft: DraftHead | None, spec_info: SpecInfo | None) -> Worker:
+        if draft is None or spec_info is None:
             return PlainWorker(
                 model=model, pool=self.pool, sampling_state=self._sampling_state, stream=self._forward_stream
             )
-        return EagleWorker(
+        speculative = EagleWorker if draft.layer_group.num_layers == 1 else MultiLayerEagleWorker
+        return speculative(
             model=model,
             draft=draft,
-            num_draft_tokens=num_draft_tokens,
+            spec_info=spec_info,
             pool=self.pool,
             sampling_state=self._sampling_state,
             stream=self._forward_stream,
@@ -239,6 +244,8 @@ class DecodeEngine:
         running = self._running
         running.filter_batch([i for i, req in enumerate(running.reqs) if req.wants_launch])
         self.future_map.resolve_seq_lens(running)
+        lengths = running.seq_lens_cpu.tolist()
+        running.filter_batch([i for i, req in enumerate(running.reqs) if req.has_room_after(lengths[i])])
         if ready:
             self._merge_prebuilt(ready)
         running.spec_info = self._worker.spec_info
@@ -276,11 +283,12 @@ class DecodeEngine:
         """
         running = self._running
         while (shortage := running.num_slots_needed() - self.pool.num_free_slots) > 0:
+            held = set(map(id, running.reqs))
             coming = self.pool.slot_counts().quarantined + sum(
                 req.lease.num_tokens
                 for req in self._requests.values()
                 if req.lease is not None
-                and (req.phase is Phase.RETRACTING or (req.phase is Phase.RUNNING and not req.wants_launch))
+                and (req.phase is Phase.RETRACTING or (req.phase is Phase.RUNNING and id(req) not in held))
             )
             if coming >= shortage:
                 return False

@@ -89,7 +89,7 @@ class StepInFlight:
     def results(self) -> list[RowResult]:
         """Behind `end` only."""
         host = self.host.get()
-        width = self.batch.num_tokens
+        width = self.batch.max_accept_len
         wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
         logprobs = unpack_logprobs(host.sampled, self.batch.sampling.repeated(width), wanted)
         tokens = host.sampled.token_ids.tolist()
@@ -99,7 +99,7 @@ class StepInFlight:
         ):
             run = slice(i * width, i * width + num_accepted)
             entries = tuple(entry for entry in logprobs[run] if entry is not None)
-            results.append(RowResult(tuple(tokens[run]), is_invalid, entries, width - 1))
+            results.append(RowResult(tuple(tokens[run]), is_invalid, entries, self.batch.num_tokens - 1))
         return results
 
 

@@ -18,7 +18,8 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
-from decode_service.schedule_batch import ForwardBatch, SpecInfo
+from decode_service.schedule_batch import ForwardBatch
+from decode_service.spec_info import SpecInfo
 
 OnPublish = Callable[[Cell[Tensor]], None]
 """Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]. Bound to the rows."""
@@ -28,8 +29,8 @@ OnPublish = Callable[[Cell[Tensor]], None]
 class WorkerOutput:
     """Cells that the step's pieces fill.
 
-    `payload`: what to stash. `sampled`: the step's tokens, M of each entry. `accept_lens` [B] int64: how many of them
-    count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
+    `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
+    int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
     """
 
     payload: Cell[RelayPayload]
@@ -87,7 +88,8 @@ class PlainWorker:
             inputs = relayed.get()
             with torch.inference_mode():
                 group = self._model.layer_group.name
-                logits = self._model.forward(target_input(batch, inputs.tokens, self._pool, group)).logits
+                window = window_input(batch, inputs.tokens.unsqueeze(1), self._pool, group)
+                logits = self._model.forward(window).logits
                 sampled = sample(logits, batch.req_pool_indices, batch.seq_lens, self._sampling_state, batch.sampling)
                 output.sampled.set(sampled)
                 output.accept_lens.set(torch.ones_like(sampled.token_ids))
@@ -99,19 +101,38 @@ class PlainWorker:
         return output
 
 
-def target_input(batch: ForwardBatch, tokens: Tensor, pool: KvPool, group: str) -> ForwardInput:
-    """The batch's forward over `tokens` [B * M], with the KV of one layer group."""
-    num_tokens = batch.num_tokens
+def window_input(
+    batch: ForwardBatch,
+    tokens: Tensor,
+    pool: KvPool,
+    group: str,
+    *,
+    num_before: int = 0,
+    positions: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+) -> ForwardInput:
+    """A forward over `tokens` [B, M] behind each entry's prefix, or behind `num_before` more of its step's tokens.
+
+    `positions` [B, M]: where they are not those of a chain; `tree_mask` [B, M, W] then says what they attend.
+    """
+    num_rows, num_tokens = tokens.shape
+    slots = batch.out_cache_loc.view(num_rows, -1)[:, num_before : num_before + num_tokens]
+    prefix_lens = batch.prefix_lens + num_before
+    if positions is None:
+        positions = prefix_lens.unsqueeze(1) + torch.arange(num_tokens, device=tokens.device)
+    is_decode = num_tokens == 1 and tree_mask is None
+    prefix_lens_cpu = tuple(length - batch.num_tokens + num_before for length in batch.seq_lens_cpu)
     return ForwardInput(
-        input_ids=tokens,
-        positions=batch.positions,
-        out_cache_loc=batch.out_cache_loc,
+        input_ids=tokens.flatten(),
+        positions=positions.flatten(),
+        out_cache_loc=slots.flatten(),
         req_to_token=pool.rows.req_to_token,
         req_pool_indices=batch.req_pool_indices,
-        seq_lens=batch.seq_lens,
-        prefix_lens=None if num_tokens == 1 else tuple(length - num_tokens for length in batch.seq_lens_cpu),
-        extend_lens=None if num_tokens == 1 else (num_tokens,) * batch.batch_size,
-        max_seq_len=batch.max_seq_len,
+        seq_lens=prefix_lens + num_tokens,
+        prefix_lens=None if is_decode else prefix_lens_cpu,
+        extend_lens=None if is_decode else (num_tokens,) * num_rows,
+        max_seq_len=max(prefix_lens_cpu, default=0) + num_tokens,
         kv=pool.buffers[group],
         logits_rows=None,
+        tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),
     )

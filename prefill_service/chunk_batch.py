@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.device.upload import upload
+from common.draft.extend import NextTokens
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling_state import SamplingBatch
@@ -24,21 +26,35 @@ class Chunk:
     stop: int
 
     @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
     def is_last(self) -> bool:
         return self.stop == self.prompt.num_tokens
 
-    def next_ids(self) -> list[int]:
-        """The token after each of the chunk's: at its end the prompt's next one, whatever computes it."""
-        following = list(self.prompt.row.token_ids[self.start + 1 : self.stop + 1])
-        return [*following, 0] if self.is_last else following
+    def next_ids(self, num_ahead: int) -> list[int]:
+        """The token after each of the chunk's and `num_ahead` more: the prompt's, whatever computes them.
+
+        0 where the prompt has no more.
+        """
+        following = self.prompt.row.token_ids[self.start + 1 : self.stop + 1 + num_ahead]
+        return [*following, *(0,) * (self.num_tokens + num_ahead - len(following))]
 
 
-def cut_chunks(prompts: Sequence[Prompt], *, chunk_tokens: int, max_batch_tokens: int) -> list[Chunk]:
-    """The next forward's chunks: oldest prompts first, at most `chunk_tokens` of each, `max_batch_tokens` together."""
+def cut_chunks(
+    prompts: Sequence[Prompt], *, chunk_tokens: int, max_batch_tokens: int, min_last_tokens: int = 1
+) -> list[Chunk]:
+    """The next forward's chunks: oldest prompts first, at most `chunk_tokens` of each, `max_batch_tokens` together.
+
+    A prompt's last chunk has `min_last_tokens` at least, or is the whole prompt; `chunk_tokens` is no less.
+    """
     chunks = []
     budget = max_batch_tokens
     for prompt in prompts:
         size = min(chunk_tokens, prompt.num_left, budget)
+        if 0 < prompt.num_left - size < min_last_tokens:
+            size = prompt.num_left - min_last_tokens
         if size > 0:
             chunks.append(Chunk(prompt, prompt.num_launched_tokens, prompt.num_launched_tokens + size))
             budget -= size
@@ -50,20 +66,20 @@ class ChunkBatch:
     """The tensors of one forward; it owns them all.
 
     `sampled_rows` and `sampled_positions` [R] int64 belong to the chunks that end their prompt, in order: each row's
-    first token is drawn there. `sampled_entries` are those chunks' places in `chunks`. `next_ids` [T] int64 is the
-    token after each of the forward's; 0 at the end of a prompt, where it is the one to be drawn.
+    first token is drawn there. `sampled_entries` are those chunks' places in `chunks`. `next_tokens` are the prompts':
+    at the end of one stands 0 for the token to be drawn, and for what is drafted after it.
     """
 
     chunks: tuple[Chunk, ...]
     forward_input: ForwardInput
-    next_ids: Tensor
+    next_tokens: NextTokens
     sampled_entries: tuple[int, ...]
     sampled_rows: Tensor
     sampled_positions: Tensor
     sampling: SamplingBatch
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], *, pool: KvPool, layer_group: str) -> ChunkBatch:
+    def of(cls, chunks: Sequence[Chunk], *, pool: KvPool, layer_group: str, num_draft_layers: int = 1) -> ChunkBatch:
         table = pool.rows.req_to_token
         device = table.device
 
@@ -73,11 +89,8 @@ class ChunkBatch:
         leases = [chunk.prompt.lease for chunk in chunks]
         rows = [lease.row for lease in leases if lease is not None]
         assert len(rows) == len(chunks), "a prompt that computes holds a row"
-        last_token_places = []
-        num_before = 0
-        for chunk in chunks:
-            num_before += chunk.stop - chunk.start
-            last_token_places.append(num_before - 1)
+        stops = list(itertools.accumulate(chunk.num_tokens for chunk in chunks))
+        num_ahead = num_draft_layers - 1
         entries = tuple(i for i, chunk in enumerate(chunks) if chunk.is_last)
         forward_input = ForwardInput(
             input_ids=tensor([token for c in chunks for token in c.prompt.row.token_ids[c.start : c.stop]]),
@@ -94,15 +107,24 @@ class ChunkBatch:
             req_pool_indices=tensor(rows),
             seq_lens=tensor([chunk.stop for chunk in chunks]),
             prefix_lens=tuple(chunk.start for chunk in chunks),
-            extend_lens=tuple(chunk.stop - chunk.start for chunk in chunks),
+            extend_lens=tuple(chunk.num_tokens for chunk in chunks),
             max_seq_len=max(chunk.stop for chunk in chunks),
             kv=pool.buffers[layer_group],
-            logits_rows=tensor([last_token_places[i] for i in entries]),
+            logits_rows=tensor([stops[i] - 1 for i in entries]),
         )
         return cls(
             chunks=tuple(chunks),
             forward_input=forward_input,
-            next_ids=tensor([token for chunk in chunks for token in chunk.next_ids()]),
+            next_tokens=NextTokens(
+                tensor([token for chunk in chunks for token in chunk.next_ids(num_ahead)]),
+                tensor(
+                    [
+                        place + i * num_ahead
+                        for i, c in enumerate(chunks)
+                        for place in range(stops[i] - c.num_tokens, stops[i])
+                    ]
+                ),
+            ),
             sampled_entries=entries,
             sampled_rows=tensor([rows[i] for i in entries]),
             sampled_positions=tensor([chunks[i].stop for i in entries]),
@@ -111,4 +133,4 @@ class ChunkBatch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+        return sum(chunk.num_tokens for chunk in self.chunks)

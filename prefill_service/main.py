@@ -37,6 +37,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
     engine = PrefillEngine(
         model=runtime.model,
         draft=runtime.draft,
+        draft_topk=settings.draft_topk,
         device=runtime.device,
         max_rows=settings.max_rows,
         max_kv_tokens=settings.max_kv_tokens,

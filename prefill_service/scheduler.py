@@ -22,8 +22,9 @@ from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Device, Scope
 from common.device.stream import Event as DeviceEvent
+from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
-from common.draft.seed import Seed, column_to_numpy, make_seed
+from common.draft.seed import Seed, column_to_numpy
 from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
@@ -69,6 +70,7 @@ class _StepInFlight:
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
+    `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. `clock` is in monotonic seconds.
     """
@@ -82,6 +84,7 @@ class PrefillEngine:
         max_kv_tokens: int,
         max_context_tokens: int,
         draft: DraftHead | None = None,
+        draft_topk: int = 1,
         chunk_tokens: int = 512,
         max_batch_tokens: int = 2048,
         send_budget_bytes: int = 64 << 20,
@@ -95,6 +98,9 @@ class PrefillEngine:
     ) -> None:
         self._model = model
         self._draft = draft
+        self._draft_topk = draft_topk
+        self._num_draft_layers = draft.layer_group.num_layers if draft else 1
+        assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
         self._device = device
         self._chunk_tokens = chunk_tokens
         self._max_batch_tokens = max_batch_tokens
@@ -236,11 +242,19 @@ class PrefillEngine:
 
     def _launch(self) -> _StepInFlight | None:
         chunks = cut_chunks(
-            list(self._computing), chunk_tokens=self._chunk_tokens, max_batch_tokens=self._max_batch_tokens
+            list(self._computing),
+            chunk_tokens=self._chunk_tokens,
+            max_batch_tokens=self._max_batch_tokens,
+            min_last_tokens=self._num_draft_layers,
         )
         if not chunks:
             return None
-        batch = ChunkBatch.of(chunks, pool=self.pool, layer_group=self._model.layer_group.name)
+        batch = ChunkBatch.of(
+            chunks,
+            pool=self.pool,
+            layer_group=self._model.layer_group.name,
+            num_draft_layers=self._num_draft_layers,
+        )
         scope = Scope(f"prefill step {self._num_steps}")
         stream = self._forward_stream
         stream.wait(self._device.schedule_stream.record())
@@ -276,21 +290,21 @@ class PrefillEngine:
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
         """The draft head over the chunks: its KV, and the seeds of the prompts that end with them."""
-        places = batch.forward_input.logits_rows
-        assert places is not None
-        window = replace(
-            batch.forward_input,
-            input_ids=batch.next_ids.index_copy(0, places, first_token_ids),
-            kv=self.pool.buffers[draft.layer_group.name],
-        )
-        hidden = draft.forward(window, draft.fuse(captured))
-        return make_seed(
+        last, following = batch.forward_input.logits_rows, batch.next_tokens
+        assert last is not None
+        return extend_draft(
             draft,
-            hidden[places],
+            replace(batch.forward_input, kv=self.pool.buffers[draft.layer_group.name]),
+            captured,
+            next_tokens=NextTokens(
+                following.ids.index_copy(0, following.places[last], first_token_ids), following.places
+            ),
+            last=last,
             rows=batch.sampled_rows,
             positions=batch.sampled_positions + 1,
             state=self._sampling_state,
             batch=batch.sampling,
+            topk=self._draft_topk,
         )
 
     def _finish_done(self) -> None:

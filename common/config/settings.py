@@ -12,6 +12,7 @@ from common.wire.handoff import MAX_SEGMENT_BYTES
 
 ENV_PREFIX = "BATON_"
 MAX_DRAFT_TOKENS = 15
+MAX_DRAFT_TOPK = 8
 
 
 def _address(value: str) -> str:
@@ -50,6 +51,7 @@ class ServiceSettings(BaseSettings):
     metrics_listen: OptionalAddress = ""
     model: str = "demo"
     draft: str = ""
+    draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     tf32: bool = False
@@ -92,7 +94,8 @@ class DecodeSettings(ServiceSettings):
     share_of_cores = 1.0
     listen: Address = "127.0.0.1:50051"
     prefill: Addresses = ("127.0.0.1:50052",)
-    num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] = 4
+    num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
+    num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     overlap: bool = True
     receive_budget_bytes: Positive = 64 << 20
     max_queued_requests: Annotated[int, Field(ge=0)] = 256

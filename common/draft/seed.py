@@ -10,25 +10,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.draft.head import DraftHead
-from common.model.sampling import propose
-from common.model.sampling_state import SamplingBatch, SamplingState
 from common.wire.fingerprint import SeedColumnSpec
 
 TOPK_INDEX = "topk_index"
+TOPK_P = "topk_p"
 HIDDEN_STATES = "hidden_states"
 
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """`topk_index` [B, 1] int64: the first drafted token of each row, a target id. `hidden_states` [B, h]: the head's
-    own output at the row that drafted it, which the next step of the chain is fed.
+    """`topk_index` int64: of a head with one layer [B, topk], each row's best first drafts; of several layers
+    [B, layers], each layer's draft. All are target ids.
+
+    `topk_p` [B, topk] float32: what the head gives each of several first drafts; None where there is just one.
+    `hidden_states` [B, h]: the output of a head's only layer at the row that drafted, which the next step of the chain
+    is fed; None of several layers, where nothing is left to chain.
     """
 
     topk_index: Tensor
-    hidden_states: Tensor
+    topk_p: Tensor | None = None
+    hidden_states: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor]:
-        return {TOPK_INDEX: self.topk_index, HIDDEN_STATES: self.hidden_states}
+        columns = {TOPK_INDEX: self.topk_index, TOPK_P: self.topk_p, HIDDEN_STATES: self.hidden_states}
+        return {name: column for name, column in columns.items() if column is not None}
+
+
+def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
+    """What `extend_draft` gives of each row."""
+    num_layers = head.layer_group.num_layers
+    if num_layers > 1:
+        return (SeedColumnSpec(TOPK_INDEX, "int64", (num_layers,)),)
+    hidden_states = SeedColumnSpec(HIDDEN_STATES, head.layer_group.dtype, (head.hidden_size,))
+    if topk == 1:
+        return (SeedColumnSpec(TOPK_INDEX, "int64", (1,)), hidden_states)
+    return (SeedColumnSpec(TOPK_INDEX, "int64", (topk,)), SeedColumnSpec(TOPK_P, "float32", (topk,)), hidden_states)
 
 
 def column_to_numpy(column: Tensor) -> NDArray[np.generic]:
@@ -36,25 +52,3 @@ def column_to_numpy(column: Tensor) -> NDArray[np.generic]:
     is_bfloat16 = column.dtype == torch.bfloat16
     values: NDArray[np.generic] = (column.view(torch.uint16) if is_bfloat16 else column).numpy()
     return values
-
-
-def seed_columns(head: DraftHead) -> tuple[SeedColumnSpec, ...]:
-    return (
-        SeedColumnSpec(TOPK_INDEX, "int64", (1,)),
-        SeedColumnSpec(HIDDEN_STATES, head.layer_group.dtype, (head.hidden_size,)),
-    )
-
-
-@torch.inference_mode()
-def make_seed(
-    head: DraftHead,
-    hidden: Tensor,
-    *,
-    rows: Tensor,
-    positions: Tensor,
-    state: SamplingState,
-    batch: SamplingBatch,
-) -> Seed:
-    """From the head's outputs `hidden` [B, h] at each row's last token; `positions` [B] are the drafted tokens' own."""
-    drafted = propose(head.logits(hidden), head.token_ids, rows, positions, state, batch)
-    return Seed(drafted.unsqueeze(1), hidden)

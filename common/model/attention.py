@@ -27,8 +27,9 @@ class ForwardInput:
     `seq_lens` counting this forward's tokens too; kv [layers, 2, slots, heads, head_dim], slot 0 of it padding and
     finite; logits_rows [R] int64, the tokens (0 .. T-1) whose logits are wanted, None for all.
     `max_seq_len` >= max(seq_lens). `prefix_lens` and `extend_lens` say how many of a row's tokens were there before and
-    are new; None in a decode forward, which has one token per row (T == B). `tree_mask` [T, max(extend_lens)] bool: the
-    new tokens of its row that each token attends beside the row's prefix; None: those up to its own.
+    are new; None in a decode forward, which has one token per row (T == B). `tree_mask` [T, W] bool: which of its row's
+    last W tokens each new token attends, beside all that come before them; W >= max(extend_lens), and every row has as
+    many tokens. None: those up to its own.
     """
 
     input_ids: Tensor

@@ -50,7 +50,7 @@ class _PagedPlan:
         self._rows = [column.to(torch.int64).contiguous().numpy() for column in columns]
         extend_lens = batch.extend_lens or (1,) * batch.req_pool_indices.shape[0]
         self._starts = np.cumsum((0, *extend_lens), dtype=np.int64)
-        self._attended = _attended(batch, extend_lens)
+        self._attended, self._num_masked = _attended(batch, extend_lens)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -63,6 +63,7 @@ class _PagedPlan:
             *self._rows,
             self._starts,
             self._attended,
+            self._num_masked,
             self._max_seq_len,
             scaling,
             array(output),
@@ -70,13 +71,13 @@ class _PagedPlan:
         return output
 
 
-def _attended(batch: ForwardInput, extend_lens: tuple[int, ...]) -> NDArray[np.bool_]:
-    """[T, most queries of a row]: which of its row's new tokens each query attends."""
+def _attended(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """[T, W], and [B] <= W: of its row's last tokens, so many of each row, which each query attends."""
     if batch.tree_mask is not None:
-        return batch.tree_mask.contiguous().numpy()
-    width = max(extend_lens, default=1)
-    causal = np.tri(width, dtype=np.bool_)
-    return np.concatenate([causal[:extend_len] for extend_len in extend_lens])
+        mask = batch.tree_mask.contiguous().numpy()
+        return mask, np.full(len(extend_lens), mask.shape[1], dtype=np.int64)
+    causal = np.tri(max(extend_lens, default=1), dtype=np.bool_)
+    return np.concatenate([causal[:extend_len] for extend_len in extend_lens]), np.array(extend_lens, dtype=np.int64)
 
 
 @cache
@@ -98,15 +99,18 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         seq_lens,
         starts,
         attended,
+        num_masked,
         max_seq_len,
         scaling,
         outputs,
     ):
         """Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv [2, slots, kv_heads,
-        head_dim]; starts [B + 1], a row's queries are starts[b] .. starts[b + 1] - 1; attended as _attended makes it;
-        the rest as in ForwardInput.
+        head_dim]; starts [B + 1], a row's queries are starts[b] .. starts[b + 1] - 1; attended and num_masked as
+        _attended makes them; the rest as in ForwardInput.
         """
-        num_queries = attended.shape[1]
+        num_queries = 1
+        for b in range(starts.shape[0] - 1):
+            num_queries = max(num_queries, starts[b + 1] - starts[b])
         scores = np.empty((num_kv_heads, num_queries, num_shared, max_seq_len), np.float32)
         query = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
         output = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
@@ -122,7 +126,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
             num_tokens = seq_lens[b]
             first = starts[b]
             num_new = starts[b + 1] - first
-            prefix_len = num_tokens - num_new
+            num_unmasked = num_tokens - num_masked[b]
             for m in range(num_new):
                 for h in range(num_kv_heads):
                     for g in range(num_shared):
@@ -138,7 +142,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                     for d in range(head_dim):
                         token[d] = read(kv[0, slot, h, d])
                     for m in range(num_new):
-                        if t < prefix_len or attended[first + m, t - prefix_len]:
+                        if t < num_unmasked or attended[first + m, t - num_unmasked]:
                             for g in range(num_shared):
                                 score = np.float32(0)
                                 for d in range(head_dim):
@@ -185,5 +189,6 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
     kv = np.zeros((2, 1, num_kv_heads, head_dim), numbers.numpy_dtype)
     index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     starts, attended = np.arange(2), np.ones((1, 1), np.bool_)
-    attend(heads, token, token, kv, index, table, index, index + 1, starts, attended, 1, 1.0, heads.copy())
+    one = index + 1
+    attend(heads, token, token, kv, index, table, index, one, starts, attended, one, 1, 1.0, heads.copy())
     return attend

@@ -89,7 +89,7 @@ class ExtendPlan:
             stop = start + extend_len
             row_slots = slots[row, : prefix_len + extend_len] if prefix_len else None
             if batch.tree_mask is not None:
-                mask: Tensor | None = _tree_mask(prefix_len, batch.tree_mask[start:stop, :extend_len], like=batch.kv)
+                mask: Tensor | None = _tree_mask(prefix_len + extend_len, batch.tree_mask[start:stop], like=batch.kv)
             else:
                 shape = (prefix_len, extend_len)
                 if shape not in masks:
@@ -130,10 +130,11 @@ def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | 
     return _additive_mask(positions <= positions[prefix_len:].unsqueeze(1), like.dtype)
 
 
-def _tree_mask(prefix_len: int, attended: Tensor, *, like: Tensor) -> Tensor:
-    """[extend_len, prefix_len + extend_len], additive: the whole prefix, and of the new tokens those in `attended`."""
-    prefix = torch.ones((attended.shape[0], prefix_len), dtype=torch.bool, device=attended.device)
-    return _additive_mask(torch.cat([prefix, attended], dim=1), like.dtype)
+def _tree_mask(num_tokens: int, attended: Tensor, *, like: Tensor) -> Tensor:
+    """[extend_len, num_tokens], additive: of a row's last tokens those in `attended`, and all before them."""
+    num_queries, num_masked = attended.shape
+    before = torch.ones((num_queries, num_tokens - num_masked), dtype=torch.bool, device=attended.device)
+    return _additive_mask(torch.cat([before, attended], dim=1), like.dtype)
 
 
 def _shared_by(num_shared: int, tokens: Tensor) -> Tensor:

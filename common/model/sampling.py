@@ -130,13 +130,41 @@ def propose(
 
     Shapes: logits [B, Vd] float32 (overwritten), token_ids [Vd] the target ids of its columns; returns ids [B] int64.
     """
+    return token_ids[_coupled(logits, token_ids, rows, positions, state, batch).argmax(dim=-1)]
+
+
+def propose_branches(
+    logits: Tensor,
+    token_ids: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    batch: SamplingBatch,
+    *,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """The draft's `topk` best guesses, best first: ids [B, topk] int64 and their probabilities [B, topk] float32.
+
+    A probability is what the draft gives the token once the noise is known: for ranking guesses, nothing else. The
+    arguments are as in `propose`.
+    """
+    coupled = _coupled(logits, token_ids, rows, positions, state, batch)
+    best = coupled.topk(topk, dim=-1)
+    probs = (best.values - coupled.logsumexp(dim=-1, keepdim=True)).exp()
+    return token_ids[best.indices], probs
+
+
+def _coupled(
+    logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
+) -> Tensor:
+    """The draft's logits with the temperature and the noise that will draw the token, in place."""
     if batch.sampled:
         entries = _index(batch.sampled, logits)
         entry_rows = rows[entries]
         keys = row_keys(state.seed[entry_rows], state.choice_index[entry_rows], positions[entries])
         scaled = logits[entries] / state.temperature[entry_rows].unsqueeze(1)
         logits[entries] = scaled.add_(gumbel_noise(keys, token_ids))
-    return token_ids[logits.argmax(dim=-1)]
+    return logits
 
 
 def _draw(

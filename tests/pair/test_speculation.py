@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,9 @@ from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from tests.conftest import MakePair
-from tests.support.draft_heads import save_copy_head, save_eagle3_head
+from tests.support.draft_heads import save_copy_head, save_eagle3_head, save_mtp_head
 from tests.support.greedy_parity import check_tokens_equal_generate
-from tests.support.models import SMALL_VOCAB_SIZE
+from tests.support.models import SMALL_VOCAB_SIZE, save_last_token_model
 from tests.support.pair import InProcessPair, Outcome, PairOptions
 
 
@@ -37,10 +37,25 @@ def _load(target_dir: Path, head_dir: Path) -> Drafted:
 
 
 @pytest.fixture(scope="module")
-def copying(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+def sure_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A last-token-only target that gives its choice nearly all probability, so that a tree goes deep along it."""
+    return save_last_token_model(tmp_path_factory.mktemp("sure"), logits_std=12.0)
+
+
+@pytest.fixture(scope="module")
+def copying(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """A head whose proposals are the target's own choices: drafts are accepted."""
-    head_dir = save_copy_head(tmp_path_factory.mktemp("copy"), target_dir=last_token_model_dir, family="eagle3")
-    return _load(last_token_model_dir, head_dir)
+    head_dir = save_copy_head(tmp_path_factory.mktemp("copy"), target_dir=sure_model_dir, family="eagle3")
+    return _load(sure_model_dir, head_dir)
+
+
+@pytest.fixture(scope="module")
+def copying_layers(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """The same with a layer for each of five drafts, each fed the one before it."""
+    head_dir = save_copy_head(
+        tmp_path_factory.mktemp("layers"), target_dir=sure_model_dir, family="nextn", num_layers=5
+    )
+    return _load(sure_model_dir, head_dir)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +74,34 @@ def guessing(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.Tem
     return _load(target_dir, save_eagle3_head(tmp_path_factory.mktemp("random"), target_dir=target_dir))
 
 
+@pytest.fixture(scope="module")
+def guessing_layers(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """Five random layers, each fed the target's own states."""
+    target_dir = tiny_model_dir("llama")
+    head_dir = save_mtp_head(tmp_path_factory.mktemp("layers"), target_dir=target_dir, layout="mimo_v2", num_layers=5)
+    return _load(target_dir, head_dir)
+
+
+CHAINS = {f"chain-{length}": {"num_draft_tokens": length} for length in range(1, 6)}
+TREES = {
+    "tree-2x2-4": {"draft_topk": 2, "num_draft_steps": 2, "num_draft_tokens": 4},
+    "tree-2x4-9": {"draft_topk": 2, "num_draft_steps": 4, "num_draft_tokens": 9},
+    "tree-4x3-15": {"draft_topk": 4, "num_draft_steps": 3, "num_draft_tokens": 15},
+}
+DRAFTED = [
+    *((head, shape) for head in ("copying", "guessing") for shape in (*CHAINS, *TREES)),
+    *(("copying_layers", shape) for shape in CHAINS),
+    ("guessing_layers", "chain-5"),
+]
+
+
 @pytest.mark.parametrize("chunk_tokens", [16, 512])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("mode", ["alone", "crowd"])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("head", ["copying", "guessing"])
+@pytest.mark.parametrize(("head", "shape"), DRAFTED)
 def test_greedy_tokens_equal_generate(
     head: str,
-    num_draft_tokens: int,
+    shape: str,
     mode: str,
     overlap: bool,
     chunk_tokens: int,
@@ -74,9 +109,9 @@ def test_greedy_tokens_equal_generate(
     request: pytest.FixtureRequest,
 ) -> None:
     drafted: Drafted = request.getfixturevalue(head)
-    options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens, num_draft_tokens=num_draft_tokens)
+    options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens, **{**CHAINS, **TREES}[shape])
     pair = make_pair(drafted.target, options, draft=drafted.head)
-    vocab_size = SMALL_VOCAB_SIZE if head == "copying" else 260
+    vocab_size = SMALL_VOCAB_SIZE if head.startswith("copying") else 260
     check_tokens_equal_generate(
         pair,
         drafted.directory,
@@ -85,8 +120,8 @@ def test_greedy_tokens_equal_generate(
         vocab_size=vocab_size,
         num_tokens=64,  # enough that requests meet, at several tokens a step
     )
-    if head == "copying":
-        assert tokens_per_step(pair) > 0.9 * (num_draft_tokens + 1), "the drafts were not used"
+    if head.startswith("copying"):
+        assert tokens_per_step(pair) > 0.9 * options.spec_info.max_accept_len, "the drafts were not used"
     else:
         assert tokens_per_step(pair) < 1.5, "a random head was believed"
 
@@ -101,14 +136,14 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+@pytest.mark.parametrize("shape", ["chain-1", "chain-4", "tree-4x3-15"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("options", SAMPLED)
 def test_a_seed_gives_the_same_output_with_and_without_drafts(
-    options: str, temperature: float, num_draft_tokens: int, copying_part: Drafted, make_pair: MakePair
+    options: str, temperature: float, shape: str, copying_part: Drafted, make_pair: MakePair
 ) -> None:
     def run(draft: DraftHead | None) -> InProcessPair:
-        pair = make_pair(copying_part.target, PairOptions(num_draft_tokens=num_draft_tokens), draft=draft)
+        pair = make_pair(copying_part.target, PairOptions(**{**CHAINS, **TREES}[shape]), draft=draft)
         for number in range(12):
             sampling = ResolvedSampling(seed=number, max_tokens=30, temperature=temperature, **SAMPLED[options])  # type: ignore[arg-type]
             pair.submit(str(number), [4 + (5 * number + i) % 50 for i in range(3 + 4 * number)], sampling)
@@ -149,3 +184,23 @@ def tokens_per_step(pair: InProcessPair) -> float:
     counts = [outcome.finished.speculation for outcome in pair.outcomes.values() if outcome.finished]
     steps = sum(count.num_verify_steps for count in counts if count is not None)
     return 1 + drafts(pair)[1] / steps
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("shape", ["chain-5", "tree-4x3-15"])
+def test_a_request_may_fill_the_context_and_the_pool(
+    shape: str, overlap: bool, copying: Drafted, make_pair: MakePair
+) -> None:
+    """Drafts past the last token have slots of their own, and no step is launched for them alone."""
+    sizes = PairOptions(overlap=overlap, context_tokens=64, **{**CHAINS, **TREES}[shape])
+    options = replace(sizes, decode_tokens=64 + sizes.spec_info.num_slots - 1)
+    for max_tokens in range(20, 32):
+        sampling = ResolvedSampling(seed=0, max_tokens=max_tokens, temperature=0.0)
+        plain, speculating = make_pair(copying.target, options), make_pair(copying.target, options, draft=copying.head)
+        for pair in (plain, speculating):
+            pair.submit("full", [4 + i % 50 for i in range(64 - max_tokens)], sampling)
+            pair.run()
+        assert speculating.outcomes["full"].token_ids == plain.outcomes["full"].token_ids
+        assert len(plain.outcomes["full"].token_ids) == max_tokens
+        assert speculating.decode.load().num_retractions == 0
+        assert len(speculating.decode_steps) <= -(-max_tokens // options.spec_info.max_accept_len) + overlap

@@ -62,8 +62,8 @@ def test_it_is_seen_when_a_chunk_does_not_end_with_the_prompts_next_token(  # ty
     whole = count(512)
     next_ids = Chunk.next_ids
 
-    def ends_with_nothing(self: Chunk) -> list[int]:
-        return [*next_ids(self)[:-1], 0]
+    def ends_with_nothing(self: Chunk, num_ahead: int) -> list[int]:
+        return [*next_ids(self, num_ahead)[:-1], 0]
 
     monkeypatch.setattr(Chunk, "next_ids", ends_with_nothing)
     assert count(16) != whole

@@ -23,6 +23,7 @@ from decode_service import messages as decode
 from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.transport import TransportReport
 from decode_service.scheduler import DecodeEngine
+from decode_service.spec_info import SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.scheduler import PrefillEngine
 
@@ -64,6 +65,12 @@ class PairOptions:
     max_handoff_attempts: int = 3
     num_replicas: int = 1
     num_draft_tokens: int = 4
+    draft_topk: int = 1
+    num_draft_steps: int | None = None
+
+    @property
+    def spec_info(self) -> SpecInfo:
+        return SpecInfo(self.num_draft_steps or self.num_draft_tokens, self.num_draft_tokens, self.draft_topk)
 
 
 class _PrefillInbox:
@@ -132,7 +139,7 @@ class InProcessPair:
             max_kv_tokens=options.decode_tokens,
             max_context_tokens=options.context_tokens,
             draft=draft,
-            num_draft_tokens=options.num_draft_tokens,
+            spec_info=options.spec_info if draft else None,
             overlap=options.overlap,
             max_handoff_attempts=options.max_handoff_attempts,
             clock=clock,
@@ -154,6 +161,7 @@ class InProcessPair:
             max_kv_tokens=options.prefill_tokens,
             max_context_tokens=options.context_tokens,
             draft=self._draft,
+            draft_topk=options.draft_topk,
             chunk_tokens=options.chunk_tokens,
             max_batch_tokens=options.max_batch_tokens,
             send_budget_bytes=options.send_budget_bytes,
@@ -207,6 +215,19 @@ class InProcessPair:
     def step_prefill(self) -> None:
         self._rest(self._prefill_rest_s())
         self._step_prefill()
+
+    def finish_prefill(self, *, bound_s: float = 60.0) -> None:
+        """Hand off what was submitted and let prefill compute all of it before decode takes its next step."""
+        self.step_decode()
+        give_up_s = time.monotonic() + bound_s
+
+        def is_computing(replica: PrefillReplica) -> bool:
+            load = replica.engine.load()
+            return bool(replica.inbox.commands or load.num_queued or load.num_running)
+
+        while any(is_computing(replica) for replica in self.replicas):
+            assert time.monotonic() < give_up_s, f"not over: {self.prefill.load()}"
+            self.step_prefill()
 
     def step_decode(self) -> None:
         self._rest(self._decode_rest_s())

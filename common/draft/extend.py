@@ -1,0 +1,78 @@
+"""Draft-extend: the head over tokens that the target has computed, on the target's own states and tokens.
+
+Layer i pairs token t with token t + 1 + i, so at the end of what is known its last i tokens are those that the layers
+before it have just drafted:
+
+    known      x1 x2 x3 | bonus
+    layer 0    x2 x3 bonus              ─▶ d1
+    layer 1    x3 bonus d1              ─▶ d2
+    layer 2    bonus d1 d2              ─▶ d3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.draft.head import DraftHead
+from common.draft.seed import Seed
+from common.model.attention import ForwardInput
+from common.model.sampling import propose, propose_branches
+from common.model.sampling_state import SamplingBatch, SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """`ids` [N] int64: every row's tokens one after the other, with room behind them for a draft of each layer but the
+    last. `places` [T] int64: where in `ids` the token after each of the T computed ones is.
+    """
+
+    ids: Tensor
+    places: Tensor
+
+
+@torch.inference_mode()
+def extend_draft(
+    head: DraftHead,
+    window: ForwardInput,
+    captured: Tensor,
+    *,
+    next_tokens: NextTokens,
+    last: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    batch: SamplingBatch,
+    topk: int,
+) -> Seed:
+    """Write the head's KV of `window`, whose target states are `captured` [T, states * H], and draft what follows.
+
+    `last` [R] are the places in T of the last tokens of the rows that go on drafting, `rows` [R] their pool rows,
+    `positions` [R] the positions of their first drafts. What is behind `last` in a row is computed and means nothing.
+    With several layers a row that drafts has that many tokens in the window, or all that it has; `topk` is 1.
+    """
+    num_layers = head.layer_group.num_layers
+    states = head.fuse(captured)
+    if num_layers == 1:
+        window = replace(window, input_ids=next_tokens.ids[next_tokens.places])
+        hidden = head.forward(window, states)[last]
+        logits = head.logits(hidden)
+        if topk == 1:
+            drafted = propose(logits, head.token_ids, rows, positions, state, batch)
+            return Seed(drafted.unsqueeze(1), hidden_states=hidden)
+        topk_index, topk_p = propose_branches(logits, head.token_ids, rows, positions, state, batch, topk=topk)
+        return Seed(topk_index, topk_p, hidden)
+    ids = next_tokens.ids.clone()
+    drafts: list[Tensor] = []
+    hidden = states
+    for layer in range(num_layers):
+        layer_input = replace(window, input_ids=ids[next_tokens.places + layer])
+        hidden = head.forward(layer_input, states if head.feeds_target_hidden else hidden, layer=layer)
+        logits = head.logits(hidden[last], layer=layer)
+        drafted = propose(logits, head.token_ids, rows, positions + layer, state, batch)
+        drafts.append(drafted)
+        if layer + 1 < num_layers:
+            ids[next_tokens.places[last] + layer + 1] = drafted
+    return Seed(torch.stack(drafts, dim=1))

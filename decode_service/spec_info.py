@@ -1,0 +1,48 @@
+"""How a batch speculates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SpecInfo:
+    """`num_steps` levels of drafts, of which `num_draft_tokens` are verified: a chain, or with `topk` > 1 a tree.
+
+    A tree's nodes have `topk` children each, of every level the `topk` best are continued, and of all that were drafted
+    the best are verified. No steps: nothing is drafted, and the head only keeps up.
+    """
+
+    num_steps: int
+    num_draft_tokens: int
+    topk: int = 1
+
+    def __post_init__(self) -> None:
+        if self.topk == 1:
+            assert self.num_draft_tokens == self.num_steps, "a chain drafts one token a step"
+        else:
+            assert self.num_steps <= self.num_draft_tokens <= num_drafted(self.num_steps, self.topk)
+
+    @classmethod
+    def chain(cls, num_draft_tokens: int) -> SpecInfo:
+        return cls(num_draft_tokens, num_draft_tokens)
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """The bonus token of the step before, and the drafts."""
+        return self.num_draft_tokens + 1
+
+    @property
+    def max_accept_len(self) -> int:
+        """Tokens that a step commits at most."""
+        return self.num_steps + 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots past a row's committed KV that a step writes to: it drafts in them, then verifies in them."""
+        return max(self.num_verify_tokens, self.topk * (self.num_steps - 1))
+
+
+def num_drafted(num_steps: int, topk: int) -> int:
+    """Tokens that a tree of so many levels drafts before the best are chosen."""
+    return 0 if num_steps == 0 else topk + (num_steps - 1) * topk * topk

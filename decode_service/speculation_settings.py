@@ -1,0 +1,38 @@
+"""From the settings and the draft head to how batches speculate."""
+
+from __future__ import annotations
+
+from common.config.settings import DecodeSettings
+from common.draft.head import DraftHead
+from common.errors import StartupError
+from decode_service.spec_info import SpecInfo, num_drafted
+
+_DEFAULT_CHAIN = 4
+
+
+def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
+    """Raises StartupError, which names the setting, when they do not go together."""
+    topk, num_layers = settings.draft_topk, head.layer_group.num_layers
+    max_steps = num_layers if num_layers > 1 else None
+    if topk == 1:
+        return _chain(settings, max_steps)
+    if settings.num_draft_steps is None or settings.num_draft_tokens is None:
+        raise StartupError("draft_topk: a tree needs num_draft_steps and num_draft_tokens")
+    most = num_drafted(settings.num_draft_steps, topk)
+    if not settings.num_draft_steps <= settings.num_draft_tokens <= most:
+        raise StartupError(
+            f"num_draft_tokens: {settings.num_draft_tokens} of a tree that has {settings.num_draft_steps} levels and "
+            f"{most} drafts"
+        )
+    return SpecInfo(settings.num_draft_steps, settings.num_draft_tokens, topk)
+
+
+def _chain(settings: DecodeSettings, max_steps: int | None) -> SpecInfo:
+    wanted = settings.num_draft_tokens or settings.num_draft_steps
+    if settings.num_draft_steps not in (None, wanted):
+        raise StartupError("num_draft_steps: in a chain it is num_draft_tokens, or not set")
+    if wanted is None:
+        wanted = min(_DEFAULT_CHAIN, max_steps or _DEFAULT_CHAIN)
+    if max_steps is not None and wanted > max_steps:
+        raise StartupError(f"num_draft_tokens: {wanted}, but the head has {max_steps} layers, each for one draft")
+    return SpecInfo.chain(wanted)

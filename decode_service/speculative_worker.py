@@ -1,0 +1,189 @@
+"""One speculative iteration: the target computes its own token at every drafted place.
+
+stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ extend ─▶ (stash, by the scheduler)
+                                          └─▶ the schedule side prepares the next step while extend runs
+
+The noise that draws a token is a function of its position, so verification needs no rule of its own: a draft is
+accepted exactly when it equals the target's token, and what is committed are the target's tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Scope, Stream
+from common.draft.extend import NextTokens, extend_draft
+from common.draft.head import DraftHead
+from common.draft.seed import seed_columns
+from common.kv.pool import KvPool
+from common.model.sampling import Sampled, draw
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from decode_service.draft_tree import DraftTree
+from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.schedule_batch import ForwardBatch
+from decode_service.spec_info import SpecInfo
+from decode_service.worker import OnPublish, WorkerOutput, window_input
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """Along each entry's accepted path, W nodes of which `accept_lens` [B] count: `tokens` [B, W], the target's own
+    after each node, and `captured` [B, W, states * H].
+    """
+
+    tokens: Tensor
+    captured: Tensor
+    accept_lens: Tensor
+    new_seq_lens: Tensor
+
+
+class SpeculativeWorker(ABC):
+    """Drafts as its subclass says, verifies, extends. Publishes lengths that only the forward knows (I3)."""
+
+    relays_lengths = True
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        draft: DraftHead,
+        spec_info: SpecInfo,
+        pool: KvPool,
+        sampling_state: SamplingState,
+        stream: Stream,
+    ) -> None:
+        self._model = model
+        self._draft = draft
+        self._pool = pool
+        self._state = sampling_state
+        self._stream = stream
+        self._topk = spec_info.topk
+        self.seed_columns = seed_columns(draft, topk=spec_info.topk)
+        self.spec_info: SpecInfo | None = spec_info
+
+    @abstractmethod
+    def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
+        """From the relayed seeds. Runs inside a piece on the forward stream."""
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput:
+        spec_info = batch.spec_info
+        assert spec_info is not None
+        relayed: Cell[RelayedInputs] = Cell()
+        drafted: Cell[DraftTree] = Cell()
+        verified: Cell[_Verified] = Cell()
+        new_seq_lens: Cell[Tensor] = Cell()
+        output = WorkerOutput.empty()
+
+        def resolve() -> None:
+            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices))
+
+        @torch.inference_mode()
+        def draft() -> None:
+            drafted.set(self.draft_tree(batch, spec_info, relayed.get()))
+
+        @torch.inference_mode()
+        def verify() -> None:
+            result = self._verify(batch, relayed.get(), drafted.get(), output)
+            verified.set(result)
+            new_seq_lens.set(result.new_seq_lens)
+
+        @torch.inference_mode()
+        def extend() -> None:
+            output.payload.set(self._extend(batch, verified.get()))
+
+        for piece in (resolve, draft, verify):
+            self._stream.enqueue(piece, scope)
+        on_publish(new_seq_lens)
+        self._stream.enqueue(extend, scope)
+        return output
+
+    def _verify(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree, output: WorkerOutput) -> _Verified:
+        num_rows, num_nodes = batch.batch_size, tree.num_nodes
+        is_chain = tree.is_chain
+        group = self._model.layer_group.name
+        nodes = torch.cat([inputs.tokens.unsqueeze(1), tree.token_ids], dim=1)
+        positions = batch.prefix_lens.unsqueeze(1) + tree.depths()
+        window = window_input(
+            batch, nodes, self._pool, group, positions=positions, tree_mask=None if is_chain else tree.mask
+        )
+        target = self._model.forward(window)
+        assert target.hidden is not None, "the target captures what the head reads"
+        sampled = draw(
+            target.logits,
+            batch.req_pool_indices.repeat_interleave(num_nodes),
+            positions.flatten() + 1,
+            self._state,
+            batch.sampling.repeated(num_nodes),
+            tree.ancestors() if batch.sampling.penalised else None,
+        )
+        accepted = tree.accept(sampled.token_ids.view(num_rows, num_nodes))
+        path, accept_lens = accepted.path, accepted.accept_lens
+        captured = target.hidden.view(num_rows, num_nodes, -1)
+        if not is_chain:
+            captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
+            sampled = _along(path, sampled, batch, num_nodes)
+            self._move_kv(batch, path)
+        tokens = sampled.token_ids.view(num_rows, -1)
+        is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
+        if batch.sampling.penalised:
+            entries = torch.tensor(batch.sampling.penalised, device=tokens.device)
+            self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
+        output.sampled.set(sampled)
+        output.accept_lens.set(accept_lens)
+        is_unusable = (sampled.is_invalid.view(num_rows, -1) & is_accepted).any(dim=1)
+        output.is_invalid.set(inputs.is_invalid | is_unusable)
+        return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
+
+    def _move_kv(self, batch: ForwardBatch, path: Tensor) -> None:
+        """The target's KV of the accepted nodes to where their positions' KV belongs."""
+        kv = self._pool.buffers[self._model.layer_group.name]
+        slots = batch.out_cache_loc.view(batch.batch_size, -1)
+        source, destination = slots.gather(1, path), slots[:, : path.shape[1]]
+        kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
+
+    def _extend(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
+        """The head over the accepted tokens: its KV, and the next step's seed."""
+        tokens = verified.tokens
+        num_rows, num_tokens = tokens.shape
+        num_ahead = self._draft.layer_group.num_layers - 1
+        rows = torch.arange(num_rows, device=tokens.device)
+        last = verified.accept_lens - 1
+        ids = torch.nn.functional.pad(tokens, (0, num_ahead))
+        starts = rows.unsqueeze(1) * (num_tokens + num_ahead)
+        seed = extend_draft(
+            self._draft,
+            window_input(batch, tokens, self._pool, self._draft.layer_group.name),
+            verified.captured.flatten(0, 1),
+            next_tokens=NextTokens(ids.flatten(), (starts + torch.arange(num_tokens, device=tokens.device)).flatten()),
+            last=rows * num_tokens + last,
+            rows=batch.req_pool_indices,
+            positions=verified.new_seq_lens + 1,
+            state=self._state,
+            batch=batch.sampling,
+            topk=self._topk,
+        )
+        return RelayPayload(tokens[rows, last], seed.columns())
+
+
+def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
+    """What was drawn after the nodes of `path` [B, W], of what was drawn after all `num_nodes` of each entry."""
+
+    def nodes_of(entries: Tensor, first_nodes: Tensor) -> Tensor:
+        return (first_nodes.unsqueeze(1) * num_nodes + path[entries]).flatten()
+
+    every = torch.arange(batch.batch_size, device=path.device)
+    nodes = nodes_of(every, every)
+    token_ids, is_invalid = sampled.token_ids[nodes], sampled.is_invalid[nodes]
+    if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+        return Sampled(token_ids, is_invalid)
+    entries = torch.tensor(batch.sampling.with_logprobs, device=path.device)
+    nodes = nodes_of(entries, torch.arange(entries.shape[0], device=path.device))
+    return Sampled(token_ids, is_invalid, sampled.logprobs[nodes], sampled.top_ids[nodes], sampled.top_logprobs[nodes])
