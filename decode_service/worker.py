@@ -116,19 +116,22 @@ def window_input(
     `positions` [B, M]: where they are not those of a chain; `tree_mask` [B, M, W] then says what they attend.
     """
     num_rows, num_tokens = tokens.shape
-    slots = batch.out_cache_loc.view(num_rows, -1)[:, num_before : num_before + num_tokens]
-    prefix_lens = batch.prefix_lens + num_before
+    seq_lens, slots = batch.seq_lens, batch.out_cache_loc
+    if num_before or num_tokens != batch.num_tokens:
+        seq_lens = batch.prefix_lens + (num_before + num_tokens)
+    if slots.shape[0] != num_rows * num_tokens:
+        slots = slots.view(num_rows, -1)[:, num_before : num_before + num_tokens].flatten()
     if positions is None:
-        positions = prefix_lens.unsqueeze(1) + torch.arange(num_tokens, device=tokens.device)
+        positions = _chain_positions(batch, num_before, num_tokens)
     is_decode = num_tokens == 1 and tree_mask is None
     prefix_lens_cpu = tuple(length - batch.num_tokens + num_before for length in batch.seq_lens_cpu)
     return ForwardInput(
         input_ids=tokens.flatten(),
         positions=positions.flatten(),
-        out_cache_loc=slots.flatten(),
+        out_cache_loc=slots,
         req_to_token=pool.rows.req_to_token,
         req_pool_indices=batch.req_pool_indices,
-        seq_lens=prefix_lens + num_tokens,
+        seq_lens=seq_lens,
         prefix_lens=None if is_decode else prefix_lens_cpu,
         extend_lens=None if is_decode else (num_tokens,) * num_rows,
         max_seq_len=max(prefix_lens_cpu, default=0) + num_tokens,
@@ -136,3 +139,10 @@ def window_input(
         logits_rows=None,
         tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),
     )
+
+
+def _chain_positions(batch: ForwardBatch, num_before: int, num_tokens: int) -> Tensor:
+    if not num_before and num_tokens == batch.num_tokens:
+        return batch.positions
+    window = torch.arange(num_before, num_before + num_tokens, device=batch.prefix_lens.device)
+    return batch.prefix_lens.unsqueeze(1) + window
