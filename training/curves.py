@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 
@@ -43,7 +44,7 @@ class Curve:
         self._file = directory / "curve.jsonl"
         self._picture = directory / "curve.png"
         lines = self._file.read_text().splitlines() if self._file.exists() else []
-        read = [Evaluation(**json.loads(line)) for line in lines]
+        read = [_parse(line) for line in lines]
         self.evaluations = [each for each in read if each.tokens <= num_tokens]
         if len(self.evaluations) < len(read):
             self._write()
@@ -57,6 +58,12 @@ class Curve:
         unfinished = self._file.with_suffix(".new")
         unfinished.write_text("".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in self.evaluations))
         os.replace(unfinished, self._file)
+
+
+def _parse(line: str) -> Evaluation:
+    fields: dict[str, Any] = json.loads(line)
+    sequences: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Evaluation(**{**fields, **sequences})
 
 
 def require_matplotlib() -> None:

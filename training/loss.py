@@ -20,7 +20,7 @@ class SoftCE(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, probs: Tensor) -> Tensor:
         ctx.scale = 1 / max(1, logits.shape[0])
         gradient = log_softmax(logits, dim=-1, dtype=torch.float32)
-        loss = torch.einsum("nv,nv->", probs, gradient) * -ctx.scale
+        loss: Tensor = torch.einsum("nv,nv->", probs, gradient) * -ctx.scale
         gradient.exp_().sub_(probs)
         ctx.save_for_backward(gradient.to(logits.dtype))
         return loss
@@ -28,7 +28,8 @@ class SoftCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * (grad_output * ctx.scale), None
+        scaled: Tensor = gradient * (grad_output * ctx.scale)
+        return scaled, None
 
 
 def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:

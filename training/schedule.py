@@ -19,7 +19,7 @@ class Schedule:
         """For a step that ends with `num_tokens` tokens seen."""
         if num_tokens < self.warmup_tokens:
             return num_tokens / self.warmup_tokens
-        if num_tokens <= self.decay_start:
+        if num_tokens <= self.decay_start or self.decay_start == self.max_tokens:
             return 1.0
         left = max(0.0, (self.max_tokens - num_tokens) / (self.max_tokens - self.decay_start))
         return _FLOOR + (1 - _FLOOR) * left

@@ -12,6 +12,7 @@ from baton.cli.demo import demo
 from baton.cli.generate import generate
 from baton.cli.health import health
 from baton.cli.info import info
+from baton.cli.self_chat import self_chat
 from baton.cli.train_draft import train_draft
 from baton.cli.up import up
 
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, demo, generate, chat, info, health, bench, train_draft):
+for command in (up, demo, generate, chat, info, health, bench, self_chat, train_draft):
     app.command()(command)
 
 

@@ -1,0 +1,74 @@
+"""`baton self-chat`: conversations of a served model with itself, to train a draft head on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import options
+from baton.cli.output import reported_errors, text_console
+from baton.cli.prepare_model import prepare_model
+from baton.client import AsyncClient, Tls
+from baton.errors import FailedPrecondition
+
+if TYPE_CHECKING:
+    from common.tokenizer import TextTokenizer
+
+
+def self_chat(
+    address: Annotated[str, typer.Argument(envvar="BATON_ADDRESS", help="HOST:PORT of the decode service.")],
+    out: Annotated[Path, typer.Option(help="File to write; one that was begun is continued.")],
+    num_conversations: Annotated[int, typer.Option("--conversations", min=1, help="In the file, in the end.")] = 1000,
+    max_answer_tokens: Annotated[int, typer.Option(min=2)] = 384,
+    concurrency: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 16,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    model: Annotated[str, typer.Option(help="The served model: its tokenizer is used here.")] = "demo",
+    use_tls: options.UseTls = False,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    server_name: options.ServerName = None,
+) -> None:
+    """Let the served model ask itself questions and answer them. The file is training data for `train-draft`."""
+    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
+    with reported_errors(False):
+        prepare_model(model, as_json=False)
+        from common.errors import StartupError
+        from common.model_source import resolve_model
+        from common.tokenizer import TextTokenizer
+
+        try:
+            encoder = TextTokenizer.from_directory(resolve_model(model, dtype="bfloat16"))
+            asyncio.run(_write(address, tls, encoder, out, num_conversations, max_answer_tokens, concurrency, seed))
+        except StartupError as error:
+            raise FailedPrecondition(str(error), reason=error.reason) from error
+
+
+async def _write(
+    address: str,
+    tls: Tls | None,
+    encoder: TextTokenizer,
+    out: Path,
+    num_conversations: int,
+    max_answer_tokens: int,
+    concurrency: int,
+    seed: int,
+) -> None:
+    from training.generate import SelfChat, write_self_chat
+    from training.progress import Progress
+
+    progress = Progress(text_console())
+    async with AsyncClient(address, tls=tls) as client:
+        self_chat = SelfChat(client, encoder, seed=seed, max_answer_tokens=max_answer_tokens)
+        num_before = await write_self_chat(
+            out,
+            self_chat,
+            num_conversations=num_conversations,
+            vocab_size=(await client.model_info()).vocab_size,
+            concurrency=concurrency,
+            progress=progress,
+        )
+    progress.line(f"{out}: {max(0, num_conversations - num_before)} conversations added to {num_before}")

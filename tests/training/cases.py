@@ -1,0 +1,77 @@
+"""What the tests of training train on: tiny targets, and conversations drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from tests.support.models import next_token_logits
+from training.config import TrainConfig
+from training.data import Conversations
+from training.progress import Progress
+
+LAYERS = (0, 1, 1)
+"""Of a target with two layers."""
+
+
+def save_data(path: Path, **changes: Any) -> Path:
+    """Three conversations of 4, 5 and 6 tokens; `changes` replace arrays, None removes one."""
+    arrays = {
+        "tokens": np.arange(15, dtype=np.uint16),
+        "offsets": np.array([0, 4, 9, 15]),
+        "answer_start": np.array([1, 2, 3], dtype=np.int32),
+        **changes,
+    }
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    return path
+
+
+def save_sampled_data(path: Path, target_dir: Path, *, num_conversations: int, seed: int = 0) -> Path:
+    """Text of a target whose next token depends on the last one only; prompts of 4 tokens, 16 to 32 in all."""
+    random = np.random.default_rng(seed)
+    logits = next_token_logits(target_dir).double()
+    cumulated = logits.softmax(-1).cumsum(-1).numpy()
+    conversations = []
+    for _ in range(num_conversations):
+        tokens = [int(random.integers(len(cumulated)))]
+        while len(tokens) < 16 + random.integers(17):
+            tokens.append(min(int(np.searchsorted(cumulated[tokens[-1]], random.random())), len(cumulated) - 1))
+        conversations.append(tokens)
+    return save_data(
+        path,
+        tokens=np.concatenate(conversations).astype(np.uint16),
+        offsets=np.cumsum([0, *map(len, conversations)]),
+        answer_start=np.full(num_conversations, 4, dtype=np.int32),
+    )
+
+
+def make_conversations(texts: Sequence[Sequence[int]], answer_start: Sequence[int]) -> Conversations:
+    return Conversations(
+        np.concatenate([np.array(text, dtype=np.int64) for text in texts]),
+        np.cumsum([0, *map(len, texts)]),
+        np.array(answer_start, dtype=np.int64),
+    )
+
+
+def tiny_config(**changes: Any) -> TrainConfig:
+    """For the conversations of `save_sampled_data`: an evaluation every 1000 tokens."""
+    settings: dict[str, Any] = {
+        "layers": LAYERS,
+        "draft_vocab": 48,
+        "batch_tokens": 512,
+        "max_tokens": 4000,
+        "warmup_tokens": 400,
+        "eval_tokens": 1000,
+        "num_held_out": 20,
+        "lr": 5e-3,
+        "checkpoint_minutes": 1e6,
+    }
+    return TrainConfig(**{**settings, **changes})
+
+
+def quiet() -> Progress:
+    return Progress(Console(quiet=True))

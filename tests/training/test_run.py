@@ -1,0 +1,216 @@
+"""Whole runs on a tiny target: what they learn, leave behind, and go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from baton.cli.main import app
+from common.draft.load import load_draft
+from common.errors import ConfigError
+from common.model.target import TargetModel
+from tests.training.cases import LAYERS, quiet, save_data, tiny_config
+from training import curves, trainer
+from training.curves import Evaluation
+from training.run import train_draft
+
+Train = Callable[..., list[Evaluation]]
+
+
+@pytest.fixture
+def train(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, features_dir: Path) -> Train:
+    """A run in `tmp_path`/out; keyword arguments change the settings."""
+
+    def run(*, out: Path = tmp_path / "out", should_stop: Callable[[], bool] = lambda: False, **changes: Any) -> Any:
+        return train_draft(
+            last_token_model_dir,
+            sampled_data,
+            out,
+            config=tiny_config(**changes),
+            progress=quiet(),
+            features_dir=features_dir,
+            should_stop=should_stop,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def features_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Computed by the first run of the session."""
+    return tmp_path_factory.mktemp("features")
+
+
+def stop_after(num_steps: int) -> Callable[[], bool]:
+    left = iter([False] * num_steps + [True] * 2)
+    return lambda: next(left)
+
+
+def without_time(evaluations: list[Evaluation]) -> list[tuple[Any, ...]]:
+    return [(each.tokens, each.train_loss, each.accuracy, each.cumulative, each.tau) for each in evaluations]
+
+
+def cli(out: Path, data: Path, model: Path, *options: str) -> Result:
+    layers = ",".join(map(str, LAYERS))
+    fixed = ("--model", str(model), "--layers", layers, "--draft-vocab", "48", "--batch-tokens", "128")
+    sizes = ("--max-tokens", "12000", "--warmup-tokens", "800", "--eval-tokens", "3000", "--held-out", "20")
+    given = ("--out", str(out), "--lr", "5e-3", "--threads", "1")
+    return CliRunner().invoke(app, ["train-draft", str(data), *fixed, *sizes, *given, *options])
+
+
+def test_from_nothing_to_a_head_that_drafts(
+    tmp_path: Path, sampled_data: Path, last_token_model_dir: Path, last_token_target: TargetModel
+) -> None:
+    result = cli(tmp_path, sampled_data, last_token_model_dir)
+    assert result.exit_code == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    first, last = lines[0], lines[-1]
+    assert all(after < 0.85 * before for before, after in zip(first["train_loss"], last["train_loss"], strict=True))
+    assert last["accuracy"][0] > 0.6 and last["tau"] > 2
+    assert last["cumulative"] == sorted(last["cumulative"], reverse=True)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{(tmp_path / 'head' / 'model.safetensors').stat().st_size / 1e6:.1f} MB" in result.stderr
+    assert f"tau {last['tau']:.3f}" in result.stderr
+    head = load_draft(tmp_path / "head", target=last_token_target, device="cpu", dtype="float32")
+    assert (head.capture.layers, head.token_ids.numel()) == (LAYERS, 48)
+
+
+def test_an_untrained_head_drafts_nothing(train: Train) -> None:
+    """What the head above is measured against."""
+    (only,) = train(max_tokens=1, batch_tokens=32, lr=1e-9, muon_lr=1e-9)
+    assert only.accuracy[0] < 0.2 and only.tau < 1.3
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(train: Train, tmp_path: Path) -> None:
+    whole = train(out=tmp_path / "whole")
+    for num_steps in (3, 8):
+        train(should_stop=stop_after(num_steps))
+    evaluations = train()
+    assert len(evaluations) == 4
+    assert without_time(evaluations) == without_time(whole)
+    ours, theirs = (torch.load(tmp_path / out / "last.pt", weights_only=True) for out in ("out", "whole"))
+    assert ours["state"]["num_steps"] == theirs["state"]["num_steps"]
+    for name, weight in ours["head"].items():
+        assert torch.equal(weight, theirs["head"][name]), name
+
+
+def test_what_was_evaluated_after_the_checkpoint_is_not_told_twice(train: Train, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train(should_stop=stop_after(3))
+    shutil.copy(out / "last.pt", tmp_path / "early.pt")
+    whole = train()
+    shutil.copy(tmp_path / "early.pt", out / "last.pt")
+    assert without_time(train()) == without_time(whole)
+    assert len((out / "curve.jsonl").read_text().splitlines()) == len(whole)
+
+
+def test_a_finished_run_is_left_as_it_is(train: Train) -> None:
+    evaluations = train()
+    assert train() == evaluations
+
+
+def test_a_longer_run_goes_on_from_the_start_of_the_decay(train: Train, tmp_path: Path) -> None:
+    longer = train(out=tmp_path / "longer", max_tokens=6000)
+    train(max_tokens=4000)
+    stable = torch.load(tmp_path / "out" / "stable.pt", weights_only=True)
+    assert stable["state"]["num_tokens"] <= 2800 < stable["state"]["num_tokens"] + 512
+    assert without_time(train(max_tokens=6000)) == without_time(longer)
+
+
+def test_a_decay_that_has_begun_cannot_become_another(train: Train, tmp_path: Path) -> None:
+    train(max_tokens=4000)
+    (tmp_path / "out" / "stable.pt").unlink()
+    with pytest.raises(ConfigError, match=r"max_tokens: .* was trained for 4\d\d\d tokens of 4000"):
+        train(max_tokens=6000)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ttt_steps": 2}, {"draft_vocab": 40}, {"seed": 1}, {"muon_lr": 0.03}, {"lr": 1e-3}, {"batch_tokens": 256}],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train: Train, change: dict[str, Any]) -> None:
+    train(should_stop=stop_after(1))
+    ((name, value),) = change.items()
+    with pytest.raises(ConfigError, match=f"^{name}: this run has {value}, the checkpoint"):
+        train(**change)
+
+
+def test_a_broken_checkpoint_is_named(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for content in (b"", b"no archive"):
+        (tmp_path / "out" / "last.pt").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"last\.pt: no checkpoint to read"):
+            train()
+
+
+def test_checkpoints_are_written_by_the_clock(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+    monkeypatch.setattr(trainer.checkpoint, "save", lambda path, _: saved.append(path.name))
+    train(checkpoint_minutes=1e-9, should_stop=stop_after(3))
+    assert saved == ["last.pt"] * 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_checkpoint_and_head(
+    tmp_path: Path,
+    sampled_data: Path,
+    last_token_model_dir: Path,
+    features_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(trainer.Trainer, "_export", _interrupting(trainer.Trainer._export, number))
+    result = cli(tmp_path, sampled_data, last_token_model_dir, "--features", str(features_dir))
+    assert result.exit_code == 0, result.stderr
+    tokens = torch.load(tmp_path / "last.pt", weights_only=True)["state"]["num_tokens"]
+    assert 3000 <= tokens < 3000 + 128
+    assert (tmp_path / "head" / "model.safetensors").exists()
+    assert signal.getsignal(number) is before
+
+
+def _interrupting(export: Callable[[Any], None], number: signal.Signals) -> Callable[[Any], None]:
+    """Sends the signal at the first evaluation."""
+    sent: list[int] = []
+
+    def exported(self: Any) -> None:
+        export(self)
+        if not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+
+    return exported
+
+
+def test_what_is_wrong_is_said_before_anything_is_computed(
+    tmp_path: Path, train: Train, sampled_data: Path, last_token_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^out: .*file"):
+        train(out=tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"^out: .* is not writable"), monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        train()
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"^device: cuda is not available"):
+            train(device="cuda")
+    with pytest.raises(ConfigError, match=r"^num_held_out: no held-out answer has 29 tokens"):
+        train(ttt_steps=28)
+    with pytest.raises(ConfigError, match=r"baton-serve\[training\]"), monkeypatch.context() as patch:
+        patch.setattr(curves, "find_spec", lambda _: None)
+        train()
+    assert not (tmp_path / "out" / "features").exists()
+    result = cli(tmp_path / "out", save_data(tmp_path / "few.npz"), last_token_model_dir)
+    assert (result.exit_code, "num_held_out: 20 of 3 conversations" in result.stderr) == (1, True)
+    result = cli(tmp_path / "out", sampled_data, tmp_path)
+    assert (result.exit_code, "cannot be loaded as a target" in result.stderr) == (1, True)
