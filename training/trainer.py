@@ -66,6 +66,7 @@ class Trainer:
     _groups: list[Ints] = field(init=False, default_factory=list)
     _saved_s: float = field(init=False, default=0.0)
     _since_s: float = field(init=False, default=0.0)
+    _exported_tokens: int | None = field(init=False, default=None)
     _pace: _Pace = field(init=False, default_factory=_Pace)
 
     def run(self) -> list[Evaluation]:
@@ -84,7 +85,8 @@ class Trainer:
         if self._state.num_tokens >= total and self._state.num_losses:
             self._evaluate()
         self._save(LAST)
-        self._export()
+        if self._exported_tokens != self._state.num_tokens:
+            self._export()
         return self._curve.evaluations
 
     def _restore(self) -> None:
@@ -114,7 +116,6 @@ class Trainer:
         stage.advance(batch.num_answer_tokens, f"loss {loss}  {self._pace.tokens_per_s:.0f} tokens/s")
         if before // self.config.eval_tokens < after // self.config.eval_tokens:
             self._evaluate()
-            self._export()
         if self.clock() - self._saved_s >= 60 * self.config.checkpoint_minutes:
             self._save(LAST)
             self._saved_s = self.clock()
@@ -150,9 +151,11 @@ class Trainer:
         self._pace = _Pace()
         self._curve.add(evaluation)
         self.progress.line(evaluation.summary())
+        self._export()
 
     def _export(self) -> None:
         place = self.workplace
+        self._exported_tokens = self._state.num_tokens
         size = export_head(place.out / "head", place.head_config, self.head, place.vocabulary)
         self.progress.line(f"exported {place.out / 'head'} ({size / 1e6:.1f} MB)")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "common", "prefill_service", "decode_service")
+PACKAGES = ("baton", "common", "prefill_service", "decode_service", "training")
 
 
 def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
@@ -46,6 +46,9 @@ def test_the_code_keeps_every_contract(checkout: Path) -> None:
             "import baton.cli.main",
             "services import common and baton.v1",
         ),
+        ("decode_service/planted.py", "import training.data", "services import common and baton.v1"),
+        ("common/planted.py", "import training.data", "common imports baton.v1 at most"),
+        ("training/planted.py", "import decode_service", "training imports no service"),
         ("decode_service/planted.py", "import prefill_service", "the services do not import each other"),
         ("prefill_service/planted.py", "import decode_service.messages", "the services do not import each other"),
         ("common/kv/planted.py", "import grpc", "the engine needs torch"),
@@ -66,6 +69,8 @@ def test_a_planted_import_breaks_its_contract(checkout: Path, module: str, state
     [
         ("common/planted.py", "from baton.v1 import types_pb2"),
         ("decode_service/planted.py", "from baton.v1 import inference_pb2\nfrom common import errors"),
+        ("training/planted.py", "from baton.client import Client\nfrom common import errors"),
+        ("baton/cli/planted.py", "def late():\n    import training.run"),
         ("common/kv/planted.py", "import dataclasses\nimport numpy\nimport torch.nn\nimport transformers"),
     ],
 )

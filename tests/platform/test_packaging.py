@@ -12,7 +12,7 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "common", "prefill_service", "decode_service")
+PACKAGES = ("baton", "common", "prefill_service", "decode_service", "training")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -21,7 +21,8 @@ def canonical(name: str) -> str:
 
 
 def declared() -> set[str]:
-    names = (re.match(r"[\w.-]+", requirement) for requirement in PROJECT["dependencies"])
+    requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["training"]]
+    names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
     return {canonical(found.group()) for found in names if found is not None}
 
 

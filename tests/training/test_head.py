@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, PhiConfig, PhiForCausalLM
 
 from common.draft.load import load_draft
 from common.errors import ConfigError, DraftMismatch, UnsupportedModel
@@ -109,6 +110,14 @@ def test_it_starts_from_the_target_s_last_layer_where_that_is_llama_s(trained: T
         assert (head.fc.weight[:, 2 * size :] - torch.eye(size)).abs().max() < 0.05
 
 
+def test_its_positions_turn_as_the_target_s(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 1024
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "llama", num_hidden_layers=6, rope_parameters=rope))
+    spec = head_spec(head_config(config, draft_vocab=8, layers=None), config, tmp_path)
+    assert spec.block.rope.rope_parameters == rope
+
+
 def test_an_export_replaces_an_older_one_and_keeps_nothing_else(tmp_path: Path, target: Target) -> None:
     vocabulary = DraftVocabulary(torch.arange(5, 45).numpy(), target.config.vocab_size)
     head, config = _head(target, vocabulary)
@@ -138,8 +147,6 @@ def test_the_streams_of_other_layers_can_be_chosen(target: Target) -> None:
 
 
 def test_a_target_whose_output_layer_has_a_bias_is_refused(tmp_path: Path, target: Target) -> None:
-    from transformers import PhiConfig, PhiForCausalLM
-
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     PhiForCausalLM(PhiConfig(num_attention_heads=2, **shape)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="an output layer with a bias"):

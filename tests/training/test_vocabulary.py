@@ -15,6 +15,11 @@ def test_it_is_the_most_frequent_tokens_in_ascending_order_ties_to_the_lower_id(
     assert most_frequent(_ANSWERS, draft_vocab=3, vocab_size=10).token_ids.tolist() == [2, 4, 7]
 
 
+def test_many_ties_go_to_the_lower_ids() -> None:
+    answers = np.random.default_rng(0).permutation(np.repeat(np.arange(1000), 3))
+    assert most_frequent(answers, draft_vocab=5, vocab_size=2000).token_ids.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_d2t_holds_offsets_and_t2d_marks_the_same_tokens() -> None:
     tensors = most_frequent(_ANSWERS, draft_vocab=3, vocab_size=10).tensors()
     assert tensors["d2t"].tolist() == [2 - 0, 4 - 1, 7 - 2]
