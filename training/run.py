@@ -1,9 +1,8 @@
-"""A whole training run: from a target and conversations to a head in a directory."""
+"""From a target and conversations to a run that is ready to start."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from common.errors import ConfigError
 from training.batches import BatchSource
 from training.config import DTYPES, TrainConfig
-from training.curves import Evaluation, require_matplotlib
+from training.curves import require_matplotlib
 from training.data import Conversations, Ints, load_conversations, split
 from training.features import Features, FeaturesKey, compute_features, features_key, is_complete, open_features
 from training.head import TrainableHead, initialize
@@ -24,7 +23,7 @@ from training.trainer import Trainer, Workplace
 from training.vocabulary import most_frequent
 
 
-def train_draft(
+def prepare_training(
     model_dir: Path,
     data: Path,
     out: Path,
@@ -32,10 +31,9 @@ def train_draft(
     config: TrainConfig,
     progress: Progress,
     features_dir: Path | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> list[Evaluation]:
-    """Leaves the head in `out`/head, and what is needed to go on in `out`. Features go to `features_dir`, by default in
-    `out` too. Returns the evaluations.
+) -> Trainer:
+    """The run leaves its head in `out`/head, and in `out` what is needed to go on. Features go to `features_dir`, by
+    default in `out` too; they are computed here, which may take longer than anything else.
 
     Raises ConfigError, naming the setting or the array that is wrong, StartupError and UnsupportedModel for a target
     that cannot be used.
@@ -93,7 +91,7 @@ def train_draft(
         train=train,
         held_out=held_out,
     )
-    return Trainer(config, workplace, head, objective, progress, should_stop).run()
+    return Trainer(config, workplace, head, objective, progress)
 
 
 def _features(

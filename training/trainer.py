@@ -51,14 +51,13 @@ class _Pace:
 
 @dataclass(slots=True)
 class Trainer:
-    """`should_stop` is asked after each step; `clock` is in seconds."""
+    """`clock` is in seconds."""
 
     config: TrainConfig
     workplace: Workplace
     head: TrainableHead
     objective: Objective
     progress: Progress
-    should_stop: Callable[[], bool]
     clock: Callable[[], float] = time.monotonic
     _optimizers: Optimizers = field(init=False)
     _state: RunState = field(init=False)
@@ -69,8 +68,8 @@ class Trainer:
     _exported_tokens: int | None = field(init=False, default=None)
     _pace: _Pace = field(init=False, default_factory=_Pace)
 
-    def run(self) -> list[Evaluation]:
-        """Train from where the checkpoint in the out directory ends, to the end or until asked to stop.
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> list[Evaluation]:
+        """Go on from the checkpoint in the out directory, to the end or until `should_stop`, asked after each step.
 
         The head is then exported and a checkpoint written. Returns the evaluations, earlier runs' included.
         Raises ConfigError when there is a checkpoint of another run.
@@ -80,7 +79,7 @@ class Trainer:
         self._since_s = self._saved_s = self.clock()
         total, begun = self.config.max_tokens, min(self._state.num_tokens, self.config.max_tokens)
         with self.progress.stage("training", total, "answer tokens", num_done=begun) as stage:
-            while self._state.num_tokens < total and not self.should_stop():
+            while self._state.num_tokens < total and not should_stop():
                 self._step(stage)
         if self._state.num_tokens >= total and self._state.num_losses:
             self._evaluate()

@@ -93,22 +93,17 @@ def _train(*, model: str, data: Path, out: Path, features: Path | None, threads:
     from common.model_source import resolve_model
     from training.config import TrainConfig
     from training.progress import Progress
-    from training.run import train_draft as train
+    from training.run import prepare_training
 
     config = TrainConfig(**settings)
     if threads is not None:
         torch.set_num_threads(threads)
     directory = resolve_model(model, dtype="bfloat16")
+    trainer = prepare_training(
+        directory, data, out, config=config, progress=Progress(text_console()), features_dir=features
+    )
     with _interrupts() as interrupted:
-        train(
-            directory,
-            data,
-            out,
-            config=config,
-            progress=Progress(text_console()),
-            features_dir=features,
-            should_stop=lambda: bool(interrupted),
-        )
+        trainer.run(lambda: bool(interrupted))
 
 
 @contextmanager

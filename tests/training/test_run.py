@@ -19,9 +19,10 @@ from common.draft.load import load_draft
 from common.errors import ConfigError
 from common.model.target import TargetModel
 from tests.training.cases import LAYERS, quiet, save_data, tiny_config
-from training import curves, trainer
+from training import curves, run, trainer
+from training.batches import BatchSource
 from training.curves import Evaluation
-from training.run import train_draft
+from training.run import prepare_training
 
 Train = Callable[..., list[Evaluation]]
 
@@ -30,18 +31,14 @@ Train = Callable[..., list[Evaluation]]
 def train(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, features_dir: Path) -> Train:
     """A run in `tmp_path`/out; keyword arguments change the settings."""
 
-    def run(*, out: Path = tmp_path / "out", should_stop: Callable[[], bool] = lambda: False, **changes: Any) -> Any:
-        return train_draft(
-            last_token_model_dir,
-            sampled_data,
-            out,
-            config=tiny_config(**changes),
-            progress=quiet(),
-            features_dir=features_dir,
-            should_stop=should_stop,
+    def start(*, out: Path = tmp_path / "out", should_stop: Callable[[], bool] = lambda: False, **changes: Any) -> Any:
+        config = tiny_config(**changes)
+        prepared = prepare_training(
+            last_token_model_dir, sampled_data, out, config=config, progress=quiet(), features_dir=features_dir
         )
+        return prepared.run(should_stop)
 
-    return run
+    return start
 
 
 @pytest.fixture(scope="session")
@@ -114,6 +111,19 @@ def test_what_was_evaluated_after_the_checkpoint_is_not_told_twice(train: Train,
     assert len((out / "curve.jsonl").read_text().splitlines()) == len(whole)
 
 
+def test_every_pass_over_the_data_has_an_order_of_its_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    epoch = BatchSource.epoch
+
+    def noted(self: BatchSource, *arguments: Any, **keywords: int) -> Any:
+        passes.append(keywords["epoch"])
+        return epoch(self, *arguments, **keywords)
+
+    monkeypatch.setattr(BatchSource, "epoch", noted)
+    train(max_tokens=8000)
+    assert passes == [0, 1, 2]
+
+
 def test_a_finished_run_is_left_as_it_is(train: Train) -> None:
     evaluations = train()
     assert train() == evaluations
@@ -177,6 +187,18 @@ def test_a_signal_ends_a_run_with_checkpoint_and_head(
     assert 3000 <= tokens < 3000 + 128
     assert (tmp_path / "head" / "model.safetensors").exists()
     assert signal.getsignal(number) is before
+
+
+def test_while_the_target_runs_a_signal_ends_the_command(
+    tmp_path: Path, sampled_data: Path, last_token_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be long until there is something to keep."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(run, "compute_features", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    result = cli(tmp_path, sampled_data, last_token_model_dir)
+    signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 130
+    assert not (tmp_path / "last.pt").exists()
 
 
 def _interrupting(export: Callable[[Any], None], number: signal.Signals) -> Callable[[Any], None]:
