@@ -75,6 +75,11 @@ def _finished(finished: inference_pb2.Finished) -> Finished:
             num_verify_steps=speculation.num_verify_steps,
             num_drafted_tokens=speculation.num_drafted_tokens,
             num_accepted_tokens=speculation.num_accepted_tokens,
+            drafted_at=tuple(speculation.drafted_at),
+            accepted_at=tuple(speculation.accepted_at),
+            draft_s=speculation.draft_s,
+            verify_s=speculation.verify_s,
+            extend_s=speculation.extend_s,
         )
         if finished.HasField("speculation")
         else None,

@@ -49,9 +49,19 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
+    """`drafted_at[i]` and `accepted_at[i]`: steps that drafted, and accepted, i + 1 tokens ahead.
+
+    The seconds are the device's, of the whole batches that the request was in.
+    """
+
     num_verify_steps: int
     num_drafted_tokens: int
     num_accepted_tokens: int
+    drafted_at: tuple[int, ...]
+    accepted_at: tuple[int, ...]
+    draft_s: float
+    verify_s: float
+    extend_s: float
 
 
 @dataclass(frozen=True, slots=True)

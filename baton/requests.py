@@ -30,6 +30,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     n: int | None
     response_format: str | None
+    speculate: bool | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,10 @@ _POISON = -1
 
 @dataclass(frozen=True, slots=True)
 class RelayPayload:
-    """What only the next forward reads: `tokens` [B] int64 (output, or bonus tokens) and the seed columns [B, ...]."""
+    """What only the next forward reads: `tokens` [B] int64 (output, or bonus tokens) and the seed columns [B, ...].
+
+    No seed columns where the next forward drafts nothing.
+    """
 
     tokens: Tensor
     seeds: Mapping[str, Tensor] = field(default_factory=dict)
@@ -105,8 +108,8 @@ class FutureMap:
         def write() -> None:
             values = payload.get()
             self.output_tokens[req_pool_indices] = values.tokens
-            for name, buffer in self.seeds.items():
-                buffer[req_pool_indices] = values.seeds[name]
+            for name, column in values.seeds.items():
+                self.seeds[name][req_pool_indices] = column
 
         self._forward_stream.enqueue(write, scope)
 

@@ -23,6 +23,8 @@ from common.service_main import Process
 from common.serving import ServiceServer, channel_credentials, server_credentials, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.speculation_metrics import SpeculationMetrics
+from common.telemetry.step_stats import OnStep, StepStats
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
@@ -48,6 +50,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     """Serve until SIGTERM or SIGINT; then finish the requests there are, within the grace period."""
     runtime = process.runtime
     engine_metrics = EngineMetrics(process.registry)
+    speculation_metrics = SpeculationMetrics(process.registry) if runtime.draft else None
     observer = RequestObserver(RequestMetrics(process.registry))
     replicas = ReplicaBoard()
 
@@ -57,8 +60,13 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     def on_death(error: BaseException) -> None:
         router.on_death(error)
 
+    def on_step(stats: StepStats) -> None:
+        engine_metrics.on_step(stats)
+        if speculation_metrics is not None:
+            speculation_metrics.on_step(stats)
+
     thread: EngineThread[Command] = EngineThread(
-        engine=_engine(settings, process, engine_metrics), deliver=deliver, on_death=on_death, name="decode-engine"
+        engine=_engine(settings, process, on_step), deliver=deliver, on_death=on_death, name="decode-engine"
     )
 
     def post_report(report: TransportReport) -> None:
@@ -118,12 +126,13 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             _log.error("engine_did_not_stop", timeout_s=_ENGINE_STOP_TIMEOUT_S)
 
 
-def _engine(settings: DecodeSettings, process: Process, metrics: EngineMetrics) -> DecodeEngine:
+def _engine(settings: DecodeSettings, process: Process, on_step: OnStep) -> DecodeEngine:
     runtime = process.runtime
     return DecodeEngine(
         model=runtime.model,
         draft=runtime.draft,
         spec_info=speculation_of(settings, runtime.draft) if runtime.draft else None,
+        adapts_depth=settings.adaptive_depth,
         device=runtime.device,
         max_rows=settings.max_rows,
         max_kv_tokens=settings.max_kv_tokens,
@@ -131,7 +140,7 @@ def _engine(settings: DecodeSettings, process: Process, metrics: EngineMetrics) 
         overlap=settings.overlap,
         max_handoff_attempts=settings.max_handoff_attempts,
         prefill_timeout_s=settings.prefill_timeout_s,
-        on_step=metrics.on_step,
+        on_step=on_step,
         debug_checks=settings.debug_checks,
     )
 

@@ -22,6 +22,7 @@ class Submit:
     sampling: ResolvedSampling
     deadline_unix_ms: int = 0
     traceparent: str = ""
+    wants_drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,20 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Drafts verified and accepted, over a request's verify steps; accepted ones past its end included."""
+    """Drafts verified and accepted, over a request's verify steps; accepted ones past its end included.
+
+    `drafted_at[i]` counts steps that drafted i + 1 tokens ahead, `accepted_at[i]` those that accepted so many. The
+    seconds are those of the whole batches that the request was in.
+    """
 
     num_verify_steps: int
     num_drafted_tokens: int
     num_accepted_tokens: int
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    extend_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

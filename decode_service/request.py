@@ -8,7 +8,9 @@ from enum import Enum, auto
 from common.kv.pool import RowLease
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed
+from common.telemetry.step_stats import SpeculationStats
 from decode_service.messages import FinishReason, RequestTimings, SpeculationCounts, Submit
+from decode_service.spec_info import SpecInfo
 
 
 class Phase(Enum):
@@ -43,17 +45,41 @@ class SpeculationTally:
 
     num_verify_steps: int = 0
     num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    extend_s: float = 0.0
 
-    def add(self, *, num_drafted: int, num_accepted: int) -> None:
+    def add(self, spec_info: SpecInfo, *, num_accepted: int, stats: SpeculationStats) -> None:
         self.num_verify_steps += 1
-        self.num_drafted_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
+        self.num_drafted_tokens += spec_info.num_draft_tokens
+        _count_up_to(self.drafted_at, spec_info.num_steps)
+        _count_up_to(self.accepted_at, num_accepted)
+        self.draft_s += stats.draft_s
+        self.verify_s += stats.verify_s
+        self.extend_s += stats.extend_s
 
     def counts(self) -> SpeculationCounts | None:
         if not self.num_verify_steps:
             return None
-        return SpeculationCounts(self.num_verify_steps, self.num_drafted_tokens, self.num_accepted_tokens)
+        never = [0] * (len(self.drafted_at) - len(self.accepted_at))
+        return SpeculationCounts(
+            num_verify_steps=self.num_verify_steps,
+            num_drafted_tokens=self.num_drafted_tokens,
+            num_accepted_tokens=sum(self.accepted_at),
+            drafted_at=tuple(self.drafted_at),
+            accepted_at=(*self.accepted_at, *never),
+            draft_s=self.draft_s,
+            verify_s=self.verify_s,
+            extend_s=self.extend_s,
+        )
+
+
+def _count_up_to(counts: list[int], num_levels: int) -> None:
+    counts += [0] * (num_levels - len(counts))
+    for level in range(num_levels):
+        counts[level] += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +98,7 @@ class Request:
     clock: PhaseClock
     deadline_unix_ms: int = 0
     traceparent: str = ""
+    wants_drafts: bool = True
     phase: Phase = Phase.WAITING
     lease: RowLease | None = None
     num_in_flight: int = 0
@@ -97,6 +124,7 @@ class Request:
             clock=PhaseClock(since_s=now_s),
             deadline_unix_ms=submit.deadline_unix_ms,
             traceparent=submit.traceparent,
+            wants_drafts=submit.wants_drafts,
             end_ids=frozenset(submit.sampling.end_token_ids),
         )
 

@@ -181,7 +181,8 @@ class ForwardBatch:
 
     `seq_lens` [B] counts the tokens the target computes, M of each entry, and `positions` [B * M] are those tokens' own
     in a chain. `prefix_lens` [B] is the KV that was there before, `out_cache_loc` [B * S] the slots behind it that the
-    step may write. `seq_lens_sum` and `max_seq_len` are derived here and nowhere else.
+    step may write. `undrafted` are entries whose drafts do not count. `seq_lens_sum` and `max_seq_len` are derived
+    here and nowhere else.
     """
 
     req_pool_indices: Tensor
@@ -194,6 +195,7 @@ class ForwardBatch:
     out_cache_loc: Tensor
     sampling: SamplingBatch
     spec_info: SpecInfo | None
+    undrafted: tuple[int, ...]
     forward_mode: ForwardMode
 
     @classmethod
@@ -217,6 +219,7 @@ class ForwardBatch:
             out_cache_loc=batch.out_cache_loc.clone(),
             sampling=batch.sampling,
             spec_info=batch.spec_info,
+            undrafted=tuple(i for i, req in enumerate(batch.reqs) if not req.wants_drafts),
             forward_mode=batch.forward_mode,
         )
 

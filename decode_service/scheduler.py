@@ -20,6 +20,7 @@ from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
+from decode_service.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.dispatcher import PrefillDispatcher
 from decode_service.eagle_worker import EagleWorker
 from decode_service.future_map import FutureMap
@@ -55,9 +56,9 @@ _COPY_WAIT_S = 0.001
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    `draft` and `spec_info` come together; the head fits `spec_info`. `max_rows` bounds rows reserved, transferring and
-    running together. `overlap=False` finishes each step before the
-    next is scheduled, by the same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
+    `draft` and `spec_info` come together, and fit; `adapts_depth`: drafting may be shallower. `max_rows` bounds rows
+    reserved, transferring and running together. `overlap=False` finishes each step before the next is scheduled, by the
+    same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DecodeEngine:
         max_context_tokens: int,
         draft: DraftHead | None = None,
         spec_info: SpecInfo | None = None,
+        adapts_depth: bool = False,
         overlap: bool = True,
         max_handoff_attempts: int = 3,
         prefill_timeout_s: float = 10.0,
@@ -84,7 +86,11 @@ class DecodeEngine:
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
         assert (draft is None) == (spec_info is None)
-        self._num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
+        self._depth: Depth | None = None
+        self._num_ahead = 0
+        if spec_info is not None:
+            self._depth = AdaptiveDepth(spec_info) if adapts_depth else FixedDepth(spec_info)
+            self._num_ahead = spec_info.num_slots - 1
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             max_rows=max_rows,
@@ -248,13 +254,19 @@ class DecodeEngine:
         running.filter_batch([i for i, req in enumerate(running.reqs) if req.has_room_after(lengths[i])])
         if ready:
             self._merge_prebuilt(ready)
-        running.spec_info = self._worker.spec_info
+        running.spec_info = self._choose_depth()
         self._is_stalled = not running.is_empty and not self._secure_slots()
         if running.is_empty or self._is_stalled:
             return None
         prepared = running.prepare_for_decode(self.pool)
         assert prepared, "_secure_slots left enough"
         return running
+
+    def _choose_depth(self) -> SpecInfo | None:
+        reqs = self._running.reqs
+        if self._depth is None or not reqs:
+            return None
+        return self._depth.choose(num_rows=len(reqs), is_wanted=any(req.wants_drafts for req in reqs))
 
     def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
         prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)
@@ -354,15 +366,20 @@ class DecodeEngine:
                 if req.lease is lease:
                     self._fail(req, EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
+        spec_info, speculation = step.batch.spec_info, step.speculation()
         for req, lease, result in zip(step.reqs, step.leases, step.results(), strict=True):
             if req.lease is not lease:
                 continue
             req.num_in_flight -= 1
+            if result.was_drafted_for and spec_info is not None and speculation is not None:
+                req.speculation.add(spec_info, num_accepted=len(result.token_ids) - 1, stats=speculation)
             self._append(req, result, is_decoded=True)
             if req.phase is Phase.RETRACTING:
                 self._requeue_retracted(req)
+        if self._depth is not None and spec_info is not None and speculation is not None:
+            self._depth.observe(spec_info, num_rows=len(step.reqs), stats=speculation)
         num_tokens = len(step.reqs) * step.batch.num_tokens
-        self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s))
+        self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
 
     def _append(self, req: Request, result: RowResult, *, is_decoded: bool) -> None:
         """Give a running or retracting request its next tokens, decoded or handed over; end it where they do."""
@@ -373,8 +390,6 @@ class DecodeEngine:
         if is_decoded:
             req.clock.close("decode_s" if req.has_decoded else "first_decode_s", now_s)
             req.has_decoded = True
-        if result.num_drafted:
-            req.speculation.add(num_drafted=result.num_drafted, num_accepted=len(result.token_ids) - 1)
         num_before = req.num_output
         ending = None
         for token_id in result.token_ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,12 +10,14 @@ class SpecInfo:
     """`num_steps` levels of drafts, of which `num_draft_tokens` are verified: a chain, or with `topk` > 1 a tree.
 
     A tree's nodes have `topk` children each, of every level the `topk` best are continued, and of all that were drafted
-    the best are verified. No steps: nothing is drafted, and the head only keeps up.
+    the best are verified. No steps: nothing is drafted, and the head only keeps up. `leaves_seed`: whether the next
+    step is to draft.
     """
 
     num_steps: int
     num_draft_tokens: int
     topk: int = 1
+    leaves_seed: bool = True
 
     def __post_init__(self) -> None:
         if self.topk == 1:
@@ -26,6 +28,14 @@ class SpecInfo:
     @classmethod
     def chain(cls, num_draft_tokens: int) -> SpecInfo:
         return cls(num_draft_tokens, num_draft_tokens)
+
+    def at_depth(self, num_steps: int) -> SpecInfo:
+        """The same with fewer levels."""
+        num_draft_tokens = min(self.num_draft_tokens, num_drafted(num_steps, self.topk))
+        return replace(self, num_steps=num_steps, num_draft_tokens=num_draft_tokens)
+
+    def without_seed(self) -> SpecInfo:
+        return replace(self, leaves_seed=False)
 
     @property
     def num_verify_tokens(self) -> int:
@@ -45,4 +55,6 @@ class SpecInfo:
 
 def num_drafted(num_steps: int, topk: int) -> int:
     """Tokens that a tree of so many levels drafts before the best are chosen."""
-    return 0 if num_steps == 0 else topk + (num_steps - 1) * topk * topk
+    if topk == 1 or num_steps == 0:
+        return num_steps
+    return topk + (num_steps - 1) * topk * topk

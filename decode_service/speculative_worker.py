@@ -10,19 +10,20 @@ accepted exactly when it equals the target's token, and what is committed are th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Scope, Stream
+from common.device.upload import upload
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import seed_columns
 from common.kv.pool import KvPool
 from common.model.sampling import Sampled, draw
-from common.model.sampling_state import SamplingState
+from common.model.sampling_state import NO_SAMPLING, SamplingState
 from common.model.target import TargetModel
 from decode_service.draft_tree import DraftTree
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
@@ -65,7 +66,6 @@ class SpeculativeWorker(ABC):
         self._stream = stream
         self._topk = spec_info.topk
         self.seed_columns = seed_columns(draft, topk=spec_info.topk)
-        self.spec_info: SpecInfo | None = spec_info
 
     @abstractmethod
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
@@ -97,13 +97,17 @@ class SpeculativeWorker(ABC):
 
         @torch.inference_mode()
         def extend() -> None:
-            output.payload.set(self._extend(batch, verified.get()))
+            output.payload.set(self._extend(batch, spec_info, verified.get()))
 
-        for piece in (resolve, draft, verify):
-            self._stream.enqueue(piece, scope)
+        begin = self._stream.record(scope)
+        self._stream.enqueue(resolve, scope)
+        self._stream.enqueue(draft, scope)
+        drafted_at = self._stream.record(scope)
+        self._stream.enqueue(verify, scope)
         on_publish(new_seq_lens)
+        verified_at = self._stream.record(scope)
         self._stream.enqueue(extend, scope)
-        return output
+        return replace(output, marks=(begin, drafted_at, verified_at, self._stream.record(scope)))
 
     def _verify(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree, output: WorkerOutput) -> _Verified:
         num_rows, num_nodes = batch.batch_size, tree.num_nodes
@@ -126,6 +130,8 @@ class SpeculativeWorker(ABC):
         )
         accepted = tree.accept(sampled.token_ids.view(num_rows, num_nodes))
         path, accept_lens = accepted.path, accepted.accept_lens
+        if batch.undrafted:
+            accept_lens = accept_lens.index_fill(0, upload(batch.undrafted, torch.int64, accept_lens.device), 1)
         captured = target.hidden.view(num_rows, num_nodes, -1)
         if not is_chain:
             captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
@@ -134,7 +140,7 @@ class SpeculativeWorker(ABC):
         tokens = sampled.token_ids.view(num_rows, -1)
         is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
         if batch.sampling.penalised:
-            entries = torch.tensor(batch.sampling.penalised, device=tokens.device)
+            entries = upload(batch.sampling.penalised, torch.int64, tokens.device)
             self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
         output.sampled.set(sampled)
         output.accept_lens.set(accept_lens)
@@ -149,8 +155,11 @@ class SpeculativeWorker(ABC):
         source, destination = slots.gather(1, path), slots[:, : path.shape[1]]
         kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
 
-    def _extend(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
-        """The head over the accepted tokens: its KV, and the next step's seed."""
+    def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
+        """The head over the accepted tokens: its KV, and the next step's seed.
+
+        Without a seed a head of one layer drafts nothing; several layers read each other's drafts all the same.
+        """
         tokens = verified.tokens
         num_rows, num_tokens = tokens.shape
         num_ahead = self._draft.layer_group.num_layers - 1
@@ -158,19 +167,20 @@ class SpeculativeWorker(ABC):
         last = verified.accept_lens - 1
         ids = torch.nn.functional.pad(tokens, (0, num_ahead))
         starts = rows.unsqueeze(1) * (num_tokens + num_ahead)
+        num_seeded = num_rows if spec_info.leaves_seed or num_ahead else 0
         seed = extend_draft(
             self._draft,
             window_input(batch, tokens, self._pool, self._draft.layer_group.name),
             verified.captured.flatten(0, 1),
             next_tokens=NextTokens(ids.flatten(), (starts + torch.arange(num_tokens, device=tokens.device)).flatten()),
-            last=rows * num_tokens + last,
-            rows=batch.req_pool_indices,
-            positions=verified.new_seq_lens + 1,
+            last=(rows * num_tokens + last)[:num_seeded],
+            rows=batch.req_pool_indices[:num_seeded],
+            positions=(verified.new_seq_lens + 1)[:num_seeded],
             state=self._state,
-            batch=batch.sampling,
+            batch=batch.sampling if num_seeded else NO_SAMPLING,
             topk=self._topk,
         )
-        return RelayPayload(tokens[rows, last], seed.columns())
+        return RelayPayload(tokens[rows, last], seed.columns() if num_seeded else {})
 
 
 def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
@@ -184,6 +194,6 @@ def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) 
     token_ids, is_invalid = sampled.token_ids[nodes], sampled.is_invalid[nodes]
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return Sampled(token_ids, is_invalid)
-    entries = torch.tensor(batch.sampling.with_logprobs, device=path.device)
+    entries = upload(batch.sampling.with_logprobs, torch.int64, path.device)
     nodes = nodes_of(entries, torch.arange(entries.shape[0], device=path.device))
     return Sampled(token_ids, is_invalid, sampled.logprobs[nodes], sampled.top_ids[nodes], sampled.top_logprobs[nodes])

@@ -15,6 +15,7 @@ from common.kv.pool import RowLease
 from common.model.logprobs import unpack_logprobs
 from common.model.sampling import Sampled, sampled_to_host
 from common.model.sampling_params import TokenLogprobs
+from common.telemetry.step_stats import SpeculationStats
 from decode_service.future_map import RelayPayload
 from decode_service.request import Request
 from decode_service.schedule_batch import ForwardBatch, ReadyRows
@@ -25,13 +26,13 @@ from decode_service.worker import WorkerOutput
 class RowResult:
     """One row's outcome of a step: the tokens it commits, with a log-probability each or none at all.
 
-    `is_invalid`: its relayed input or its logits were not usable. `num_drafted`: how many drafts were verified.
+    `is_invalid`: its relayed input or its logits were not usable. `was_drafted_for`: its drafts counted.
     """
 
     token_ids: tuple[int, ...]
     is_invalid: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
-    num_drafted: int = 0
+    was_drafted_for: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,20 @@ class StepInFlight:
         assert len(leases) == len(reqs)
         return cls(batch, reqs, leases, output, host, stream.record(scope), launched_s)
 
+    def speculation(self) -> SpeculationStats | None:
+        """Behind `end` only. None without speculation."""
+        if self.batch.spec_info is None:
+            return None
+        begin, drafted, verified, extended = self.output.marks
+        accept_lens = self.host.get().accept_lens.tolist()
+        return SpeculationStats(
+            num_levels=self.batch.spec_info.num_steps,
+            accept_lens=tuple(accept_lens[i] for i in range(len(self.reqs)) if i not in self.batch.undrafted),
+            draft_s=drafted.seconds_since(begin),
+            verify_s=verified.seconds_since(drafted),
+            extend_s=extended.seconds_since(verified),
+        )
+
     def results(self) -> list[RowResult]:
         """Behind `end` only."""
         host = self.host.get()
@@ -99,7 +114,8 @@ class StepInFlight:
         ):
             run = slice(i * width, i * width + num_accepted)
             entries = tuple(entry for entry in logprobs[run] if entry is not None)
-            results.append(RowResult(tuple(tokens[run]), is_invalid, entries, self.batch.num_tokens - 1))
+            was_drafted_for = self.batch.spec_info is not None and i not in self.batch.undrafted
+            results.append(RowResult(tuple(tokens[run]), is_invalid, entries, was_drafted_for))
         return results
 
 

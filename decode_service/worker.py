@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.stream import Scope, Stream
+from common.device.stream import Event, Scope, Stream
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
@@ -19,7 +19,6 @@ from common.model.target import TargetModel
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
-from decode_service.spec_info import SpecInfo
 
 OnPublish = Callable[[Cell[Tensor]], None]
 """Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]. Bound to the rows."""
@@ -30,13 +29,15 @@ class WorkerOutput:
     """Cells that the step's pieces fill.
 
     `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
-    int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
+    int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable. `marks`:
+    with speculation where draft, verify and extend begin, and where extend ends.
     """
 
     payload: Cell[RelayPayload]
     sampled: Cell[Sampled]
     accept_lens: Cell[Tensor]
     is_invalid: Cell[Tensor]
+    marks: tuple[Event, ...] = ()
 
     @classmethod
     def empty(cls) -> WorkerOutput:
@@ -53,10 +54,6 @@ class Worker(Protocol):
     @property
     def seed_columns(self) -> tuple[SeedColumnSpec, ...]: ...
 
-    @property
-    def spec_info(self) -> SpecInfo | None:
-        """How the next batch is to be prepared."""
-
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput: ...
@@ -67,7 +64,6 @@ class PlainWorker:
 
     relays_lengths = False
     seed_columns: tuple[SeedColumnSpec, ...] = ()
-    spec_info: SpecInfo | None = None
 
     def __init__(self, *, model: TargetModel, pool: KvPool, sampling_state: SamplingState, stream: Stream) -> None:
         self._model = model

@@ -35,6 +35,9 @@ Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.",
 StopTokenIds = Annotated[
     list[int] | None, typer.Option("--stop-token-id", help="Repeatable.", rich_help_panel=_SAMPLING)
 ]
+Speculate = Annotated[
+    bool | None, typer.Option("--speculate/--no-speculate", help="Use the draft head.", rich_help_panel=_SAMPLING)
+]
 IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING)]
 RepetitionPenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
 PresencePenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]

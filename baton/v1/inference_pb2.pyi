@@ -373,19 +373,41 @@ class SpeculationCounts(_message.Message):
     NUM_VERIFY_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_AT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    DRAFT_S_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
+    EXTEND_S_FIELD_NUMBER: _builtins.int
     num_verify_steps: _builtins.int
     num_drafted_tokens: _builtins.int
     num_accepted_tokens: _builtins.int
+    draft_s: _builtins.float
+    """Seconds on the device, of the whole batches that the request was in."""
+    verify_s: _builtins.float
+    extend_s: _builtins.float
+    @_builtins.property
+    def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """[i]: steps that drafted i + 1 tokens ahead"""
+
+    @_builtins.property
+    def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """[i]: steps that accepted i + 1 of them"""
+
     def __init__(
         self,
         *,
         num_verify_steps: _builtins.int = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        drafted_at: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_at: _abc.Iterable[_builtins.int] | None = ...,
+        draft_s: _builtins.float = ...,
+        verify_s: _builtins.float = ...,
+        extend_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_verify_steps", b"num_verify_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "draft_s", b"draft_s", "drafted_at", b"drafted_at", "extend_s", b"extend_s", "num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_verify_steps", b"num_verify_steps", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,6 +96,7 @@ class DecodeSettings(ServiceSettings):
     prefill: Addresses = ("127.0.0.1:50052",)
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
+    adaptive_depth: bool = True
     overlap: bool = True
     receive_budget_bytes: Positive = 64 << 20
     max_queued_requests: Annotated[int, Field(ge=0)] = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ class CpuEvent(Event):
         self._scope = scope
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._reached_s = 0.0
 
     def is_done(self) -> bool:
         return self._done.is_set()
@@ -38,14 +40,20 @@ class CpuEvent(Event):
     def error(self) -> BaseException | None:
         return self._error
 
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CpuEvent), "an event of another device"
+        return self._reached_s - earlier._reached_s
+
     def reach(self) -> None:
         """The stream is here."""
         self._error = failure_of(self._scope, self._stream_scope)
+        self._reached_s = time.perf_counter()
         self._done.set()
 
     def abandon(self, error: BaseException) -> None:
         """The stream will never be here."""
         self._error = error
+        self._reached_s = time.perf_counter()
         self._done.set()
 
 

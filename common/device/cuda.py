@@ -53,6 +53,10 @@ class CudaEvent(Event):
     def error(self) -> BaseException | None:
         return self._error
 
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent), "an event of another device"
+        return float(earlier.cuda_event.elapsed_time(self.cuda_event)) / 1e3
+
 
 class CudaStream(Stream):
     """Tensors that cross streams stay referenced until the step's end event: a block's allocator knows one stream."""
@@ -95,7 +99,7 @@ class CudaStream(Stream):
             time.sleep(_LONGEST_POLL_S)
 
     def _record(self, scope: Scope | None) -> CudaEvent:
-        cuda_event = torch.cuda.Event()
+        cuda_event = torch.cuda.Event(enable_timing=True)
         try:
             cuda_event.record(self._cuda_stream)
         except RuntimeError as error:

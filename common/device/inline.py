@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 from common.device.errors import PieceFailed, StreamClosed
 from common.device.piece import failure_of, raise_failure, run_piece
@@ -15,6 +16,7 @@ class InlineEvent(Event):
     def __init__(self, name: str, error: BaseException | None) -> None:
         self._name = name
         self._error = error
+        self._reached_s = time.perf_counter()
 
     def is_done(self) -> bool:
         return True
@@ -25,6 +27,10 @@ class InlineEvent(Event):
     @property
     def error(self) -> BaseException | None:
         return self._error
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, InlineEvent), "an event of another stream"
+        return self._reached_s - earlier._reached_s
 
 
 class InlineStream(Stream):

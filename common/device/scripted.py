@@ -13,6 +13,7 @@ Everything happens on the calling thread.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class ScriptedEvent(Event):
         self._scope = scope
         self._stream_scope = stream_scope
         self._is_done = False
+        self._reached_s = 0.0
         self._error: BaseException | None = None
 
     def is_done(self) -> bool:
@@ -71,9 +73,14 @@ class ScriptedEvent(Event):
     def error(self) -> BaseException | None:
         return self._error
 
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, ScriptedEvent), "an event of another device"
+        return self._reached_s - earlier._reached_s
+
     def reach(self, abandoned: BaseException | None = None) -> None:
         """The stream is here; or never will be, with the reason."""
         self._error = abandoned or failure_of(self._scope, self._stream_scope)
+        self._reached_s = time.perf_counter()
         self._is_done = True
 
 

@@ -64,6 +64,9 @@ class Event(Protocol):
     def error(self) -> BaseException | None:
         """What had failed the event's scope, or its stream, by the time the event was reached. Valid once done."""
 
+    def seconds_since(self, earlier: Event) -> float:
+        """How long the stream took from `earlier`, another event of it, to this one. Valid once both are done."""
+
 
 class Stream(Protocol):
     """Runs pieces in the order in which they were enqueued."""

@@ -154,3 +154,7 @@ class SamplingBatch:
             with_logprobs=entries(self.with_logprobs),
             num_top_logprobs=self.num_top_logprobs,
         )
+
+
+NO_SAMPLING = SamplingBatch.of([])
+"""Of a batch without entries."""

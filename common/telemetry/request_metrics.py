@@ -30,4 +30,10 @@ class RequestMetrics:
         self.accepted_tokens = Counter(
             "baton_accepted_tokens", "Drafts accepted, finished requests.", registry=registry
         )
+        self.drafted_at = Counter(
+            "baton_drafted_at", "Verify steps with a draft so far ahead.", ["position"], registry=registry
+        )
+        self.accepted_at = Counter(
+            "baton_accepted_at", "Verify steps that accepted a draft so far ahead.", ["position"], registry=registry
+        )
         self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes received.", registry=registry)

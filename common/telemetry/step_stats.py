@@ -7,12 +7,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """A speculative step: levels drafted, tokens committed of each row drafted for, seconds of its parts."""
+
+    num_levels: int
+    accept_lens: tuple[int, ...]
+    draft_s: float
+    verify_s: float
+    extend_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """One forward: rows in it, tokens it computed, and the time between its launch and its result."""
 
     batch_size: int
     num_tokens: int
     step_s: float
+    speculation: SpeculationStats | None = None
 
 
 OnStep = Callable[[StepStats], None]

@@ -124,6 +124,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             sampling=sampling,
             deadline_unix_ms=self._deadline_unix_ms(context),
             traceparent=_traceparent(context),
+            wants_drafts=checked.sampling.speculates,
         )
         await self._write(context, started_event(live.request_id, len(prompt_token_ids), sampling.seed))
         while True:

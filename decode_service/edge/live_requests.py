@@ -76,6 +76,7 @@ class LiveRequests:
         sampling: ResolvedSampling,
         deadline_unix_ms: int,
         traceparent: str,
+        wants_drafts: bool,
     ) -> None:
         """Hand it to the engine. Raises what it was ended with meanwhile."""
         if isinstance(live.ending, BatonError):
@@ -89,6 +90,7 @@ class LiveRequests:
                 sampling=sampling,
                 deadline_unix_ms=deadline_unix_ms,
                 traceparent=traceparent,
+                wants_drafts=wants_drafts,
             )
         )
         if not self._engine.is_alive:  # it died after `admit`, perhaps too early for `fail_all` to end this one

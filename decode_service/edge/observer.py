@@ -53,7 +53,8 @@ class RequestObserver:
             fields |= {name: round(getattr(timings, name), 6) for name in _LOGGED_S}
             fields |= {name: getattr(timings, name) for name in _LOGGED_COUNTS}
             if ending.speculation is not None:
-                fields |= dataclasses.asdict(ending.speculation)
+                counts = dataclasses.asdict(ending.speculation)
+                fields |= {name: round(n, 6) if isinstance(n, float) else n for name, n in counts.items()}
         else:
             fields["error"] = str(error)
         self._log.info("request_finished", **fields)
@@ -68,6 +69,11 @@ class RequestObserver:
             self._metrics.verify_steps.inc(speculation.num_verify_steps)
             self._metrics.drafted_tokens.inc(speculation.num_drafted_tokens)
             self._metrics.accepted_tokens.inc(speculation.num_accepted_tokens)
+            for position, (drafted, accepted) in enumerate(
+                zip(speculation.drafted_at, speculation.accepted_at, strict=True), start=1
+            ):
+                self._metrics.drafted_at.labels(position).inc(drafted)
+                self._metrics.accepted_at.labels(position).inc(accepted)
 
 
 _LOGGED_S = ("queue_s", "prefill_s", "transfer_s", "first_decode_s", "decode_s")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
 from common.model.sampling_params import TokenLogprobs
@@ -42,9 +44,7 @@ def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:
         timings=_timings(ending.timings),
     )
     if ending.speculation is not None:
-        finished.speculation.num_verify_steps = ending.speculation.num_verify_steps
-        finished.speculation.num_drafted_tokens = ending.speculation.num_drafted_tokens
-        finished.speculation.num_accepted_tokens = ending.speculation.num_accepted_tokens
+        finished.speculation.CopyFrom(inference_pb2.SpeculationCounts(**dataclasses.asdict(ending.speculation)))
     if ending.stop_string is not None:
         finished.stop_string = ending.stop_string
     elif ending.stop_token_id is not None:

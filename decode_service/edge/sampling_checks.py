@@ -29,6 +29,7 @@ class SamplingRequest:
     top_k: int
     min_p: float
     min_tokens: int
+    speculates: bool
     stop_strings: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
@@ -76,6 +77,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         top_k=min(params.top_k, vocab_size),
         min_p=_in_range("sampling.min_p", params.min_p, 0.0, 1.0),
         min_tokens=params.min_tokens,
+        speculates=params.speculate if params.HasField("speculate") else True,
         stop_strings=_stop_strings(params.stop),
         stop_token_ids=_stop_token_ids(params, vocab_size, len(eos_token_ids)),
         eos_token_ids=() if params.ignore_eos else tuple(eos_token_ids),

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from baton import errors
+from baton.events import Completion
 from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
 from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, running_pair, wait_until
 from tests.support.draft_heads import save_copy_head
 
-NUM_DRAFT_TOKENS = 3
+NUM_LEVELS = 3
+CHAIN = ("--num-draft-tokens=3",)
+TREE = ("--num-draft-steps=3", "--num-draft-tokens=9")
 NUM_REQUESTS = 8
 NEW_TOKENS = 32
 KINDS: tuple[SamplingOptions, ...] = (
@@ -32,11 +35,22 @@ def head_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def pair(last_token_model_dir: Path, head_dir: Path) -> Iterator[RunningPair]:
+def layers_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_copy_head(
+        tmp_path_factory.mktemp("layers"), target_dir=last_token_model_dir, family="nextn", num_layers=3
+    )
+
+
+@pytest.fixture(scope="module", params=["chain", "tree", "layers"])
+def pair(
+    request: pytest.FixtureRequest, last_token_model_dir: Path, head_dir: Path, layers_dir: Path
+) -> Iterator[RunningPair]:
+    draft = layers_dir if request.param == "layers" else head_dir
+    is_tree = request.param == "tree"
     with running_pair(
         last_token_model_dir,
-        shared_args=(f"--draft={head_dir}",),
-        decode_args=(f"--num-draft-tokens={NUM_DRAFT_TOKENS}",),
+        shared_args=(f"--draft={draft}", *(["--draft-topk=3"] if is_tree else [])),
+        decode_args=("--no-adaptive-depth", *(TREE if is_tree else CHAIN)),
     ) as running:
         yield running
 
@@ -65,28 +79,46 @@ def test_the_same_tokens_come_with_drafts_accepted_and_rejected(pair: RunningPai
     for completion, reference in zip(speculated, expected, strict=True):
         assert completion.token_ids == reference.token_ids
         assert reference.speculation is None
-    counts = [completion.speculation for completion in speculated]
-    assert all(count is not None for count in counts), "the client is not told"
-    num_drafted = sum(count.num_drafted_tokens for count in counts if count is not None)
-    num_accepted = sum(count.num_accepted_tokens for count in counts if count is not None)
-    assert NUM_DRAFT_TOKENS * sum(count.num_verify_steps for count in counts if count is not None) == num_drafted
-    assert num_drafted / 2 < num_accepted < num_drafted
+    counts = [completion.speculation for completion in speculated if completion.speculation is not None]
+    assert len(counts) == NUM_REQUESTS, "the client is not told"
+    num_steps = sum(count.num_verify_steps for count in counts)
+    drafted_at = [sum(count.drafted_at[level] for count in counts) for level in range(NUM_LEVELS)]
+    accepted_at = [sum(count.accepted_at[level] for count in counts) for level in range(NUM_LEVELS)]
+    assert drafted_at == [num_steps] * NUM_LEVELS
+    assert sum(accepted_at) == sum(count.num_accepted_tokens for count in counts)
+    assert num_steps / 2 < accepted_at[0] < num_steps
+    assert all(min(count.draft_s, count.verify_s, count.extend_s) > 0 for count in counts)
 
 
-def test_a_prefill_service_without_the_head_is_refused_by_name(
-    pair: RunningPair, last_token_model_dir: Path, head_dir: Path
+def test_a_request_may_do_without_drafts(pair: RunningPair) -> None:
+    def complete(speculate: bool | None) -> Completion:
+        return pair.client.complete(token_ids=[9, 8, 7], max_tokens=NEW_TOKENS, temperature=0.0, speculate=speculate)
+
+    with_drafts, without = complete(None), complete(False)
+    assert with_drafts.token_ids == without.token_ids
+    assert with_drafts.speculation is not None and without.speculation is None
+
+
+@pytest.mark.parametrize(
+    ("prefill_has_head", "decode_args", "named"),
+    [(False, (), "layer_groups"), (True, ("--draft-topk=3", *TREE), "seed_columns")],
+    ids=["no-head", "another-topk"],
+)
+def test_a_prefill_service_that_drafts_otherwise_is_refused_by_name(
+    prefill_has_head: bool, decode_args: tuple[str, ...], named: str, last_token_model_dir: Path, head_dir: Path
 ) -> None:
+    draft = f"--draft={head_dir}"
     processes = LocalPair(
         model=str(last_token_model_dir),
         dtype="float32",
-        prefill_args=COMMON_ARGS,
-        decode_args=(*COMMON_ARGS, f"--draft={head_dir}", "--prefill-timeout-s=1"),
+        prefill_args=(*COMMON_ARGS, *([draft] if prefill_has_head else [])),
+        decode_args=(*COMMON_ARGS, draft, "--prefill-timeout-s=1", *decode_args),
     )
     with clients_of(processes) as running:
         try:
             processes.start()
             wait_until(lambda: bool(running.load().prefill_replicas[0].reason), about=running.load)
-            with pytest.raises(errors.FailedPrecondition, match="layer_groups"):
+            with pytest.raises(errors.FailedPrecondition, match=named):
                 running.client.complete(token_ids=[10, 11], timeout_s=BOUND_S)
         finally:
             processes.stop()

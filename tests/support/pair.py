@@ -38,6 +38,7 @@ class Outcome:
     """What one request's stream has carried so far."""
 
     token_ids: list[int] = field(default_factory=list)
+    num_deliveries: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: decode.Finished | None = None
     error: BatonError | None = None
@@ -67,6 +68,7 @@ class PairOptions:
     num_draft_tokens: int = 4
     draft_topk: int = 1
     num_draft_steps: int | None = None
+    adapts_depth: bool = False
 
     @property
     def spec_info(self) -> SpecInfo:
@@ -140,6 +142,7 @@ class InProcessPair:
             max_context_tokens=options.context_tokens,
             draft=draft,
             spec_info=options.spec_info if draft else None,
+            adapts_depth=options.adapts_depth,
             overlap=options.overlap,
             max_handoff_attempts=options.max_handoff_attempts,
             clock=clock,
@@ -186,10 +189,19 @@ class InProcessPair:
         return self.replicas[0].engine
 
     def submit(
-        self, request_id: str, token_ids: Sequence[int], sampling: ResolvedSampling, *, prompt_len: int | None = None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: ResolvedSampling,
+        *,
+        prompt_len: int | None = None,
+        wants_drafts: bool = True,
     ) -> Outcome:
         """`token_ids` past `prompt_len` are output of an earlier stream."""
-        self._to_decode.append(decode.Submit(request_id, tuple(token_ids), prompt_len or len(token_ids), sampling))
+        prompt_len = prompt_len or len(token_ids)
+        self._to_decode.append(
+            decode.Submit(request_id, tuple(token_ids), prompt_len, sampling, wants_drafts=wants_drafts)
+        )
         self.outcomes[request_id] = Outcome()
         return self.outcomes[request_id]
 
@@ -325,6 +337,7 @@ class InProcessPair:
         match event:
             case decode.Tokens(request_id, token_ids, logprobs):
                 self.outcomes[request_id].token_ids.extend(token_ids)
+                self.outcomes[request_id].num_deliveries += 1
                 self.outcomes[request_id].logprobs.extend(logprobs)
             case decode.Finished():
                 assert not self.outcomes[event.request_id].has_ended, "a second terminal event"

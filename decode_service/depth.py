@@ -1,0 +1,152 @@
+"""How deep each step drafts: as deep as its drafts pay for themselves.
+
+A step that drafts d levels for B rows commits 1 + a1 + … + ad tokens a row, where ai is how often draft i is accepted,
+and takes draft(d, B) + verify(B * nodes) + extend seconds. All of these are measured while serving; the depth with the
+most tokens a second is taken, 0 (decoding without drafts) included, and now and then another to see what it would take:
+one that was not measured yet, or a neighbour.
+
+At depth 0 the head still computes its KV, so that drafting can begin again, but leaves no seed; that costs a step of
+depth 0 when it does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from common.telemetry.step_stats import SpeculationStats
+from decode_service.spec_info import SpecInfo
+
+_FIRST_ACCEPTANCE = 0.7
+_ACCEPTANCE_WEIGHT = 0.02  # of one row's step
+_COST_WEIGHT = 0.2  # of one step
+_FIRST_PROBE_INTERVAL = 2
+_LAST_PROBE_INTERVAL = 64
+_CLASSES_PER_DOUBLING = 4
+
+
+class Depth(Protocol):
+    """Asked once before each step that is launched, told of its outcome once that is known."""
+
+    def choose(self, *, num_rows: int, is_wanted: bool) -> SpecInfo:
+        """`is_wanted`: whether any of the rows may be drafted for."""
+
+    def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None: ...
+
+
+class FixedDepth:
+    """A Depth: always the same, unless nobody wants drafts."""
+
+    def __init__(self, spec_info: SpecInfo) -> None:
+        self._spec_info = spec_info
+
+    def choose(self, *, num_rows: int, is_wanted: bool) -> SpecInfo:
+        return self._spec_info if is_wanted else self._spec_info.at_depth(0)
+
+    def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None:
+        pass
+
+
+class AdaptiveDepth:
+    """A Depth between 0 and `deepest`'s. It depends on nothing but what it is told."""
+
+    def __init__(self, deepest: SpecInfo) -> None:
+        self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
+        self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps
+        self._compute_s = _Curve()  # verify and extend, by tokens
+        self._draft_s = _Curve()  # one further level, by rows
+        self._has_seeds = True
+        self._interval = _FIRST_PROBE_INTERVAL
+        self._until_probe = _FIRST_PROBE_INTERVAL
+        self._probes_deeper = False
+
+    def choose(self, *, num_rows: int, is_wanted: bool) -> SpecInfo:
+        wanted = self._next_depth(num_rows) if is_wanted else 0
+        depth = wanted if self._has_seeds else 0
+        is_probe_next = is_wanted and self._until_probe == 1
+        self._has_seeds = wanted > 0 or is_probe_next
+        return self._levels[depth] if self._has_seeds else self._levels[0].without_seed()
+
+    def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None:
+        for level in range(spec_info.num_steps):
+            reached = [accept_len for accept_len in stats.accept_lens if accept_len > level]
+            if reached:
+                rate = sum(accept_len > level + 1 for accept_len in reached) / len(reached)
+                weight = 1 - (1 - _ACCEPTANCE_WEIGHT) ** len(reached)
+                self._acceptance[level] += weight * (rate - self._acceptance[level])
+        num_tokens = num_rows * spec_info.num_verify_tokens
+        if self._compute_s.add(num_tokens, stats.verify_s + stats.extend_s):
+            self._interval = self._until_probe = _FIRST_PROBE_INTERVAL
+        if spec_info.num_steps > 1:
+            self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
+
+    def tokens_per_s(self, depth: int, num_rows: int) -> float:
+        """Expected of one row, from what was measured."""
+        num_tokens, is_reached = 1.0, 1.0
+        for rate in self._acceptance[:depth]:
+            is_reached *= rate
+            num_tokens += is_reached
+        compute_s = self._compute_s.at(num_rows * self._levels[depth].num_verify_tokens)
+        return num_tokens / (compute_s + max(0, depth - 1) * self._draft_s.at(num_rows))
+
+    def _next_depth(self, num_rows: int) -> int:
+        deepest = len(self._levels) - 1
+        if not self._compute_s.is_known:
+            return deepest
+        best = max(range(deepest + 1), key=lambda depth: self.tokens_per_s(depth, num_rows))
+        self._until_probe -= 1
+        if self._until_probe > 0:
+            return best
+        self._interval = self._until_probe = min(2 * self._interval, _LAST_PROBE_INTERVAL)
+        for depth, level in enumerate(self._levels):
+            if not self._compute_s.has(num_rows * level.num_verify_tokens):
+                return depth
+        self._probes_deeper = not self._probes_deeper
+        neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth <= deepest]
+        return neighbours[-1] if self._probes_deeper else neighbours[0]
+
+
+class _Curve:
+    """Seconds as a function of a size, by running means over sizes within a fifth of each other."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._means)
+
+    def has(self, size: int) -> bool:
+        return _class_of(size) in self._means
+
+    def add(self, size: int, seconds: float) -> bool:
+        """Whether such a size is new."""
+        place = _class_of(size)
+        mean = self._means.get(place)
+        self._means[place] = seconds if mean is None else mean + _COST_WEIGHT * (seconds - mean)
+        return mean is None
+
+    def at(self, size: int) -> float:
+        """Between sizes that were seen on a line; below them what the smallest took; beyond them in proportion.
+
+        0 when nothing was seen.
+        """
+        place = _class_of(size)
+        if place in self._means:
+            return self._means[place]
+        below = max((seen for seen in self._means if seen < place), default=None)
+        above = min((seen for seen in self._means if seen > place), default=None)
+        if below is None:
+            return 0.0 if above is None else self._means[above]
+        if above is None:
+            return self._means[below] * size / _size_of(below)
+        share = (size - _size_of(below)) / (_size_of(above) - _size_of(below))
+        return self._means[below] + share * (self._means[above] - self._means[below])
+
+
+def _class_of(size: int) -> int:
+    return round(_CLASSES_PER_DOUBLING * math.log2(size))
+
+
+def _size_of(place: int) -> float:
+    return float(2 ** (place / _CLASSES_PER_DOUBLING))

@@ -1,0 +1,141 @@
+"""How deep a step drafts follows what acceptance and the machine make of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from common.telemetry.step_stats import SpeculationStats
+from decode_service.depth import AdaptiveDepth, FixedDepth
+from decode_service.spec_info import SpecInfo
+
+Seconds = Callable[[int], float]
+MEMORY_BOUND: Seconds = lambda num_tokens: 0.02 + 1e-5 * num_tokens  # noqa: E731
+COMPUTE_BOUND: Seconds = lambda num_tokens: 0.002 * num_tokens  # noqa: E731
+CPU: Seconds = lambda num_tokens: 0.018 + 0.002 * num_tokens  # noqa: E731
+DRAFT_S = 0.001
+NUM_STEPS = 1500
+WARM_UP = 100
+
+
+class Serving:
+    """A machine whose verification takes `verify_s(tokens)`, and a head whose drafts are right with `acceptance`."""
+
+    def __init__(self, verify_s: Seconds, acceptance: float, *, deepest: SpecInfo | None = None) -> None:
+        self.depth = AdaptiveDepth(deepest or SpecInfo.chain(4))
+        self.verify_s, self.acceptance = verify_s, acceptance
+        self.numbers = Random(3)
+        self.chosen: list[SpecInfo] = []
+        self.num_tokens = 0
+        self.seconds = 0.0
+
+    def step(self, num_rows: int, *, is_wanted: bool = True) -> None:
+        spec_info = self.depth.choose(num_rows=num_rows, is_wanted=is_wanted)
+        self.chosen.append(spec_info)
+        accept_lens = tuple(self._accepted(spec_info.num_steps) for _ in range(num_rows))
+        stats = SpeculationStats(
+            spec_info.num_steps,
+            accept_lens,
+            draft_s=DRAFT_S * max(0, spec_info.num_steps - 1),
+            verify_s=self.verify_s(num_rows * spec_info.num_verify_tokens),
+            extend_s=DRAFT_S,
+        )
+        self.depth.observe(spec_info, num_rows=num_rows, stats=stats)
+        self.num_tokens += sum(accept_lens)
+        self.seconds += stats.draft_s + stats.verify_s + stats.extend_s
+
+    def run(self, num_rows: int) -> Counter[int]:
+        """Depths of the steps after a warm-up."""
+        for _ in range(WARM_UP):
+            self.step(num_rows)
+        self.chosen, self.num_tokens, self.seconds = [], 0, 0.0
+        for _ in range(NUM_STEPS):
+            self.step(num_rows)
+        return Counter(spec_info.num_steps for spec_info in self.chosen)
+
+    def _accepted(self, num_levels: int) -> int:
+        accept_len = 1
+        while accept_len <= num_levels and self.numbers.random() < self.acceptance:
+            accept_len += 1
+        return accept_len
+
+
+@pytest.mark.parametrize(
+    ("verify_s", "acceptance", "num_rows", "best"),
+    [
+        (MEMORY_BOUND, 0.9, 1, 4),
+        (MEMORY_BOUND, 0.9, 32, 4),
+        (COMPUTE_BOUND, 0.5, 8, 0),
+        (CPU, 0.02, 1, 0),
+        (CPU, 0.5, 32, 0),
+    ],
+)
+def test_the_depth_with_the_most_tokens_a_second_is_taken(
+    verify_s: Seconds, acceptance: float, num_rows: int, best: int
+) -> None:
+    depths = Serving(verify_s, acceptance).run(num_rows)
+    assert depths[best] > 0.95 * NUM_STEPS, depths
+
+
+@pytest.mark.parametrize("verify_s", [MEMORY_BOUND, COMPUTE_BOUND, CPU])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+def test_it_is_never_much_slower_than_any_fixed_depth(verify_s: Seconds, acceptance: float, num_rows: int) -> None:
+    serving = Serving(verify_s, acceptance)
+    serving.run(num_rows)
+    measured = serving.num_tokens / serving.seconds / num_rows
+    for depth in range(5):
+        expected = sum(acceptance**level for level in range(depth + 1))
+        seconds = verify_s(num_rows * (depth + 1)) + DRAFT_S * (1 + max(0, depth - 1))
+        assert measured > 0.95 * expected / seconds, f"depth {depth} would have been faster"
+
+
+def test_it_follows_a_change_of_load_and_of_text() -> None:
+    serving = Serving(CPU, 0.8)
+    assert serving.run(1).most_common(1)[0][0] == 4
+    assert serving.run(32).most_common(1)[0][0] <= 1
+    assert serving.run(1).most_common(1)[0][0] == 4
+    serving.acceptance = 0.02
+    assert serving.run(1).most_common(1)[0][0] == 0
+    serving.acceptance = 0.8
+    assert serving.run(1).most_common(1)[0][0] == 4
+
+
+def test_a_step_drafts_only_from_a_seed_that_was_left() -> None:
+    serving = Serving(CPU, 0.8)
+    for num_rows in (1, 32, 1, 16, 2):
+        serving.run(num_rows)
+        for before, spec_info in zip(serving.chosen, serving.chosen[1:], strict=False):
+            assert not spec_info.num_steps or before.leaves_seed
+    without = [spec_info for spec_info in serving.chosen if not spec_info.leaves_seed]
+    assert all(not spec_info.num_steps for spec_info in without)
+    serving.acceptance = 0.3
+    serving.run(32)
+    assert sum(not spec_info.leaves_seed for spec_info in serving.chosen) > 0.9 * NUM_STEPS
+
+
+def test_nothing_is_drafted_where_nobody_wants_it() -> None:
+    serving = Serving(MEMORY_BOUND, 0.9)
+    for _ in range(100):
+        serving.step(4, is_wanted=False)
+    assert not any(spec_info.num_steps or spec_info.leaves_seed for spec_info in serving.chosen[1:])
+    for _ in range(100):
+        serving.step(4)
+    assert serving.chosen[-1].num_steps == 4
+
+
+def test_a_tree_becomes_shallower_with_the_nodes_that_are_left() -> None:
+    deepest = SpecInfo(3, 15, topk=4)
+    sizes = {(info.num_steps, info.num_draft_tokens) for info in map(deepest.at_depth, range(4))}
+    assert sizes == {(0, 0), (1, 4), (2, 15), (3, 15)}
+    serving = Serving(COMPUTE_BOUND, 0.5, deepest=deepest)
+    assert serving.run(8)[0] > 0.95 * NUM_STEPS
+
+
+def test_a_fixed_depth_is_always_the_same() -> None:
+    depth = FixedDepth(SpecInfo.chain(3))
+    assert depth.choose(num_rows=100, is_wanted=True) == SpecInfo.chain(3)
+    assert depth.choose(num_rows=1, is_wanted=False).num_steps == 0
