@@ -265,11 +265,15 @@ def _mtp_copy(target_dir: Path, weights: Tensors, layout: MtpLayout, num_layers:
 
 
 def _proposable(target_dir: Path, draft_vocab_size: int | None) -> Tensor:
-    """Ascending ids: every greedy choice of the target, then others up to the size asked for."""
+    """Ascending ids: every greedy choice of the target, and others up to the size asked for, the highest first.
+
+    So the ids are not the places in the draft's vocabulary.
+    """
     logits = next_token_logits(target_dir)
     if draft_vocab_size is None:
         return torch.arange(logits.shape[0])
     chosen = logits.argmax(-1).unique()
     assert chosen.numel() <= draft_vocab_size, f"the target has {chosen.numel()} greedy choices"
     others = [token for token in range(logits.shape[0]) if token not in set(chosen.tolist())]
-    return torch.tensor(sorted([*chosen.tolist(), *others[: draft_vocab_size - chosen.numel()]]))
+    num_dropped = logits.shape[0] - draft_vocab_size
+    return torch.tensor(sorted([*chosen.tolist(), *others[num_dropped:]]))

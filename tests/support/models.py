@@ -62,17 +62,29 @@ def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **conf
 
 
 def save_last_token_model(
-    directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE, seed: int = 0, logits_std: float = 1.5
+    directory: Path,
+    *,
+    vocab_size: int = SMALL_VOCAB_SIZE,
+    seed: int = 0,
+    logits_std: float = 1.5,
+    context_weight: float = 0.0,
+    disturbance: float = 0.0,
 ) -> Path:
-    """A model whose next-token distribution depends on the last token only: its layers add nothing to the embedding."""
+    """A model whose next-token distribution depends on the last token only: its layers add nothing to the embedding.
+
+    `context_weight`: so much of what they attend is added after all, and then every token before the last matters too.
+    `disturbance`: so much noise, relative to the logits, is added to them: other distributions of the same embeddings.
+    """
     config = _CONFIGS["llama"](**{**_SHAPE, "vocab_size": vocab_size, "tie_word_embeddings": False})
     model = _random_model(config, seed)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.mul_(context_weight)
             layer.mlp.down_proj.weight.zero_()
         logits = _next_token_logits(model)
         model.lm_head.weight.mul_(logits_std / logits.std())
+        noise = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(seed + 1))
+        model.lm_head.weight.add_(noise * model.lm_head.weight.std() * disturbance)
     return _save(directory, model, vocab_size)
 
 

@@ -1,0 +1,82 @@
+"""Targets with heads whose drafts are accepted, rejected, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.draft_heads import save_copy_head, save_eagle3_head, save_mtp_head
+from tests.support.drafted import Drafted, load_drafted
+from tests.support.models import save_last_token_model
+
+
+@pytest.fixture(scope="session")
+def sure_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A last-token-only target that gives its choice nearly all probability, so that a tree goes deep along it."""
+    return save_last_token_model(tmp_path_factory.mktemp("sure"), logits_std=12.0)
+
+
+@pytest.fixture(scope="session")
+def leaning_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that leans on its last token, so that a copy head is often right, and reads all others too."""
+    return save_last_token_model(tmp_path_factory.mktemp("leaning"), context_weight=0.05)
+
+
+@pytest.fixture(scope="session")
+def copying(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """A head whose proposals are the target's own choices: drafts are accepted."""
+    head_dir = save_copy_head(tmp_path_factory.mktemp("copy"), target_dir=sure_model_dir, family="eagle3")
+    return load_drafted(sure_model_dir, head_dir)
+
+
+@pytest.fixture(scope="session")
+def copying_layers(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """The same with a layer for each of five drafts, each fed the one before it."""
+    head_dir = save_copy_head(
+        tmp_path_factory.mktemp("layers"), target_dir=sure_model_dir, family="nextn", num_layers=5
+    )
+    return load_drafted(sure_model_dir, head_dir)
+
+
+@pytest.fixture(scope="session")
+def copying_part(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """The same with a draft vocabulary of 50 of the target's 64 ids: what is drawn of the others is rejected."""
+    head_dir = save_copy_head(
+        tmp_path_factory.mktemp("part"), target_dir=last_token_model_dir, family="eagle3", draft_vocab_size=50
+    )
+    return load_drafted(last_token_model_dir, head_dir)
+
+
+@pytest.fixture(scope="session")
+def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """A head that knows what follows the last token, of 60 ids: drafts are accepted and rejected, all KV matters."""
+    head_dir = save_copy_head(
+        tmp_path_factory.mktemp("leaning-head"), target_dir=leaning_model_dir, family="eagle3", draft_vocab_size=60
+    )
+    return load_drafted(leaning_model_dir, head_dir)
+
+
+@pytest.fixture(scope="session")
+def leaning_layers(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """The same of all ids, with a layer for each of four drafts, each fed the one before it."""
+    head_dir = save_copy_head(
+        tmp_path_factory.mktemp("leaning-layers"), target_dir=leaning_model_dir, family="nextn", num_layers=4
+    )
+    return load_drafted(leaning_model_dir, head_dir)
+
+
+@pytest.fixture(scope="session")
+def guessing(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """A random head for a random target: drafts are rejected, but for chance."""
+    target_dir = tiny_model_dir("llama")
+    return load_drafted(target_dir, save_eagle3_head(tmp_path_factory.mktemp("random"), target_dir=target_dir))
+
+
+@pytest.fixture(scope="session")
+def guessing_layers(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """Five random layers, each fed the target's own states."""
+    target_dir = tiny_model_dir("llama")
+    head_dir = save_mtp_head(tmp_path_factory.mktemp("layers"), target_dir=target_dir, layout="mimo_v2", num_layers=5)
+    return load_drafted(target_dir, head_dir)

@@ -1,0 +1,235 @@
+"""Speculation broken: each of these changes tokens, what is accepted, or what the next step drafts from."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.draft.mtp import MtpHead
+from common.draft.seed import Seed
+from common.model import sampling
+from common.model.attention import ForwardInput
+from common.model.sampling import Ancestors, Sampled
+from common.model.sampling_state import SamplingBatch, SamplingState
+from decode_service import eagle_worker, speculative_worker
+from decode_service.draft_tree import Accepted, DraftTree
+from decode_service.speculative_worker import SpeculativeWorker
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+# ---- what the target draws --------------------------------------------------------------------------------------
+
+
+def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> None:
+    """`mutant` is given what verify gives `draw`, and `draw` itself first."""
+    draw = speculative_worker.draw
+
+    def drawn(
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        state: SamplingState,
+        batch: SamplingBatch,
+        ancestors: Ancestors | None = None,
+    ) -> Sampled:
+        return mutant(draw, logits, rows, positions, state, batch, ancestors)
+
+    patch.setattr(speculative_worker, "draw", drawn)
+
+
+def target_draws_one_position_early(patch: pytest.MonkeyPatch) -> None:
+    _target_draws(patch, lambda draw, logits, rows, positions, *rest: draw(logits, rows, positions - 1, *rest))
+
+
+def target_draws_all_tokens_with_one_noise(patch: pytest.MonkeyPatch) -> None:
+    def mutant(draw: Any, logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, *rest: Any) -> Sampled:
+        same = copy.copy(state)
+        same.token_ids = torch.zeros_like(state.token_ids)
+        drawn: Sampled = draw(logits, rows, positions, same, *rest)
+        return drawn
+
+    _target_draws(patch, mutant)
+
+
+def _skipped_on_draft_rows(patch: pytest.MonkeyPatch, part: str) -> None:
+    """`part`, a field of SamplingBatch, only of each entry's first node."""
+
+    def mutant(
+        draw: Any, logits: Tensor, rows: Tensor, positions: Tensor, state: Any, batch: Any, rest: Any
+    ) -> Sampled:
+        is_first = torch.cat([torch.ones(1, dtype=torch.bool), rows[1:] != rows[:-1]]).tolist()
+        entries = tuple(entry for entry in getattr(batch, part) if is_first[entry])
+        drawn: Sampled = draw(logits, rows, positions, state, dataclasses.replace(batch, **{part: entries}), rest)
+        return drawn
+
+    _target_draws(patch, mutant)
+
+
+def penalties_skipped_on_draft_rows(patch: pytest.MonkeyPatch) -> None:
+    _skipped_on_draft_rows(patch, "penalised")
+
+
+def bias_skipped_on_draft_rows(patch: pytest.MonkeyPatch) -> None:
+    _skipped_on_draft_rows(patch, "biased")
+
+
+def min_tokens_skipped_on_draft_rows(patch: pytest.MonkeyPatch) -> None:
+    _skipped_on_draft_rows(patch, "min_length")
+
+
+def top_p_skipped_on_draft_rows(patch: pytest.MonkeyPatch) -> None:
+    _skipped_on_draft_rows(patch, "truncated")
+
+
+def ancestors_not_penalised(patch: pytest.MonkeyPatch) -> None:
+    _target_draws(patch, lambda draw, *rest: draw(*rest[:-1], None))
+
+
+def rejected_tokens_counted(patch: pytest.MonkeyPatch) -> None:
+    count_runs = SamplingState.count_runs
+
+    def mutant(self: SamplingState, rows: Tensor, token_ids: Tensor, is_counted: Tensor) -> None:
+        count_runs(self, rows, token_ids, torch.ones_like(is_counted))
+
+    patch.setattr(SamplingState, "count_runs", mutant)
+
+
+# ---- what is accepted -------------------------------------------------------------------------------------------
+
+
+def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
+    """The first draft that is not the target's token takes its place."""
+    accept = DraftTree.accept
+
+    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+        accepted = accept(self, target_ids)
+        rows = torch.arange(target_ids.shape[0])
+        node = accepted.path[rows, accepted.accept_lens - 1]
+        is_child = self.parents == node.unsqueeze(1)
+        child = is_child.to(torch.int8).argmax(dim=1)
+        committed = torch.where(is_child.any(dim=1), self.token_ids[rows, child], target_ids[rows, node])
+        target_ids[rows, node] = committed
+        return accept(self, target_ids)
+
+    patch.setattr(DraftTree, "accept", mutant)
+
+
+def token_after_a_refused_draft_committed(patch: pytest.MonkeyPatch) -> None:
+    accept = DraftTree.accept
+
+    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+        accepted = accept(self, target_ids)
+        return Accepted(accepted.path, (accepted.accept_lens + 1).clamp(max=accepted.path.shape[1]))
+
+    patch.setattr(DraftTree, "accept", mutant)
+
+
+def accepted_without_its_parent(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+        is_accepted = torch.ones(target_ids.shape, dtype=torch.bool)
+        is_accepted[:, 1:] = self.token_ids == target_ids.gather(1, self.parents)
+        path = is_accepted.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
+        path = path[:, : self.num_levels + 1]
+        return Accepted(path, is_accepted.sum(dim=1).clamp(max=path.shape[1]))
+
+    patch.setattr(DraftTree, "accept", mutant)
+
+
+def kv_of_the_path_not_moved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SpeculativeWorker, "_move_kv", lambda self, batch, path: None)
+
+
+def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
+    window_input = speculative_worker.window_input
+
+    def mutant(*arguments: Any, **keywords: Any) -> ForwardInput:
+        return dataclasses.replace(window_input(*arguments, **keywords), tree_mask=None)
+
+    patch.setattr(speculative_worker, "window_input", mutant)
+
+
+# ---- what is drafted --------------------------------------------------------------------------------------------
+
+
+def _drafts_draw(patch: pytest.MonkeyPatch, mutant: Callable[..., Tensor]) -> None:
+    """`mutant` is given the function behind `propose` and `propose_branches`, and what that is given."""
+    coupled = sampling._coupled
+    patch.setattr(sampling, "_coupled", lambda *arguments: mutant(coupled, *arguments))
+
+
+def drafts_draw_one_position_late(patch: pytest.MonkeyPatch) -> None:
+    _drafts_draw(
+        patch, lambda coupled, logits, ids, rows, positions, *rest: coupled(logits, ids, rows, positions + 1, *rest)
+    )
+
+
+def drafts_draw_all_tokens_with_one_noise(patch: pytest.MonkeyPatch) -> None:
+    """Siblings of one noise: it no longer says which of them the target will draw."""
+    _drafts_draw(patch, lambda coupled, logits, ids, *rest: coupled(logits, torch.zeros_like(ids), *rest))
+
+
+def drafts_draw_by_place_in_their_vocabulary(patch: pytest.MonkeyPatch) -> None:
+    _drafts_draw(patch, lambda coupled, logits, ids, *rest: coupled(logits, torch.arange(ids.shape[0]), *rest))
+
+
+def _draft_extend(patch: pytest.MonkeyPatch, mutant: Callable[..., Seed]) -> None:
+    """Of the decode side; `mutant` is given `extend_draft` and what that is given."""
+    extend_draft = speculative_worker.extend_draft
+    patch.setattr(speculative_worker, "extend_draft", lambda *given, **named: mutant(extend_draft, *given, **named))
+
+
+def seed_of_the_windows_last_row(patch: pytest.MonkeyPatch) -> None:
+    def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> Seed:
+        num_tokens = captured.shape[0] // named["rows"].shape[0]
+        last = torch.arange(num_tokens - 1, captured.shape[0], num_tokens)
+        seed: Seed = extend_draft(head, window, captured, **{**named, "last": last})
+        return seed
+
+    _draft_extend(patch, mutant)
+
+
+def states_of_other_nodes_extended(patch: pytest.MonkeyPatch) -> None:
+    _draft_extend(
+        patch,
+        lambda extend_draft, head, window, captured, **named: extend_draft(head, window, captured.roll(1, 0), **named),
+    )
+
+
+def drafted_kv_left_in_place(patch: pytest.MonkeyPatch) -> None:
+    """What draft-extend computes of the window goes nowhere; the head reads what it had drafted there."""
+
+    def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> Seed:
+        nowhere = torch.zeros_like(window.out_cache_loc)
+        seed: Seed = extend_draft(head, dataclasses.replace(window, out_cache_loc=nowhere), captured, **named)
+        return seed
+
+    _draft_extend(patch, mutant)
+
+
+def draft_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
+    window_input = eagle_worker.window_input
+
+    def mutant(*arguments: Any, **keywords: Any) -> ForwardInput:
+        return dataclasses.replace(window_input(*arguments, **keywords), tree_mask=None)
+
+    patch.setattr(eagle_worker, "window_input", mutant)
+
+
+def ids_not_shifted_per_layer(patch: pytest.MonkeyPatch) -> None:
+    """Every layer is given the first one's tokens."""
+    forward = MtpHead.forward
+    first = threading.local()  # prefill and decode each have their own
+
+    def mutant(self: MtpHead, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        if layer == 0:
+            first.input_ids = batch.input_ids
+        return forward(self, dataclasses.replace(batch, input_ids=first.input_ids), hidden, layer=layer)
+
+    patch.setattr(MtpHead, "forward", mutant)

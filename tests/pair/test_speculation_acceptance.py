@@ -1,0 +1,207 @@
+"""How often drafts are accepted: by position, against what the two distributions allow.
+
+The target's next token and the head's guess of it depend on the last token only, so both distributions p and q are
+known exactly. Independent draws would agree with probability sum(p q); no coupling agrees more often than 1 - TV(p, q);
+draws that share their noise agree with probability sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x), which is
+never below (1 - TV) / (1 + TV).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.model.attention import ForwardInput
+from common.model.sampling_params import ResolvedSampling
+from decode_service import speculative_worker
+from decode_service.draft_tree import Accepted, DraftTree
+from tests.conftest import pairs_that_keep_all
+from tests.pair import speculation_mutants as mutants
+from tests.pair.speculation_mutants import Mutant
+from tests.support.draft_heads import save_copy_head
+from tests.support.drafted import SHAPES, Drafted, load_drafted
+from tests.support.head_parts import load_head, mtp_names, mtp_prefixes, save_head
+from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits, save_last_token_model
+from tests.support.pair import PairOptions
+
+NUM_REQUESTS = 120
+NUM_FOR_A_MUTANT = 50
+NEW_TOKENS = 48
+NUM_POSITIONS = 4
+RUNS = (("erring", 1.0), ("erring", 0.7), ("erring_layers", 1.0))
+FALSE_ALARM = 1e-6 / (2 * NUM_POSITIONS * len(RUNS))
+"""Of one comparison: each position of each run is compared from both sides, and together they may err once in 10^6."""
+
+Matrix = NDArray[np.float64]
+
+
+@pytest.fixture(scope="module")
+def erring_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the heads copy instead of the target: its embeddings, with other distributions."""
+    return save_last_token_model(tmp_path_factory.mktemp("erring"), disturbance=0.6)
+
+
+@pytest.fixture(scope="module")
+def erring(last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """A head of 56 of the target's 64 ids."""
+    directory = tmp_path_factory.mktemp("erring-head")
+    head_dir = save_copy_head(directory, target_dir=erring_model_dir, family="eagle3", draft_vocab_size=56)
+    return load_drafted(last_token_model_dir, head_dir)
+
+
+@pytest.fixture(scope="module")
+def erring_layers(
+    last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Drafted:
+    """A head with a layer for each draft."""
+    directory = tmp_path_factory.mktemp("erring-layers")
+    save_copy_head(directory, target_dir=erring_model_dir, family="nextn", num_layers=NUM_POSITIONS)
+    config, tensors = load_head(directory)
+    output_head = load_file(erring_model_dir / "model.safetensors")["lm_head.weight"]
+    for prefix in mtp_prefixes(erring_model_dir, "nextn", NUM_POSITIONS):
+        tensors[f"{prefix}{mtp_names('nextn')['output_head']}.weight"] = output_head.clone()
+    return load_drafted(last_token_model_dir, save_head(directory, config, tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """[vocab] each: after each token, how often the two next tokens can or will be the same."""
+
+    lower_bound: Matrix
+    coupled: Matrix
+    optimum: Matrix
+
+    @classmethod
+    def of(cls, p: Matrix, q: Matrix) -> Agreement:
+        """`p`, `q` [vocab, vocab]: row t is the distribution after token t."""
+        distance = np.abs(p - q).sum(axis=1) / 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.maximum(p[:, None, :] / p[:, :, None], q[:, None, :] / q[:, :, None])
+        coupled = np.where((p > 0) & (q > 0), 1 / ratios.sum(axis=2), 0.0).sum(axis=1)
+        return cls((1 - distance) / (1 + distance), coupled, 1 - distance)
+
+
+def distributions(logits: Tensor, token_ids: Tensor, temperature: float) -> Matrix:
+    """[vocab, vocab] softmax over the columns `token_ids`, zero elsewhere."""
+    probs = np.zeros(logits.shape)
+    probs[:, token_ids.numpy()] = (logits[:, token_ids].double() / temperature).softmax(dim=1).numpy()
+    return probs
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A draft whose predecessors were all accepted: where in its chain, after which token, and what became of it."""
+
+    position: int
+    source: int
+    is_accepted: bool
+
+
+@contextmanager
+def trials_met() -> Iterator[list[Trial]]:
+    """Every such draft that verification meets, in chains."""
+    met: list[Trial] = []
+    nodes: list[list[list[int]]] = []
+    window_input, accept = speculative_worker.window_input, DraftTree.accept
+
+    def watched_window(batch: Any, tokens: Tensor, pool: Any, group: str, **named: Any) -> ForwardInput:
+        if group == "target":
+            nodes.append(tokens.tolist())
+        return window_input(batch, tokens, pool, group, **named)
+
+    def watched_accept(self: DraftTree, target_ids: Tensor) -> Accepted:
+        accepted = accept(self, target_ids)
+        for chain, accept_len in zip(nodes.pop(), accepted.accept_lens.tolist(), strict=True):
+            met.extend(
+                Trial(position, chain[position], position + 1 < accept_len)
+                for position in range(min(accept_len, len(chain) - 1))
+            )
+        return accepted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative_worker, "window_input", watched_window)
+        patch.setattr(DraftTree, "accept", watched_accept)
+        yield met
+
+
+def check_acceptance_is_what_the_distributions_allow(
+    drafted: Drafted, erring_model_dir: Path, temperature: float, num_requests: int
+) -> list[str]:
+    """Returns a line for each position."""
+    vocabulary = drafted.head.token_ids.new_tensor(range(SMALL_VOCAB_SIZE))
+    agreement = Agreement.of(
+        distributions(next_token_logits(drafted.directory), vocabulary, temperature),
+        distributions(next_token_logits(erring_model_dir), drafted.head.token_ids, temperature),
+    )
+    options = PairOptions(prefill_rows=40, decode_rows=40, decode_tokens=4096, **SHAPES["chain-4"])
+    with trials_met() as trials, pairs_that_keep_all() as make_pair:
+        pair = make_pair(drafted.target, options, draft=drafted.head)
+        for number in range(num_requests):
+            sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS, temperature=temperature)
+            pair.submit(str(number), [4 + number % 60, 4 + number // 4], sampling)
+        pair.run()
+    lines = []
+    for position in range(NUM_POSITIONS):
+        here = [trial for trial in trials if trial.position == position]
+        sources = [trial.source for trial in here]
+        measured = sum(trial.is_accepted for trial in here) / len(here)
+        lower, coupled, optimum = (
+            float(each[sources].mean()) for each in (agreement.lower_bound, agreement.coupled, agreement.optimum)
+        )
+        margin = math.sqrt(math.log(1 / FALSE_ALARM) / (2 * len(here)))  # Hoeffding's, for so many draws in [0, 1]
+        lines.append(
+            f"draft {position + 1}: {len(here):5} trials, bound {lower:.3f}, coupled {coupled:.3f}, "
+            f"measured {measured:.3f} +- {margin:.3f}, optimum {optimum:.3f}"
+        )
+        assert lower <= coupled <= optimum
+        assert measured >= lower - margin, f"accepted less than the bound: {lines[-1]}"
+        assert measured <= optimum + margin, f"accepted more than the optimum: {lines[-1]}"
+        assert abs(measured - coupled) <= margin, f"accepted otherwise than with shared noise: {lines[-1]}"
+    return lines
+
+
+@pytest.mark.parametrize(("head", "temperature"), RUNS)
+def test_acceptance_lies_between_the_bound_and_the_optimum(
+    head: str, temperature: float, erring_model_dir: Path, request: pytest.FixtureRequest
+) -> None:
+    drafted: Drafted = request.getfixturevalue(head)
+    for line in check_acceptance_is_what_the_distributions_allow(drafted, erring_model_dir, temperature, NUM_REQUESTS):
+        print(f"{head}, temperature {temperature}, {line}")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "head", "temperature", "symptom"),
+    [
+        (mutants.drafts_draw_one_position_late, "erring", 1.0, "less than the bound: draft 1"),
+        (mutants.drafts_draw_one_position_late, "erring_layers", 1.0, "less than the bound: draft 1"),
+        (mutants.drafts_draw_all_tokens_with_one_noise, "erring", 1.0, "less than the bound: draft 1"),
+        (mutants.drafts_draw_by_place_in_their_vocabulary, "erring", 1.0, "less than the bound: draft 1"),
+        (mutants.seed_of_the_windows_last_row, "erring", 1.0, "less than the bound: draft 1"),
+        (mutants.ids_not_shifted_per_layer, "erring_layers", 1.0, "less than the bound: draft 2"),
+        (mutants.draft_committed_unverified, "erring", 1.0, "more than the optimum: draft 1"),
+    ],
+)
+def test_it_is_seen(
+    mutant: Mutant,
+    head: str,
+    temperature: float,
+    symptom: str,
+    erring_model_dir: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafted: Drafted = request.getfixturevalue(head)
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom) as failure:
+        check_acceptance_is_what_the_distributions_allow(drafted, erring_model_dir, temperature, NUM_FOR_A_MUTANT)
+    print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")

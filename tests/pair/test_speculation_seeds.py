@@ -1,0 +1,183 @@
+"""What a step leaves for the next to draft from is what prefill would hand over for the same tokens.
+
+The head is a random one, so that its drafts depend on all of its KV, for a target whose likeliest tokens it sometimes
+guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from common.draft.seed import Seed
+from common.model.sampling_params import ResolvedSampling
+from decode_service import speculative_worker
+from decode_service.draft_tree import DraftTree
+from decode_service.eagle_worker import EagleWorker
+from prefill_service import scheduler as prefill
+from tests.conftest import pairs_that_keep_all
+from tests.pair import speculation_mutants as mutants
+from tests.pair.speculation_mutants import Mutant
+from tests.support.draft_heads import save_eagle3_head
+from tests.support.drafted import SHAPES, Drafted, load_drafted
+from tests.support.pair import PairOptions
+
+NUM_REQUESTS = 5
+NEW_TOKENS = 20
+NUM_TREES = 40
+
+
+@pytest.fixture(scope="module")
+def random_head(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    head_dir = save_eagle3_head(tmp_path_factory.mktemp("random-head"), target_dir=last_token_model_dir)
+    return load_drafted(last_token_model_dir, head_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The seed of a row that holds `num_tokens` tokens, the newest without KV."""
+
+    num_tokens: int
+    seed: dict[str, torch.Tensor]
+
+
+@contextmanager
+def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
+    """The seed of every draft-extend that `module` runs, of single rows."""
+    left: list[Left] = []
+    extend_draft: Callable[..., Seed] = module.extend_draft  # type: ignore[attr-defined]
+
+    def watched(*given: Any, **named: Any) -> Seed:
+        seed = extend_draft(*given, **named)
+        left.append(Left(int(named["positions"]), {name: column[0] for name, column in seed.columns().items()}))
+        return seed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "extend_draft", watched)
+        yield left
+
+
+def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str) -> None:
+    num_compared = num_several = 0
+    options = PairOptions(**SHAPES[shape])
+    with pairs_that_keep_all() as make_pair:
+        pair, other = (make_pair(drafted.target, options, draft=drafted.head) for _ in range(2))
+        for number in range(NUM_REQUESTS):
+            prompt = [4 + (number * 11 + place * (number + 3)) % 56 for place in range(5 + 3 * number)]
+            sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS, temperature=0.7)
+            with seeds_left_in(speculative_worker) as left:
+                outcome = pair.submit(str(number), prompt, sampling)
+                pair.run()
+            tokens = [*prompt, *outcome.token_ids]
+            before = len(prompt) + 1
+            for each in [each for each in left if each.num_tokens < len(tokens)]:
+                num_output = each.num_tokens - len(prompt)
+                resumed = ResolvedSampling(seed=number, max_tokens=num_output, temperature=0.7)
+                with seeds_left_in(prefill) as handed_over:
+                    name = f"{number}-{each.num_tokens}"
+                    other.submit(name, tokens[: each.num_tokens - 1], resumed, prompt_len=len(prompt))
+                    other.run()
+                assert [wanted.num_tokens for wanted in handed_over] == [each.num_tokens]
+                for name, column in handed_over[0].seed.items():
+                    is_same = torch.allclose(each.seed[name].double(), column.double(), rtol=1e-3, atol=1e-4)
+                    assert is_same, f"{name} after {each.num_tokens} tokens is not what prefill hands over"
+                num_compared += 1
+                num_several += each.num_tokens - before > 1
+                before = each.num_tokens
+    assert num_several > NUM_REQUESTS, f"only {num_several} of {num_compared} steps accepted drafts"
+
+
+@pytest.mark.parametrize("shape", ["chain-3", "tree-4x3-15"])
+def test_seeds_are_those_of_prefill(shape: str, random_head: Drafted) -> None:
+    check_seeds_are_those_of_prefill(random_head, shape)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "shape"),
+    [
+        (mutants.drafted_kv_left_in_place, "chain-3"),
+        (mutants.drafted_kv_left_in_place, "tree-4x3-15"),
+        (mutants.states_of_other_nodes_extended, "chain-3"),
+        (mutants.seed_of_the_windows_last_row, "tree-4x3-15"),
+    ],
+)
+def test_it_is_seen(mutant: Mutant, shape: str, random_head: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="is not what prefill hands over"):
+        check_seeds_are_those_of_prefill(random_head, shape)
+
+
+# ---- a tree branches off the chain ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """A tree's first path: the likeliest first draft, the likeliest after it, and all that were drafted after these."""
+
+    first: int
+    second: int
+    thirds: tuple[int, ...]
+
+
+def branches_of(tree: DraftTree) -> Branches:
+    tokens, parents = tree.token_ids[0].tolist(), tree.parents[0].tolist()
+
+    def children(node: int) -> list[int]:
+        return [place + 1 for place, parent in enumerate(parents) if parent == node]
+
+    first = children(0)[0]
+    second = children(first)[0]
+    return Branches(tokens[first - 1], tokens[second - 1], tuple(tokens[node - 1] for node in children(second)))
+
+
+def first_drafts(drafted: Drafted, options: PairOptions) -> list[DraftTree]:
+    """What is drafted first for each of NUM_TREES requests, each alone."""
+    trees: list[DraftTree] = []
+    draft_tree = EagleWorker.draft_tree
+
+    def watched(self: EagleWorker, *given: Any) -> DraftTree:
+        trees.append(draft_tree(self, *given))
+        return trees[-1]
+
+    first = []
+    with pytest.MonkeyPatch.context() as patch, pairs_that_keep_all() as make_pair:
+        patch.setattr(EagleWorker, "draft_tree", watched)
+        pair = make_pair(drafted.target, options, draft=drafted.head)
+        for number in range(NUM_TREES):
+            prompt = [4 + (number * 11 + place * 7) % 56 for place in range(3 + number % 9)]
+            pair.submit(str(number), prompt, ResolvedSampling(seed=number, max_tokens=2, temperature=1.0))
+            pair.run()
+            first.append(trees[0])
+            trees.clear()
+    return first
+
+
+def check_the_likeliest_path_is_the_chain(drafted: Drafted) -> None:
+    """What a chain drafts is drafted on the tree's likeliest path too: its siblings change nothing."""
+    chains = first_drafts(drafted, PairOptions(num_draft_tokens=3))
+    trees = first_drafts(drafted, PairOptions(draft_topk=3, num_draft_steps=3, num_draft_tokens=21))
+    num_compared = 0
+    for chain, tree in zip(chains, trees, strict=True):
+        branches, (first, second, third) = branches_of(tree), chain.token_ids[0].tolist()
+        assert (branches.first, branches.second) == (first, second), "a tree's first path is not the chain"
+        if branches.thirds:
+            assert branches.thirds[0] == third, "what follows a path depends on its siblings"
+            num_compared += 1
+    assert num_compared > NUM_TREES / 2
+
+
+def test_the_likeliest_path_is_the_chain(random_head: Drafted) -> None:
+    check_the_likeliest_path_is_the_chain(random_head)
+
+
+def test_it_is_seen_when_siblings_attend_each_other(random_head: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutants.draft_mask_is_causal(monkeypatch)
+    with pytest.raises(AssertionError, match="depends on its siblings"):
+        check_the_likeliest_path_is_the_chain(random_head)
