@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.client import AsyncClient
 from baton.errors import BatonError
-from baton.events import Delta, Finished, Timings
+from baton.events import Delta, Finished, SpeculationCounts, Timings
 
 FIRST_PROMPT_TOKEN_ID = 100  # below it, vocabularies keep their special tokens
 
@@ -45,6 +45,7 @@ class RequestRecord:
     ended_s: float
     timings: Timings | None
     error: BatonError | None
+    speculation: SpeculationCounts | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -86,15 +87,33 @@ async def run_workload(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
     """Run `workload`, its requests spread over `clients` in turn. Failures are recorded, not raised."""
-    turns = zip(itertools.cycle(clients), workload.prompts(vocab_size), strict=False)
+    return await send_prompts(
+        clients,
+        workload.prompts(vocab_size),
+        concurrency=workload.concurrency,
+        num_new_tokens=workload.num_new_tokens,
+        clock=clock,
+    )
+
+
+async def send_prompts(
+    clients: Sequence[AsyncClient],
+    prompts: Sequence[Sequence[int]],
+    *,
+    concurrency: int,
+    num_new_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[RequestRecord]:
+    """The same for prompts of one's own. Records are in the order of sending."""
+    turns = zip(itertools.cycle(clients), prompts, strict=False)
 
     async def send_in_turn() -> list[RequestRecord]:
         return [
-            await _send(client, token_ids, workload.num_new_tokens, clock)
+            await _send(client, token_ids, num_new_tokens, clock)
             for client, token_ids in turns  # shared: every sender takes the next one
         ]
 
-    per_sender = await asyncio.gather(*(send_in_turn() for _ in range(workload.concurrency)))
+    per_sender = await asyncio.gather(*(send_in_turn() for _ in range(concurrency)))
     return sorted(itertools.chain.from_iterable(per_sender), key=lambda record: record.sent_s)
 
 
@@ -104,6 +123,7 @@ async def _send(
     sent_s = clock()
     token_times_s: list[float] = []
     timings: Timings | None = None
+    speculation: SpeculationCounts | None = None
     error: BatonError | None = None
     try:
         events = client.generate(token_ids=token_ids, max_tokens=num_new_tokens, temperature=0.0, ignore_eos=True)
@@ -113,10 +133,10 @@ async def _send(
                     case Delta():
                         token_times_s.extend([clock()] * len(event.token_ids))
                     case Finished():
-                        timings = event.timings
+                        timings, speculation = event.timings, event.speculation
     except BatonError as caught:
         error = caught
-    return RequestRecord(sent_s, tuple(token_times_s), clock(), timings, error)
+    return RequestRecord(sent_s, tuple(token_times_s), clock(), timings, error, speculation)
 
 
 def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadReport:

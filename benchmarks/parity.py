@@ -1,8 +1,10 @@
 """The long parity table: SmolLM2 in float32 through the gRPC pair against `generate`, token for token.
 
-Six configurations cover every pair of {alone, 16 at once} x {overlap on, off} x {chunk 16, 64, 512}; the first turns
-of a JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two of them. Writes its
-table into benchmarks/results. Exit status 1 when anything but a tie diverges, or ties exceed one in 5,000 tokens.
+Six configurations cover every pair of {alone, 16 at once} x {overlap on, off} x {chunk 16, 64, 512} without a draft
+head, twelve every pair of these and of {chain of 3, chain of 4, tree, adaptive depth} with it; the first turns of a
+JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two of each. Writes its table
+into benchmarks/results. Exit status 1 when anything but a tie diverges, ties exceed one in 5,000 tokens, or a fixed
+depth commits no more than 1.5 tokens per forward of the target.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.client import AsyncClient
+from baton.events import Completion
 from baton.local_pair import LocalPair
 from benchmarks.machine import demo_model_dir, describe_machine
 from tests.parity.prompts import PROMPTS, ParityPrompt
@@ -31,14 +34,24 @@ class Configuration:
     concurrency: int
     overlap: bool
     chunk_tokens: int
+    shape: str = ""
     with_turns: bool = False
 
     def __str__(self) -> str:
         mode = "alone" if self.concurrency == 1 else f"{self.concurrency} at once"
-        return f"{mode}, overlap {'on' if self.overlap else 'off'}, chunk {self.chunk_tokens}"
+        drafts = f", {self.shape}" if self.shape else ""
+        return f"{mode}, overlap {'on' if self.overlap else 'off'}, chunk {self.chunk_tokens}{drafts}"
 
 
-CONFIGURATIONS = (
+SHAPES = {
+    "chain of 3": ("--num-draft-tokens=3", "--no-adaptive-depth"),
+    "chain of 4": ("--num-draft-tokens=4", "--no-adaptive-depth"),
+    "tree": ("--num-draft-steps=3", "--num-draft-tokens=9", "--no-adaptive-depth"),
+    "adaptive": ("--num-draft-tokens=4",),
+}
+TREE_TOPK = "--draft-topk=3"
+MIN_TOKENS_PER_FORWARD = 1.5
+PLAIN = (
     Configuration(16, True, 64, with_turns=True),
     Configuration(1, False, 64),
     Configuration(16, False, 16),
@@ -46,12 +59,28 @@ CONFIGURATIONS = (
     Configuration(16, False, 512, with_turns=True),
     Configuration(1, True, 512),
 )
+SPECULATING = (
+    Configuration(1, True, 16, "chain of 3"),
+    Configuration(16, False, 64, "chain of 3"),
+    Configuration(16, True, 512, "chain of 3"),
+    Configuration(16, True, 64, "chain of 4", with_turns=True),
+    Configuration(1, False, 16, "chain of 4"),
+    Configuration(1, False, 512, "chain of 4"),
+    Configuration(16, False, 16, "tree"),
+    Configuration(1, True, 64, "tree"),
+    Configuration(16, True, 512, "tree", with_turns=True),
+    Configuration(16, True, 16, "adaptive"),
+    Configuration(1, False, 64, "adaptive"),
+    Configuration(1, True, 512, "adaptive"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=Path, default=DEFAULT_TURNS, help="skipped, and said so, when it is not there")
+    parser.add_argument("--only", choices=["plain", "speculating"], help="one half of the configurations")
     args = parser.parse_args()
+    configurations = {"plain": PLAIN, "speculating": SPECULATING}.get(args.only, PLAIN + SPECULATING)
     model_dir = demo_model_dir()
     reference = Reference(model_dir, new_tokens=NEW_TOKENS)
     own = [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
@@ -63,20 +92,24 @@ def main() -> None:
         "through the gRPC client; "
         f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench. `make parity`",
         "",
-        "| configuration | prompts | tokens | equal prompts | ties | divergences |",
-        "|---|---|---|---|---|---|",
+        "| configuration | prompts | tokens | equal prompts | ties | divergences | tokens per forward |",
+        "|---|---|---|---|---|---|---|",
     ]
     details: list[str] = []
     is_met = True
-    for configuration in CONFIGURATIONS:
+    for configuration in configurations:
         prompts = own + (turns if configuration.with_turns else [])
-        outputs = asyncio.run(run(model_dir, configuration, prompts))
+        completions = asyncio.run(run(model_dir, configuration, prompts))
+        outputs = [list(completion.token_ids) for completion in completions]
+        accepted = tokens_per_forward(completions)
         found = [reference.compare(name, ids, tokens) for (name, ids), tokens in zip(prompts, outputs, strict=True)]
         divergences = [divergence for divergence in found if divergence is not None]
         num_tokens = sum(len(tokens) for tokens in outputs)
         ties = [divergence for divergence in divergences if divergence.is_tie]
         is_met &= len(ties) == len(divergences) and len(ties) <= max(1, num_tokens * MAX_TIES_PER_TOKEN)
-        lines.append(row(configuration, len(prompts), num_tokens, divergences, ties))
+        if configuration.shape not in ("", "adaptive"):
+            is_met &= accepted > MIN_TOKENS_PER_FORWARD
+        lines.append(row(configuration, len(prompts), num_tokens, divergences, ties, accepted))
         details += [f"- {configuration}: {divergence}" for divergence in divergences]
         print(lines[-1], file=sys.stderr, flush=True)
         save("\n".join([*lines, "", *details]).rstrip())  # what has run is kept when the rest is interrupted
@@ -88,11 +121,25 @@ def save(table: str) -> None:
     (RESULTS / f"{datetime.date.today().isoformat()}-parity.md").write_text(table + "\n")
 
 
+def tokens_per_forward(completions: list[Completion]) -> float:
+    counts = [completion.speculation for completion in completions if completion.speculation is not None]
+    num_steps = sum(count.num_verify_steps for count in counts)
+    return 1 + sum(count.num_accepted_tokens for count in counts) / num_steps if num_steps else 1.0
+
+
 def row(
-    configuration: Configuration, num_prompts: int, num_tokens: int, found: list[Divergence], ties: list[Divergence]
+    configuration: Configuration,
+    num_prompts: int,
+    num_tokens: int,
+    found: list[Divergence],
+    ties: list[Divergence],
+    accepted: float,
 ) -> str:
     num_equal = num_prompts - len(found)
-    return f"| {configuration} | {num_prompts} | {num_tokens} | {num_equal} | {len(ties)} | {len(found) - len(ties)} |"
+    return (
+        f"| {configuration} | {num_prompts} | {num_tokens} | {num_equal} | {len(ties)} | {len(found) - len(ties)} "
+        f"| {accepted:.2f} |"
+    )
 
 
 def outside_prompts(path: Path, reference: Reference) -> list[tuple[str, list[int]]]:
@@ -104,21 +151,21 @@ def outside_prompts(path: Path, reference: Reference) -> list[tuple[str, list[in
     return [(prompt.name, reference.prompt_ids(prompt)) for prompt in prompts]
 
 
-async def run(model_dir: Path, configuration: Configuration, prompts: list[tuple[str, list[int]]]) -> list[list[int]]:
+async def run(model_dir: Path, configuration: Configuration, prompts: list[tuple[str, list[int]]]) -> list[Completion]:
     overlap = "--overlap" if configuration.overlap else "--no-overlap"
+    head = ("--draft=demo", *((TREE_TOPK,) if configuration.shape == "tree" else ())) if configuration.shape else ()
     with LocalPair(
         model=str(model_dir),
         dtype="float32",
-        prefill_args=(f"--chunk-tokens={configuration.chunk_tokens}", "--max-kv-tokens=24576"),
-        decode_args=(overlap, "--max-kv-tokens=24576", "--max-rows=16"),
+        prefill_args=(f"--chunk-tokens={configuration.chunk_tokens}", "--max-kv-tokens=24576", *head),
+        decode_args=(overlap, "--max-kv-tokens=24576", "--max-rows=16", *head, *SHAPES.get(configuration.shape, ())),
     ) as pair:
         async with AsyncClient(pair.decode_addresses[0]) as client:
             slots = asyncio.Semaphore(configuration.concurrency)
 
-            async def complete(ids: list[int]) -> list[int]:
+            async def complete(ids: list[int]) -> Completion:
                 async with slots:
-                    completion = await client.complete(token_ids=ids, temperature=0.0, max_tokens=NEW_TOKENS)
-                return list(completion.token_ids)
+                    return await client.complete(token_ids=ids, temperature=0.0, max_tokens=NEW_TOKENS)
 
             return list(await asyncio.gather(*(complete(ids) for _, ids in prompts)))
 

@@ -20,6 +20,7 @@ def export_head(directory: Path, config: dict[str, Any], head: TrainableHead, vo
     tensors = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in head.state_dict().items()}
     weights = directory / "model.safetensors.new"
     save_file({**tensors, **vocabulary.tensors()}, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors leaves it to its owner alone
     os.replace(weights, directory / "model.safetensors")
     text = directory / "config.json.new"
     text.write_text(json.dumps(config, indent=2) + "\n")
