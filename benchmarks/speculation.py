@@ -1,0 +1,230 @@
+"""What drafts bring: acceptance on outside prompts, and speed with the draft head against without, in one run.
+
+Acceptance: greedy first turns, a chain of `--chain` drafts at every step, tokens per forward of the target and by
+position. Speed: two pairs side by side on the same weights, one with the head and adaptive depth and one without, take
+turns on the same prompts, the first to go changing with every round; ratios are taken within a round. Writes a dated
+table and JSON into benchmarks/results. Exit status 1 when a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from baton.client import AsyncClient
+from baton.events import Completion, SpeculationCounts
+from baton.load_generator import Workload, send_prompts, summarize
+from baton.local_pair import LocalPair
+from benchmarks.machine import demo_model_dir, describe_machine
+from tests.parity.prompts import PROMPTS
+
+RESULTS = Path(__file__).parent / "results"
+TURNS = tuple(Path(f"../shared/prompts/{name}.jsonl") for name in ("mt_bench", "humaneval"))
+MIN_TOKENS_PER_FORWARD = 2.0
+LIMITS = {1: 1.2, 8: 0.95, 32: 0.95}
+"""Least ratio of decode tokens/s with the head to those without, by concurrency."""
+MAX_CONTEXT = 1024
+
+Prompts = list[list[int]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draft", default="demo")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--chain", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--turns", type=Path, nargs="*", default=TURNS, help="JSON lines with a list of turns each")
+    parser.add_argument("--max-turns", type=int, help="of each file")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    levels = [int(level) for level in args.concurrency.split(",")] if args.rounds else []
+    result = asyncio.run(measure(args, levels))
+    table, is_met = render(result)
+    print(table)
+    if not args.no_save:
+        RESULTS.mkdir(exist_ok=True)
+        name = RESULTS / f"{result['date']}-speculation"
+        name.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        name.with_suffix(".md").write_text(table + "\n")
+    sys.exit(0 if is_met else 1)
+
+
+async def measure(args: argparse.Namespace, levels: Sequence[int]) -> dict[str, Any]:
+    model_dir = demo_model_dir()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+
+    def encode(text: str, *, is_chat: bool = True) -> list[int]:
+        if not is_chat:
+            return list(tokenizer(text)["input_ids"])
+        messages = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    rows = max([8, *levels])
+    shared = {
+        "model": str(model_dir),
+        "dtype": args.dtype,
+        "prefill_args": (f"--draft={args.draft}", "--max-kv-tokens=16384"),
+        "decode_args": (
+            f"--draft={args.draft}",
+            f"--num-draft-tokens={args.chain}",
+            f"--max-rows={rows}",
+            f"--max-kv-tokens={rows * MAX_CONTEXT}",
+        ),
+    }
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "command": "python -m benchmarks.speculation " + " ".join(sys.argv[1:]),
+        "dtype": args.dtype,
+        "chain": args.chain,
+        "new_tokens": args.new_tokens,
+        "acceptance": {},
+        "speed": [],
+    }
+    with LocalPair(**{**shared, "decode_args": (*shared["decode_args"], "--no-adaptive-depth")}) as fixed:
+        async with AsyncClient(fixed.decode_addresses[0]) as client:
+            for path in args.turns:
+                if not path.exists():
+                    print(f"{path} is not there: left out", file=sys.stderr)
+                    continue
+                questions = [json.loads(line) for line in path.read_text().splitlines()][: args.max_turns]
+                prompts = [encode(question["turns"][0]) for question in questions]
+                result["acceptance"][path.stem] = await acceptance(client, prompts, args)
+                print(path.stem, result["acceptance"][path.stem], file=sys.stderr)
+    if not levels:
+        return result
+    texts = [encode(prompt.text, is_chat=prompt.is_chat) for prompt in PROMPTS if not prompt.name.startswith("long")]
+    plain = {
+        **shared,
+        "prefill_args": ("--max-kv-tokens=16384",),
+        "decode_args": (f"--max-rows={rows}", f"--max-kv-tokens={rows * MAX_CONTEXT}"),
+    }
+    with LocalPair(**shared) as on, LocalPair(**plain) as off:
+        async with AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(AsyncClient(pair.decode_addresses[0], rpc_timeout_s=30.0))
+                for pair in (on, off)
+            ]
+            for client in clients:  # the depth is learnt, as it would be in service
+                for level in levels:
+                    await speed(client, texts, level, args.new_tokens)
+            for number in range(args.rounds):
+                for level in levels:
+                    order = (0, 1) if number % 2 == 0 else (1, 0)
+                    measured = {
+                        ("on", "off")[side]: await speed(clients[side], texts, level, args.new_tokens) for side in order
+                    }
+                    result["speed"].append({"round": number, "concurrency": level, **measured})
+                    print(result["speed"][-1], file=sys.stderr)
+    return result
+
+
+async def acceptance(client: AsyncClient, prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
+    slots = asyncio.Semaphore(8)
+
+    async def complete(token_ids: list[int]) -> Completion:
+        async with slots:
+            return await client.complete(token_ids=token_ids, temperature=0.0, max_tokens=args.new_tokens)
+
+    completions = await asyncio.gather(*(complete(prompt) for prompt in prompts))
+    counts: list[SpeculationCounts] = [done.speculation for done in completions if done.speculation is not None]
+    num_steps = sum(count.num_verify_steps for count in counts)
+    accepted = [sum(count.accepted_at[level] for count in counts) for level in range(args.chain)]
+    return {
+        "num_prompts": len(prompts),
+        "num_tokens": sum(len(done.token_ids) for done in completions),
+        "num_verify_steps": num_steps,
+        "accepted_at": accepted,
+        "tokens_per_forward": 1 + sum(accepted) / num_steps,
+    }
+
+
+async def speed(client: AsyncClient, prompts: Prompts, concurrency: int, num_new_tokens: int) -> dict[str, float]:
+    """Of as many requests as run at once, or four one by one; the prompts in turn."""
+    num_requests = max(4, concurrency)
+    chosen = [prompts[number % len(prompts)] for number in range(num_requests)]
+    records = await send_prompts([client], chosen, concurrency=concurrency, num_new_tokens=num_new_tokens)
+    report = summarize(Workload(concurrency, num_requests, 0, num_new_tokens), records)
+    assert report.num_failed == 0, report.first_error
+    counts = [record.speculation for record in records if record.speculation is not None]
+    num_steps = sum(count.num_verify_steps for count in counts)
+    return {
+        "decode_tokens_per_s": report.decode_tokens_per_s,
+        "tokens_per_s": report.tokens_per_s,
+        "ttft_p50_s": report.ttft_p50_s,
+        "drafted_per_step": sum(count.num_drafted_tokens for count in counts) / num_steps if num_steps else 0.0,
+        "tokens_per_forward": 1 + sum(count.num_accepted_tokens for count in counts) / num_steps if num_steps else 1.0,
+    }
+
+
+def render(result: dict[str, Any]) -> tuple[str, bool]:
+    """The table, and whether every bound is met."""
+    is_met = True
+    positions = " | ".join(f"draft {position}" for position in range(1, result["chain"] + 1))
+    lines = [
+        f"# Speculation, {result['date']}",
+        "",
+        f"{result['machine']}; SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['new_tokens']} new tokens. "
+        f"`{result['command']}`",
+        "",
+        f"Acceptance of a chain of {result['chain']}, first turns; bound {MIN_TOKENS_PER_FORWARD} tokens per forward:",
+        "",
+        f"| prompts | tokens | tokens per forward of the target | | {positions} |",
+        "|" + "---|" * (4 + result["chain"]),
+    ]
+    for name, measured in result["acceptance"].items():
+        met = measured["tokens_per_forward"] >= MIN_TOKENS_PER_FORWARD
+        is_met &= met
+        rates = " | ".join(f"{count / measured['num_verify_steps']:.3f}" for count in measured["accepted_at"])
+        lines.append(
+            f"| {name}, {measured['num_prompts']} | {measured['num_tokens']} | {measured['tokens_per_forward']:.2f} "
+            f"| {'met' if met else 'MISSED'} | {rates} |"
+        )
+    lines += [
+        "",
+        "Speed with the head, its depth adapting, against without; medians, ratios within a round:",
+        "",
+        "| at a time | decode tokens/s with | without | ratio | bound | end to end with | without | ratio "
+        "| drafts a step | tokens per forward |",
+        "|" + "---|" * 10,
+    ]
+    for level in dict.fromkeys(entry["concurrency"] for entry in result["speed"]):
+        entries = [entry for entry in result["speed"] if entry["concurrency"] == level]
+        ratio = _median_ratio(entries, "decode_tokens_per_s")
+        bound = LIMITS.get(level)
+        met = bound is None or ratio >= bound
+        is_met &= met
+        verdict = "" if bound is None else f">= {bound}: {'met' if met else 'MISSED'}"
+        lines.append(
+            f"| {level} | {_median(entries, 'on', 'decode_tokens_per_s'):.1f} "
+            f"| {_median(entries, 'off', 'decode_tokens_per_s'):.1f} | {ratio:.2f} | {verdict} "
+            f"| {_median(entries, 'on', 'tokens_per_s'):.1f} | {_median(entries, 'off', 'tokens_per_s'):.1f} "
+            f"| {_median_ratio(entries, 'tokens_per_s'):.2f} | {_median(entries, 'on', 'drafted_per_step'):.2f} "
+            f"| {_median(entries, 'on', 'tokens_per_forward'):.2f} |"
+        )
+    return "\n".join(lines), is_met
+
+
+def _median(entries: Sequence[dict[str, Any]], side: str, figure: str) -> float:
+    return float(statistics.median(entry[side][figure] for entry in entries))
+
+
+def _median_ratio(entries: Sequence[dict[str, Any]], figure: str) -> float:
+    return float(statistics.median(entry["on"][figure] / entry["off"][figure] for entry in entries))
+
+
+if __name__ == "__main__":
+    main()
