@@ -1,0 +1,86 @@
+"""What a head accepts does not depend on where it runs, nor on how prompts were cut: across gRPC as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.events import Completion, SpeculationCounts
+from common.model.sampling_params import ResolvedSampling
+from decode_service.messages import SpeculationCounts as EngineCounts
+from tests.conftest import MakePair
+from tests.e2e.running import BOUND_S, RunningPair, running_pair
+from tests.support.draft_heads import save_copy_head
+from tests.support.drafted import load_drafted
+from tests.support.pair import PairOptions
+
+NUM_REQUESTS = 12
+NEW_TOKENS = 32
+NUM_DRAFT_TOKENS = 3
+ATTENDED_STD = 0.05
+PROMPTS = [[4 + (number * 11 + place * (number + 3)) % 56 for place in range(33 + 5 * number)] for number in range(12)]
+
+Acceptance = list[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Of each request, in turn: how often each position was drafted, and accepted."""
+
+
+@pytest.fixture(scope="module")
+def head_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that knows what follows the last token, disturbed by what it attends: its own KV decides close calls."""
+    head_dir = save_copy_head(tmp_path_factory.mktemp("head"), target_dir=last_token_model_dir, family="eagle3")
+    tensors = load_file(head_dir / "model.safetensors")
+    attended = tensors["midlayer.self_attn.o_proj.weight"]
+    noise = torch.randn(attended.shape, generator=torch.Generator().manual_seed(3))
+    tensors["midlayer.self_attn.o_proj.weight"] = attended + ATTENDED_STD * noise
+    save_file(tensors, head_dir / "model.safetensors")
+    return head_dir
+
+
+@pytest.fixture(scope="module", params=[16, 64, 512])
+def pair(request: pytest.FixtureRequest, last_token_model_dir: Path, head_dir: Path) -> Iterator[RunningPair]:
+    with running_pair(
+        last_token_model_dir,
+        shared_args=(f"--draft={head_dir}",),
+        prefill_args=(f"--chunk-tokens={request.param}",),
+        decode_args=(f"--num-draft-tokens={NUM_DRAFT_TOKENS}", "--no-adaptive-depth"),
+    ) as running:
+        yield running
+
+
+def acceptance(counts: Sequence[SpeculationCounts | EngineCounts | None]) -> Acceptance:
+    return [(each.drafted_at, each.accepted_at) for each in counts if each is not None]
+
+
+def test_acceptance_by_position_is_that_of_the_same_engines_in_one_process(
+    pair: RunningPair, last_token_model_dir: Path, head_dir: Path, make_pair: MakePair
+) -> None:
+    drafted = load_drafted(last_token_model_dir, head_dir)
+
+    def in_one_process(chunk_tokens: int) -> Acceptance:
+        options = PairOptions(chunk_tokens=chunk_tokens, num_draft_tokens=NUM_DRAFT_TOKENS)
+        engines = make_pair(drafted.target, options, draft=drafted.head)
+        for number, prompt in enumerate(PROMPTS):
+            engines.submit(str(number), prompt, ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))
+        engines.run()
+        ends = [engines.outcomes[str(number)].finished for number in range(NUM_REQUESTS)]
+        return acceptance([end.speculation for end in ends if end is not None])
+
+    def complete(prompt: list[int]) -> Completion:
+        return pair.client.complete(
+            token_ids=prompt, max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, timeout_s=BOUND_S
+        )
+
+    reference = in_one_process(512)
+
+    by_position = [sum(accepted[position] for _, accepted in reference) for position in range(NUM_DRAFT_TOKENS)]
+    num_steps = sum(drafted_at[0] for drafted_at, _ in reference)
+    assert len(reference) == NUM_REQUESTS
+    assert 0.2 * num_steps < by_position[0] < 0.8 * num_steps and by_position[2] > 5, f"{by_position} of {num_steps}"
+    assert in_one_process(16) == in_one_process(64) == reference
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        assert acceptance([done.speculation for done in pool.map(complete, PROMPTS)]) == reference
