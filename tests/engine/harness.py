@@ -1,32 +1,20 @@
-"""The decode engine on a scripted device, with a model and a prefill made of tags.
-
-A token's KV is a tag of the token and its position. The model writes its input's tag and chooses the next token by a
-hash of every tag it reads through the row's table and of its input, so that any stale, foreign or missing read shows as
-a wrong token against `oracle`, which is sequential and knows no slots, rows, batches or streams.
-"""
+"""The decode engine on a scripted device, with a model, a draft head and a prefill made of tags."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
 from common.errors import BatonError
-from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ForwardInput
-from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
-from common.model.target import TargetModel, TargetOutput
+from common.model.target import TargetModel
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch
 from decode_service.messages import (
     Abort,
@@ -43,91 +31,11 @@ from decode_service.messages import (
     Tokens,
 )
 from decode_service.scheduler import DecodeEngine
+from decode_service.spec_info import SpecInfo
+from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
+from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
 
-VOCAB_SIZE = 1021
-CONTEXT_TOKENS = 64
 REPLICA = "replica"
-GROUP = LayerGroupSpec(name="target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
-
-_VALUES_PER_TOKEN = GROUP.num_layers * GROUP.num_planes * GROUP.head_dim
-_WEIGHTS = np.random.default_rng(7).integers(1, 1 << 62, size=(CONTEXT_TOKENS, _VALUES_PER_TOKEN))
-_HIGH_BITS = 20
-
-
-def kv_of(token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """The KV of tokens 0, 1, ... of a sequence: [layers, planes, tokens, heads, head_dim]."""
-    tags = np.asarray(token_ids) * 512 + np.arange(len(token_ids)) + 1
-    values = tags[None, :] + np.arange(_VALUES_PER_TOKEN)[:, None]
-    per_layer = values.reshape(GROUP.num_layers, GROUP.num_planes, GROUP.head_dim, len(tags))
-    return per_layer.transpose(0, 1, 3, 2)[:, :, :, None, :].astype(np.float32)
-
-
-def _choose(kv: NDArray[np.float32], input_token: int) -> int:
-    """The token that follows KV [layers, planes, tokens, heads, head_dim] when the last input was `input_token`."""
-    num_tokens = kv.shape[2]
-    values = kv[:, :, :, 0, :].transpose(2, 0, 1, 3).reshape(num_tokens, -1).astype(np.int64)
-    mixed = int(((values + 1) * _WEIGHTS[:num_tokens]).sum()) + num_tokens * 7919 + input_token * 104729
-    return int((mixed >> _HIGH_BITS) % VOCAB_SIZE)
-
-
-def _logits(kv: NDArray[np.float32], input_token: int) -> Tensor:
-    """[vocab]: 4 for the chosen token, between -3 and 3 for the others."""
-    chosen = _choose(kv, input_token)
-    logits = 3 * torch.cos(torch.arange(VOCAB_SIZE) * float(chosen + 1))
-    logits[chosen] = 4.0
-    return logits
-
-
-def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:
-    """The `num_tokens` tokens that follow `token_ids`, one after the other, each drawn alone."""
-    state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
-    state.reset([RowSeed(1, sampling, 0, tuple(token_ids), len(token_ids))])
-    batch = SamplingBatch.of([sampling])
-    sequence = list(token_ids)
-    for _ in range(num_tokens):
-        logits = _logits(kv_of(sequence), sequence[-1]).unsqueeze(0)
-        drawn = sample(logits, torch.tensor([1]), torch.tensor([len(sequence)]), state, batch)
-        sequence.append(int(drawn.token_ids[0]))
-    return sequence[len(token_ids) :]
-
-
-@dataclass(frozen=True, slots=True)
-class SeenForward:
-    """What one forward read, as values, and weak references to the tensors that its step handed to the stream."""
-
-    input_ids: list[int]
-    rows: list[int]
-    seq_lens: list[int]
-    handed: list[weakref.ref[Tensor]]
-
-
-class TagModel:
-    """Has the attributes of TargetModel."""
-
-    layer_group = GROUP
-    vocab_size = VOCAB_SIZE
-    max_context_tokens = CONTEXT_TOKENS
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self.forwards: list[SeenForward] = []
-        self.fails_next = False
-
-    def forward(self, batch: ForwardInput) -> TargetOutput:
-        if self.fails_next:
-            self.fails_next = False
-            raise ValueError("no kernel")
-        tokens, positions = batch.input_ids.tolist(), batch.positions.tolist()
-        rows, seq_lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
-        handed = (batch.req_pool_indices, batch.seq_lens, batch.positions, batch.out_cache_loc)
-        self.forwards.append(SeenForward(tokens, rows, seq_lens, [weakref.ref(tensor) for tensor in handed]))
-        for token, position, slot in zip(tokens, positions, batch.out_cache_loc.tolist(), strict=True):
-            own = kv_of([0] * position + [token])[:, :, position]
-            batch.kv[:, :, slot] = torch.from_numpy(own)
-        logits = []
-        for token, row, seq_len in zip(tokens, rows, seq_lens, strict=True):
-            logits.append(_logits(batch.kv[:, :, batch.req_to_token[row, :seq_len]].numpy(), token))
-        return TargetOutput(torch.stack(logits), None)
 
 
 class _LaggingSchedule(ScriptedStream):
@@ -171,6 +79,16 @@ class Outcome:
     def expected(self) -> list[int]:
         return oracle(self.prompt, self.sampling.max_tokens, self.sampling)
 
+    @property
+    def drafting(self) -> Drafting | None:
+        """What its verify steps drafted and accepted, once it has finished."""
+        counts = self.finished.speculation if self.finished else None
+        return None if counts is None else Drafting(counts.num_verify_steps, counts.num_accepted_tokens)
+
+    def expected_drafting(self, num_draft_tokens: int) -> Drafting:
+        """The same of chains of so many drafts, when nothing was retracted."""
+        return drafting_of(self.prompt, self.sampling, num_draft_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
@@ -180,6 +98,16 @@ class Handoff:
     row: int
     token_ids: tuple[int, ...]
     sampling: ResolvedSampling
+
+
+def _halves(row: int, group: str, kv: NDArray[np.float32]) -> list[KvSegment]:
+    num_layers, num_tokens = kv.shape[0], kv.shape[2]
+    middle = num_tokens // 2
+    return [
+        KvSegment(row, group, 0, num_layers, start, stop - start, kv[:, :, start:stop].tobytes())
+        for start, stop in ((middle, num_tokens), (0, middle))
+        if stop > start
+    ]
 
 
 def _land(device: ScriptedDevice) -> None:
@@ -200,9 +128,12 @@ class ScriptedEngine:
         max_kv_tokens: int = 256,
         overlap: bool = True,
         debug_checks: bool = True,
+        spec_info: SpecInfo | None = None,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel()
+        self.head = TagHead() if spec_info else None
+        self._spec_info = spec_info
         ticks = itertools.count()
         self.engine = DecodeEngine(
             model=cast(TargetModel, self.model),
@@ -210,6 +141,8 @@ class ScriptedEngine:
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
             max_context_tokens=CONTEXT_TOKENS,
+            draft=self.head,
+            spec_info=spec_info,
             overlap=overlap,
             clock=lambda: float(next(ticks)),
             debug_checks=debug_checks,
@@ -244,31 +177,49 @@ class ScriptedEngine:
         self.handoffs.pop(request_id, None)
         self._posted.append(Abort(request_id))
 
-    def hand_over(self, request_id: str) -> None:
-        """Answer the request's handoff: its KV in two segments, its PrebuiltBatch entry between them."""
+    def hand_over(self, request_id: str, *, last: str = GROUP.name) -> None:
+        """Answer the request's handoff: its KV, each layer group in two segments, its PrebuiltBatch entry between them.
+
+        The segments of the group `last` come last.
+        """
         handoff = self.handoffs.pop(request_id)
-        kv = kv_of(handoff.token_ids)
-        middle = len(handoff.token_ids) // 2
-        halves = [
-            KvSegment(handoff.row, GROUP.name, 0, GROUP.num_layers, start, stop - start, kv[:, :, start:stop].tobytes())
-            for start, stop in ((middle, len(handoff.token_ids)), (0, middle))
-            if stop > start
-        ]
+        first = oracle(handoff.token_ids, 1, handoff.sampling)
+        kv = {GROUP.name: kv_of(handoff.token_ids)}
+        if self._spec_info is not None:
+            kv[DRAFT.name] = draft_kv_of([*handoff.token_ids[1:], *first])
         prebuilt = PrebuiltBatch(
             rows=np.array([handoff.row]),
             seq_lens=np.array([len(handoff.token_ids)]),
-            first_token_ids=np.array(oracle(handoff.token_ids, 1, handoff.sampling)),
-            bytes_sent={GROUP.name: np.array([kv.nbytes])},
+            first_token_ids=np.array(first),
+            bytes_sent={name: np.array([group_kv.nbytes]) for name, group_kv in kv.items()},
             queue_s=np.zeros(1),
             compute_s=np.zeros(1),
             first_token_logprobs=(None,),
+            seed_columns=self._first_seed((*handoff.token_ids, *first), handoff.sampling),
         )
-        frames: list[Frame] = [halves[0], prebuilt, *halves[1:]]
+        segments = [
+            segment
+            for name in sorted(kv, key=lambda name: name == last)
+            for segment in _halves(handoff.row, name, kv[name])
+        ]
+        frames: list[Frame] = [segments[0], prebuilt, *segments[1:]]
         for frame in frames:
             self._posted.append(FrameArrived(handoff.call_id, frame))
         self._open_rows[handoff.call_id] -= 1
         if self._open_rows[handoff.call_id] == 0:
             self._posted.append(CallEnded(handoff.call_id, None))
+
+    def hold_back(self, num_commands: int) -> list[Command]:
+        """The last of what the engine would be told at its next step, for the test to post later."""
+        held = self._posted[-num_commands:]
+        del self._posted[-num_commands:]
+        return held
+
+    def _first_seed(self, token_ids: Sequence[int], sampling: ResolvedSampling) -> dict[str, NDArray[np.generic]]:
+        if self._spec_info is None:
+            return {}
+        seed = first_seed(token_ids, sampling, topk=self._spec_info.topk)
+        return {name: column.numpy() for name, column in seed.columns().items()}
 
     def step(self) -> list[Event]:
         commands, self._posted = self._posted, []

@@ -18,7 +18,7 @@ from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.messages import Submit
 from decode_service.request import Request
 from decode_service.schedule_batch import ForwardMode, ScheduleBatch
-from tests.engine.harness import GROUP, VOCAB_SIZE
+from tests.engine.tags import GROUP, VOCAB_SIZE
 
 HIDDEN = SeedColumnSpec("hidden_states", "float32", (2,))
 

@@ -11,10 +11,11 @@ from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
-from tests.engine.harness import GROUP, ScriptedEngine, kv_of
+from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of
 from tests.engine.relay_rig import make_pool
+from tests.engine.tags import GROUP, kv_of
 
 # ---- I9: reuse and conservation ---------------------------------------------------------------------------------
 

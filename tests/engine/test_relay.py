@@ -13,10 +13,11 @@ from common.device.errors import DeviceTimeout
 from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Event, Scope
 from common.errors import EngineFault
-from tests.engine.harness import VOCAB_SIZE, LaggingScheduleDevice, ScriptedEngine
+from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of
 from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
+from tests.engine.tags import VOCAB_SIZE
 
 ROOT = Path(__file__).parents[2]
 

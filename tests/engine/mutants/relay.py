@@ -17,8 +17,9 @@ from common.device.stream import Scope
 from common.kv.row_table import ReqToTokenPool
 from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.speculative_worker import SpeculativeWorker
 from decode_service.step_in_flight import RowResult, StepInFlight
-from decode_service.worker import PlainWorker, WorkerOutput
+from decode_service.worker import PlainWorker, Worker, WorkerOutput
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
@@ -126,14 +127,19 @@ def only_the_device_twin_is_resolved(patch: pytest.MonkeyPatch) -> None:
 
 
 def inputs_taken_at_launch(patch: pytest.MonkeyPatch) -> None:
-    forward = PlainWorker.forward
+    for worker in (PlainWorker, SpeculativeWorker):
+        _inputs_taken_at_launch(patch, worker)
 
-    def mutant(self: PlainWorker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
+
+def _inputs_taken_at_launch(patch: pytest.MonkeyPatch, worker: type[Worker]) -> None:
+    forward = worker.forward
+
+    def mutant(self: Worker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
         early = future_map.resolve_forward_inputs(batch.req_pool_indices)
         taken = SimpleNamespace(resolve_forward_inputs=lambda _: early)
         return forward(self, batch, future_map=taken, **rest)  # type: ignore[arg-type]
 
-    patch.setattr(PlainWorker, "forward", mutant)
+    patch.setattr(worker, "forward", mutant)
 
 
 def consumed_rows_not_poisoned(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,81 @@
+"""I4, I9, I10 broken where only speculation can break them: seeds, slots of drafts, the head's KV."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Scope
+from decode_service.future_map import FutureMap, RelayPayload
+from decode_service.landing import LandingZone, _LandingRow
+from decode_service.schedule_batch import ScheduleBatch
+from decode_service.scheduler import DecodeEngine
+from decode_service.step_in_flight import StepInFlight
+from tests.engine.tags import GROUP
+
+
+def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
+    """Behind the step that left them, but no forward waits for it."""
+    stash = FutureMap.stash
+
+    def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
+        tokens: Cell[RelayPayload] = Cell()
+
+        def leave_seeds() -> None:
+            tokens.set(RelayPayload(payload.get().tokens))
+
+        def write_seeds() -> None:
+            for name, column in payload.get().seeds.items():
+                self.seeds[name][rows] = column
+
+        self._forward_stream.enqueue(leave_seeds, scope)
+        stash(self, rows, tokens, scope)
+        other = self._forward_stream.device.new_stream("stash")  # type: ignore[attr-defined]
+        other.wait(self._forward_stream.record(scope))
+        other.enqueue(write_seeds, scope)
+
+    patch.setattr(FutureMap, "stash", mutant)
+
+
+def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
+    """A step takes the one slot that decoding without drafts needs."""
+
+    def mutant(self: ScheduleBatch) -> list[int]:
+        return [length + 1 for length in self.seq_lens_cpu.tolist()]
+
+    patch.setattr(ScheduleBatch, "_wanted_tokens", mutant)
+
+
+def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
+    """Those of rejected drafts are never used again."""
+
+    def mutant(self: ScheduleBatch) -> list[int]:
+        return [lease.num_tokens + self.num_step_slots for lease in self._leases()]
+
+    patch.setattr(ScheduleBatch, "_wanted_tokens", mutant)
+
+
+def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
+    """As soon as a step's results are known: the next step, in flight, drafts and verifies in them."""
+    finish = DecodeEngine._finish
+
+    def mutant(self: DecodeEngine, step: StepInFlight | None) -> None:
+        finish(self, step)
+        for req in self._running.reqs:
+            if req.lease is not None:
+                num_committed = len(req.token_ids) - 1
+                self.pool._slots.give_back(req.lease.slots[num_committed:])
+                del req.lease.slots[num_committed:]
+
+    patch.setattr(DecodeEngine, "_finish", mutant)
+
+
+def drafts_kv_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A row is complete with the target's KV."""
+
+    def mutant(self: _LandingRow) -> bool:
+        return self.columns is not None and not self.missing[GROUP.name].any()
+
+    patch.setattr(_LandingRow, "is_complete", property(mutant))
+    patch.setattr(LandingZone, "_miscount", lambda self, row: None)

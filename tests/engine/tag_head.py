@@ -1,0 +1,144 @@
+"""A draft head made of tags.
+
+Its KV of position t is a tag of the token after it. From all of its KV and from the hidden state it reads the whole
+sequence, and guesses what TagModel will choose next: rightly for two choices in three, and never when something it read
+was stale, foreign or missing. So what is accepted is known beforehand (`drafting_of`), and any such read shows in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.draft.seed import Seed
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import ForwardInput
+from common.model.capture import HiddenCapture
+from common.model.sampling import propose, propose_branches
+from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
+from common.wire.handoff import DRAFT_GROUP
+from tests.engine.tags import VOCAB_SIZE, choose, kv_of, logits_of, oracle, read_slots
+
+DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
+
+_VALUES_PER_TOKEN = 4
+_IDS = torch.arange(VOCAB_SIZE)
+_LOST = 0
+"""What is guessed when something read makes no sense."""
+
+
+def draft_kv_of(next_ids: Sequence[int]) -> NDArray[np.float32]:
+    """The head's KV of positions 0, 1, ... that these tokens follow: [layers, planes, tokens, heads, head_dim]."""
+    tags = np.asarray(next_ids) * 512 + np.arange(len(next_ids)) + 1
+    values = tags[None, :] - np.arange(_VALUES_PER_TOKEN)[:, None]
+    return values.reshape(1, 2, 2, len(tags)).transpose(0, 1, 3, 2)[:, :, :, None, :].astype(np.float32)
+
+
+def _next_ids(kv: NDArray[np.float32]) -> list[int] | None:
+    """What `draft_kv_of` was given; None when this is no such KV."""
+    next_ids = [int(tag - 1) // 512 for tag in kv[0, 0, :, 0, 0]]
+    return next_ids if np.array_equal(draft_kv_of(next_ids), kv) else None
+
+
+def guess_after(token_ids: Sequence[int]) -> int:
+    chosen = choose(kv_of(token_ids), token_ids[-1])
+    return chosen if chosen % 3 else (chosen + 1) % VOCAB_SIZE
+
+
+class TagHead:
+    """A DraftHead. A hidden state is [token, position, the sequence's first token]: of the target's state the token at
+    that position, of the head's own output its guess.
+    """
+
+    algorithm = "eagle"
+    layer_group = DRAFT
+    capture = HiddenCapture(final=True)
+    hidden_size = 3
+    token_ids = _IDS
+    feeds_target_hidden = False
+
+    def __init__(self) -> None:
+        self.on_forward: Callable[[ForwardInput], None] = lambda batch: None
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        return captured
+
+    def forward(self, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        self.on_forward(batch)
+        tokens, positions = batch.input_ids.tolist(), batch.positions.tolist()
+        for token, position, slot in zip(tokens, positions, batch.out_cache_loc.tolist(), strict=True):
+            own = draft_kv_of([0] * position + [token])[:, :, position]
+            batch.kv[:, :, slot] = torch.from_numpy(own)
+        outputs = []
+        for position, slots, state in zip(positions, read_slots(batch), hidden.tolist(), strict=True):
+            guess = self._guess(batch.kv[:, :, slots].numpy(), position, [int(value) for value in state])
+            outputs.append([guess, position, state[2]])
+        return torch.tensor(outputs, dtype=torch.float32)
+
+    def _guess(self, kv: NDArray[np.float32], position: int, state: Sequence[int]) -> int:
+        known, known_at, first = state
+        next_ids = _next_ids(kv)
+        if next_ids is None or len(next_ids) != position + 1:
+            return _LOST
+        sequence = [first, *next_ids]
+        is_of_target = known_at == position and known == sequence[position]
+        is_own = known_at == position - 1
+        return guess_after(sequence) if is_of_target or is_own else _LOST
+
+    def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        return torch.stack([logits_of(int(guess)) for guess in hidden[:, 0].tolist()])
+
+
+class _Proposing:
+    """One request's draws."""
+
+    def __init__(self, sampling: ResolvedSampling) -> None:
+        self._state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
+        self._state.reset([RowSeed(1, sampling, 0, (), 0)])
+        self._batch = SamplingBatch.of([sampling])
+
+    def best(self, token_ids: Sequence[int], *, topk: int) -> tuple[Tensor, Tensor]:
+        """What the head drafts after these tokens, [1, topk] each: ids and probabilities."""
+        logits = logits_of(guess_after(token_ids)).unsqueeze(0)
+        row, position = torch.tensor([1]), torch.tensor([len(token_ids)])
+        if topk == 1:
+            drafted = propose(logits, _IDS, row, position, self._state, self._batch)
+            return drafted.unsqueeze(1), torch.ones((1, 1))
+        return propose_branches(logits, _IDS, row, position, self._state, self._batch, topk=topk)
+
+
+def first_seed(token_ids: Sequence[int], sampling: ResolvedSampling, *, topk: int) -> Seed:
+    """What prefill hands over with the last of `token_ids`, which has no KV yet."""
+    topk_index, topk_p = _Proposing(sampling).best(token_ids, topk=topk)
+    hidden = torch.tensor([[guess_after(token_ids), len(token_ids) - 2, token_ids[0]]], dtype=torch.float32)
+    return Seed(topk_index, None if topk == 1 else topk_p, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    num_steps: int
+    num_accepted: int
+
+
+def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, num_draft_tokens: int) -> Drafting:
+    """What chains of so many drafts come to, from the first token that prefill gives to the request's last."""
+    known = [*prompt, *oracle(prompt, sampling.max_tokens + num_draft_tokens, sampling)]
+    proposing = _Proposing(sampling)
+    num_output, num_steps, num_accepted = 1, 0, 0
+    while num_output < sampling.max_tokens:
+        start = len(prompt) + num_output
+        context = known[:start]
+        for _ in range(num_draft_tokens):
+            context.append(int(proposing.best(context, topk=1)[0]))
+        is_right = [drafted == token for drafted, token in zip(context[start:], known[start:], strict=False)]
+        accepted = [*is_right, False].index(False)
+        num_steps += 1
+        num_accepted += accepted
+        num_output += accepted + 1
+    return Drafting(num_steps, num_accepted)

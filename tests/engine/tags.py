@@ -1,0 +1,135 @@
+"""A model made of tags.
+
+A token's KV is a tag of the token and its position. The model writes its input's tag and chooses the next token by a
+hash of every tag it reads through the row's table and of its input, so that any stale, foreign or missing read shows as
+a wrong token against `oracle`, which is sequential and knows no slots, rows, batches or streams.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import ForwardInput
+from common.model.sampling import sample
+from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
+from common.model.target import TargetOutput
+
+VOCAB_SIZE = 1021
+CONTEXT_TOKENS = 64
+GROUP = LayerGroupSpec(name="target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
+
+_VALUES_PER_TOKEN = GROUP.num_layers * GROUP.num_planes * GROUP.head_dim
+_WEIGHTS = np.random.default_rng(7).integers(1, 1 << 62, size=(2 * CONTEXT_TOKENS, _VALUES_PER_TOKEN))
+_HIGH_BITS = 20
+
+
+def kv_of(token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """The KV of tokens 0, 1, ... of a sequence: [layers, planes, tokens, heads, head_dim]."""
+    tags = np.asarray(token_ids) * 512 + np.arange(len(token_ids)) + 1
+    values = tags[None, :] + np.arange(_VALUES_PER_TOKEN)[:, None]
+    per_layer = values.reshape(GROUP.num_layers, GROUP.num_planes, GROUP.head_dim, len(tags))
+    return per_layer.transpose(0, 1, 3, 2)[:, :, :, None, :].astype(np.float32)
+
+
+def choose(kv: NDArray[np.float32], input_token: int) -> int:
+    """The token that follows KV [layers, planes, tokens, heads, head_dim] when the last input was `input_token`."""
+    num_tokens = kv.shape[2]
+    values = kv[:, :, :, 0, :].transpose(2, 0, 1, 3).reshape(num_tokens, -1).astype(np.int64)
+    mixed = int(((values + 1) * _WEIGHTS[:num_tokens]).sum()) + num_tokens * 7919 + input_token * 104729
+    return int((mixed >> _HIGH_BITS) % VOCAB_SIZE)
+
+
+def logits_of(chosen: int) -> Tensor:
+    """[vocab]: 4 for the chosen token, between -3 and 3 for the others."""
+    logits = 3 * torch.cos(torch.arange(VOCAB_SIZE) * float(chosen + 1))
+    logits[chosen] = 4.0
+    return logits
+
+
+def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:
+    """The `num_tokens` tokens that follow `token_ids`, one after the other, each drawn alone."""
+    state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
+    state.reset([RowSeed(1, sampling, 0, tuple(token_ids), len(token_ids))])
+    batch = SamplingBatch.of([sampling])
+    sequence = list(token_ids)
+    for _ in range(num_tokens):
+        logits = logits_of(choose(kv_of(sequence), sequence[-1])).unsqueeze(0)
+        drawn = sample(logits, torch.tensor([1]), torch.tensor([len(sequence)]), state, batch)
+        sequence.append(int(drawn.token_ids[0]))
+    return sequence[len(token_ids) :]
+
+
+def read_slots(batch: ForwardInput) -> list[list[int]]:
+    """For each token of the forward the slots that it attends, in order of position."""
+    if batch.extend_lens is None:
+        rows = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+        return [batch.req_to_token[row, :seq_len].tolist() for row, seq_len in rows]
+    attended = []
+    start = 0
+    for row, seq_len, extend_len in zip(
+        batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), batch.extend_lens, strict=True
+    ):
+        slots = batch.req_to_token[row, :seq_len]
+        if batch.tree_mask is None:
+            masks = torch.ones((extend_len, extend_len), dtype=torch.bool).tril()
+        else:
+            masks = batch.tree_mask[start : start + extend_len]
+        num_before = seq_len - masks.shape[1]
+        attended += [[*slots[:num_before].tolist(), *slots[num_before:][mask].tolist()] for mask in masks]
+        start += extend_len
+    return attended
+
+
+@dataclass(frozen=True, slots=True)
+class SeenForward:
+    """What one forward read, as values, and weak references to the tensors that its step handed to the stream."""
+
+    input_ids: list[int]
+    rows: list[int]
+    seq_lens: list[int]
+    handed: list[weakref.ref[Tensor]]
+
+
+class TagModel:
+    """Has the attributes of TargetModel."""
+
+    layer_group = GROUP
+    vocab_size = VOCAB_SIZE
+    max_context_tokens = CONTEXT_TOKENS
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.forwards: list[SeenForward] = []
+        self.fails_next = False
+        self.on_forward: Callable[[ForwardInput], None] = lambda batch: None
+
+    def forward(self, batch: ForwardInput) -> TargetOutput:
+        if self.fails_next:
+            self.fails_next = False
+            raise ValueError("no kernel")
+        tokens, positions = batch.input_ids.tolist(), batch.positions.tolist()
+        handed = [batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc]
+        if batch.is_decode:
+            handed.append(batch.positions)  # those of a window are made by the forward itself
+        references = [weakref.ref(tensor) for tensor in handed]
+        seen = SeenForward(tokens, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), references)
+        self.forwards.append(seen)
+        self.on_forward(batch)
+        for token, position, slot in zip(tokens, positions, batch.out_cache_loc.tolist(), strict=True):
+            own = kv_of([0] * position + [token])[:, :, position]
+            batch.kv[:, :, slot] = torch.from_numpy(own)
+        logits, states = [], []
+        for token, position, slots in zip(tokens, positions, read_slots(batch), strict=True):
+            kv = batch.kv[:, :, slots].numpy()
+            logits.append(logits_of(choose(kv, token)))
+            states.append([token, position, (int(kv[0, 0, 0, 0, 0]) - 1) // 512])
+        return TargetOutput(torch.stack(logits), torch.tensor(states, dtype=torch.float32))
