@@ -11,7 +11,9 @@ import pytest
 
 from common.draft.head import DraftHead
 from common.model.sampling_params import ResolvedSampling
-from tests.conftest import MakePair
+from tests.conftest import MakePair, pairs_that_keep_all
+from tests.pair import speculation_mutants as mutants
+from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import CHAINS, SAMPLED, SHAPES, TREES, Counts, Drafted, assert_same, tokens_per_step
 from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import SMALL_VOCAB_SIZE
@@ -53,6 +55,37 @@ def test_greedy_tokens_equal_generate(
         assert tokens_per_step(pair) > 0.9 * options.spec_info.max_accept_len, "the drafts were not used"
     else:
         assert tokens_per_step(pair) < 1.5, "a random head was believed"
+
+
+def check_tokens_of_a_leaning_target(leaning: Drafted, shape: str) -> None:
+    """Drafts are accepted and rejected, and all KV matters."""
+    with pairs_that_keep_all() as make_pair:
+        pair = make_pair(leaning.target, PairOptions(chunk_tokens=64, **SHAPES[shape]), draft=leaning.head)
+        vocab_size = SMALL_VOCAB_SIZE
+        check_tokens_equal_generate(pair, leaning.directory, crowd=True, chunk_tokens=64, vocab_size=vocab_size)
+        counts = Counts.of(pair.outcomes.values())
+    assert counts.num_accepted > 50 and counts.num_rejected > 50, counts
+
+
+@pytest.mark.parametrize("shape", ["chain-4", "tree-4x3-15"])
+def test_greedy_tokens_equal_generate_where_some_drafts_are_right(shape: str, leaning: Drafted) -> None:
+    check_tokens_of_a_leaning_target(leaning, shape)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "shape"),
+    [
+        (mutants.draft_committed_unverified, "chain-4"),
+        (mutants.token_after_a_refused_draft_committed, "chain-4"),
+        (mutants.accepted_without_its_parent, "tree-4x3-15"),
+        (mutants.kv_of_the_path_not_moved, "tree-4x3-15"),
+        (mutants.verify_mask_is_causal, "tree-4x3-15"),
+    ],
+)
+def test_it_is_seen(mutant: Mutant, shape: str, leaning: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="prompt"):
+        check_tokens_of_a_leaning_target(leaning, shape)
 
 
 @pytest.mark.parametrize("shape", ["chain-1", "chain-4", "tree-4x3-15"])
