@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.support.draft_heads import save_copy_head, save_eagle3_head, save_mtp_head
 from tests.support.drafted import Drafted, load_drafted
+from tests.support.head_parts import load_head, mtp_names, mtp_prefixes, save_head
 from tests.support.models import save_last_token_model
 
 
@@ -80,3 +82,31 @@ def guessing_layers(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pyt
     target_dir = tiny_model_dir("llama")
     head_dir = save_mtp_head(tmp_path_factory.mktemp("layers"), target_dir=target_dir, layout="mimo_v2", num_layers=5)
     return load_drafted(target_dir, head_dir)
+
+
+@pytest.fixture(scope="session")
+def erring_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the heads copy instead of the target: its embeddings, with other distributions."""
+    return save_last_token_model(tmp_path_factory.mktemp("erring"), disturbance=0.6)
+
+
+@pytest.fixture(scope="session")
+def erring(last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """A head of 56 of the target's 64 ids."""
+    directory = tmp_path_factory.mktemp("erring-head")
+    head_dir = save_copy_head(directory, target_dir=erring_model_dir, family="eagle3", draft_vocab_size=56)
+    return load_drafted(last_token_model_dir, head_dir)
+
+
+@pytest.fixture(scope="session")
+def erring_layers(
+    last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Drafted:
+    """A head with a layer for each draft."""
+    directory = tmp_path_factory.mktemp("erring-layers")
+    save_copy_head(directory, target_dir=erring_model_dir, family="nextn", num_layers=4)
+    config, tensors = load_head(directory)
+    output_head = load_file(erring_model_dir / "model.safetensors")["lm_head.weight"]
+    for prefix in mtp_prefixes(erring_model_dir, "nextn", 4):
+        tensors[f"{prefix}{mtp_names('nextn')['output_head']}.weight"] = output_head.clone()
+    return load_drafted(last_token_model_dir, save_head(directory, config, tensors))

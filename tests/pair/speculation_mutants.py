@@ -121,6 +121,28 @@ def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftTree, "accept", mutant)
 
 
+def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
+    """The token in its place is drawn anew, from the whole distribution instead of what acceptance has left of it."""
+    accept, draw = DraftTree.accept, speculative_worker.draw
+    redrawn: list[Tensor] = []
+
+    def drawn(logits: Tensor, rows: Tensor, positions: Tensor, *rest: Any) -> Sampled:
+        redrawn[:] = [draw(logits.clone(), rows, positions + 1_000_000, *rest).token_ids]
+        return draw(logits, rows, positions, *rest)
+
+    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+        accepted = accept(self, target_ids)
+        rows = torch.arange(target_ids.shape[0])
+        node = accepted.path[rows, accepted.accept_lens - 1]
+        is_refused = (self.parents == node.unsqueeze(1)).any(dim=1)
+        other = redrawn[0].view_as(target_ids)[rows, node]
+        target_ids[rows, node] = torch.where(is_refused, other, target_ids[rows, node])
+        return accepted
+
+    patch.setattr(speculative_worker, "draw", drawn)
+    patch.setattr(DraftTree, "accept", mutant)
+
+
 def token_after_a_refused_draft_committed(patch: pytest.MonkeyPatch) -> None:
     accept = DraftTree.accept
 
@@ -153,6 +175,12 @@ def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(window_input(*arguments, **keywords), tree_mask=None)
 
     patch.setattr(speculative_worker, "window_input", mutant)
+
+
+def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
+    """Wherever it is drawn: with or without drafts the same tokens, which are no sample."""
+    noise = sampling.gumbel_noise
+    patch.setattr(sampling, "gumbel_noise", lambda keys, token_ids: noise(keys, torch.zeros_like(token_ids)))
 
 
 # ---- what is drafted --------------------------------------------------------------------------------------------

@@ -22,13 +22,17 @@ import common.model.sampling
 from common.model.noise import row_keys
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from tests.conftest import MakePair
+from tests.conftest import MakePair, pairs_that_keep_all
+from tests.pair import speculation_mutants as mutants
+from tests.pair.speculation_mutants import Mutant
+from tests.support.drafted import SHAPES, Counts, Drafted
 from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
 from tests.support.pair import InProcessPair, PairOptions
 
 NUM_REQUESTS = 320
 NEW_TOKENS = 64
 NUM_FIRST_TOKENS = 1600
+NUM_SPECULATING = 160
 FIRST_SEED = 1000
 FIRST_SOURCES = (7, 19, 33, 52)
 SETTINGS = {
@@ -38,8 +42,16 @@ SETTINGS = {
     "top_k": ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, top_k=12),
     "min_p": ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, min_p=0.1),
 }
-FALSE_ALARM = 1e-6 / (2 * len(SETTINGS))
-"""Of one test: first tokens and decode tokens of every setting are tested, and together they may err once in 10^6."""
+SPECULATING = (
+    ("chain-4", "temperature-1.0"),
+    ("chain-4", "top_p"),
+    ("tree-4x3-15", "temperature-1.0"),
+    ("tree-4x3-15", "min_p"),
+)
+FALSE_ALARM = 1e-6 / (2 * len(SETTINGS) + len(SPECULATING))
+"""Of one test: first tokens and decode tokens of every setting are tested, and decode tokens of some with drafts;
+together they may err once in 10^6.
+"""
 
 Matrix = NDArray[np.float64]
 
@@ -102,11 +114,13 @@ def transition_counts(transitions: list[tuple[int, int]]) -> Matrix:
     return counts
 
 
-def draw(pair: InProcessPair, sampling: ResolvedSampling, *, num_requests: int) -> tuple[Matrix, Matrix]:
+def draw(
+    pair: InProcessPair, sampling: ResolvedSampling, *, num_requests: int, first_seed: int = FIRST_SEED
+) -> tuple[Matrix, Matrix]:
     """Counts of (last prompt token, first token), drawn on prefill, and of every later transition, drawn on decode."""
     sources = [FIRST_SOURCES[number % len(FIRST_SOURCES)] for number in range(num_requests)]
     outcomes = [
-        pair.submit(f"{sampling.max_tokens}-{number}", [5, source], replace(sampling, seed=FIRST_SEED + number))
+        pair.submit(f"{sampling.max_tokens}-{number}", [5, source], replace(sampling, seed=first_seed + number))
         for number, source in enumerate(sources)
     ]
     pair.run()
@@ -147,6 +161,50 @@ def test_the_test_tells_a_setting_from_no_setting(
     sampling = ResolvedSampling(seed=0, max_tokens=24, temperature=0.85)
     counts = draw(make_pair(last_token_target, WIDE), sampling, num_requests=NUM_REQUESTS)[1]
     assert (exact == 0)[counts > 0].any() or p_value(counts, exact) < FALSE_ALARM
+
+
+# ---- with drafts ----------------------------------------------------------------------------------------------------
+
+
+def check_tokens_follow_the_exact_distribution_with_drafts(
+    erring: Drafted, shape: str, name: str, logits: Matrix
+) -> None:
+    """With seeds of their own: others' tokens are tested above."""
+    with pairs_that_keep_all() as make_pair:
+        pair = make_pair(erring.target, replace(WIDE, decode_tokens=80 * 90, **SHAPES[shape]), draft=erring.head)
+        counts = draw(pair, SETTINGS[name], num_requests=NUM_SPECULATING, first_seed=FIRST_SEED + NUM_FIRST_TOKENS)[1]
+        drafts = Counts.of(pair.outcomes.values())
+    assert counts.sum() == NUM_SPECULATING * (NEW_TOKENS - 1)
+    p = p_value(counts, distribution(logits, SETTINGS[name]))
+    print(
+        f"{shape}, {name}: {drafts.num_accepted} drafts accepted, {drafts.tokens_per_step:.2f} tokens a step, p {p:.3g}"
+    )
+    assert drafts.num_accepted > NUM_SPECULATING and drafts.num_rejected > NUM_SPECULATING
+    assert p > FALSE_ALARM, "the tokens follow another distribution"
+
+
+@pytest.mark.parametrize(("shape", "name"), SPECULATING)
+def test_tokens_follow_the_exact_distribution_with_drafts(
+    shape: str, name: str, erring: Drafted, logits: Matrix
+) -> None:
+    check_tokens_follow_the_exact_distribution_with_drafts(erring, shape, name, logits)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "shape"),
+    [
+        (mutants.refused_draft_redrawn, "chain-4"),
+        (mutants.refused_draft_redrawn, "tree-4x3-15"),
+        (mutants.draft_committed_unverified, "chain-4"),
+        (mutants.all_tokens_drawn_with_one_noise, "chain-4"),
+    ],
+)
+def test_another_distribution_is_seen(
+    mutant: Mutant, shape: str, erring: Drafted, logits: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="another distribution"):
+        check_tokens_follow_the_exact_distribution_with_drafts(erring, shape, "temperature-1.0", logits)
 
 
 # ---- the same seed, the same tokens ---------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common.model.attention import ForwardInput
@@ -28,10 +27,8 @@ from decode_service.draft_tree import Accepted, DraftTree
 from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
-from tests.support.draft_heads import save_copy_head
-from tests.support.drafted import SHAPES, Drafted, load_drafted
-from tests.support.head_parts import load_head, mtp_names, mtp_prefixes, save_head
-from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits, save_last_token_model
+from tests.support.drafted import SHAPES, Drafted
+from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
 from tests.support.pair import PairOptions
 
 NUM_REQUESTS = 120
@@ -43,34 +40,6 @@ FALSE_ALARM = 1e-6 / (2 * NUM_POSITIONS * len(RUNS))
 """Of one comparison: each position of each run is compared from both sides, and together they may err once in 10^6."""
 
 Matrix = NDArray[np.float64]
-
-
-@pytest.fixture(scope="module")
-def erring_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the heads copy instead of the target: its embeddings, with other distributions."""
-    return save_last_token_model(tmp_path_factory.mktemp("erring"), disturbance=0.6)
-
-
-@pytest.fixture(scope="module")
-def erring(last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A head of 56 of the target's 64 ids."""
-    directory = tmp_path_factory.mktemp("erring-head")
-    head_dir = save_copy_head(directory, target_dir=erring_model_dir, family="eagle3", draft_vocab_size=56)
-    return load_drafted(last_token_model_dir, head_dir)
-
-
-@pytest.fixture(scope="module")
-def erring_layers(
-    last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Drafted:
-    """A head with a layer for each draft."""
-    directory = tmp_path_factory.mktemp("erring-layers")
-    save_copy_head(directory, target_dir=erring_model_dir, family="nextn", num_layers=NUM_POSITIONS)
-    config, tensors = load_head(directory)
-    output_head = load_file(erring_model_dir / "model.safetensors")["lm_head.weight"]
-    for prefix in mtp_prefixes(erring_model_dir, "nextn", NUM_POSITIONS):
-        tensors[f"{prefix}{mtp_names('nextn')['output_head']}.weight"] = output_head.clone()
-    return load_drafted(last_token_model_dir, save_head(directory, config, tensors))
 
 
 @dataclass(frozen=True, slots=True)
