@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 from training.batches import BatchSource
@@ -21,6 +22,7 @@ from training.progress import Progress
 from training.target import Target, load_target
 from training.trainer import Trainer, Workplace
 from training.vocabulary import most_frequent
+from training.warm_start import StartingHead, read_starting_head
 
 
 def prepare_training(
@@ -31,9 +33,12 @@ def prepare_training(
     config: TrainConfig,
     progress: Progress,
     features_dir: Path | None = None,
+    start_from: Path | None = None,
 ) -> Trainer:
     """The run leaves its head in `out`/head, and in `out` what is needed to go on. Features go to `features_dir`, by
     default in `out` too; they are computed here, which may take longer than anything else.
+
+    `start_from`: a directory with a head of the same shape, whose weights and draft vocabulary the run begins with.
 
     Raises ConfigError, naming the setting or the array that is wrong, StartupError and UnsupportedModel for a target
     that cannot be used.
@@ -48,8 +53,13 @@ def prepare_training(
     _require_chains(conversations, held_out, config.ttt_steps)
     written_config = head_config(target.config, draft_vocab=config.draft_vocab, layers=config.layers)
     spec = head_spec(written_config, target.config, model_dir)
-    vocabulary = most_frequent(
-        conversations.answer_tokens(train), draft_vocab=config.draft_vocab, vocab_size=target.config.vocab_size
+    starting = read_starting_head(start_from, written_config) if start_from else None
+    vocabulary = (
+        starting.vocabulary
+        if starting
+        else most_frequent(
+            conversations.answer_tokens(train), draft_vocab=config.draft_vocab, vocab_size=target.config.vocab_size
+        )
     )
     key = features_key(conversations, target, spec.captured_layers)
     features = _features(features_dir or out / "features", key, conversations, target, progress)
@@ -57,11 +67,10 @@ def prepare_training(
     dtype = DTYPES[config.dtype]
     token_ids = torch.from_numpy(vocabulary.token_ids)
     head = TrainableHead(spec, max_length=int(conversations.lengths.max()) + config.ttt_steps, dtype=dtype)
-    fitted = initialize(head, target, token_ids, seed=config.seed)
+    origin = _begin(head, starting, target, token_ids, seed=config.seed)
     progress.line(
         f"{len(train)} conversations to train on, {len(held_out)} held out; "
-        f"{sum(weight.numel() for weight in head.parameters()) / 1e6:.1f} million weights, "
-        + ("from the target's last layer" if fitted else "from scratch")
+        f"{sum(weight.numel() for weight in head.parameters()) / 1e6:.1f} million weights, " + origin
     )
     head = head.to(device)
     objective = Objective(
@@ -80,6 +89,7 @@ def prepare_training(
         "data_digest": key.data_digest,
         "target_digest": key.target_digest,
         "layers": list(key.layers),
+        "start_from": starting.digest if starting else None,
     }
     del target  # its decoder layers are not needed any more
     workplace = Workplace(
@@ -92,6 +102,17 @@ def prepare_training(
         held_out=held_out,
     )
     return Trainer(config, workplace, head, objective, progress)
+
+
+def _begin(head: TrainableHead, starting: StartingHead | None, target: Target, token_ids: Tensor, *, seed: int) -> str:
+    """Give the head its first weights. Returns where they are from."""
+    if starting is None:
+        return "from the target's last layer" if initialize(head, target, token_ids, seed=seed) else "from scratch"
+    try:
+        head.load_state_dict(starting.weights)
+    except RuntimeError as error:
+        raise ConfigError(f"start_from: {error}") from error
+    return "from the head to start from"
 
 
 def _features(

@@ -27,6 +27,9 @@ def train_draft(
     features: Annotated[
         Path | None, typer.Option(help="Directory of the target's states; computed when empty. OUT/features.")
     ] = None,
+    start_from: Annotated[
+        Path | None, typer.Option(help="A head to begin with; its draft vocabulary stays.", rich_help_panel=_HEAD)
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(help="Layers whose entering streams the head reads; 2, n/2, n-3.", rich_help_panel=_HEAD),
@@ -63,6 +66,7 @@ def train_draft(
                 data=data,
                 out=out,
                 features=features,
+                start_from=start_from,
                 threads=threads,
                 layers=None if captured is None else tuple(captured),
                 draft_vocab=draft_vocab,
@@ -84,7 +88,16 @@ def train_draft(
             raise FailedPrecondition(str(error), reason=error.reason) from error
 
 
-def _train(*, model: str, data: Path, out: Path, features: Path | None, threads: int | None, **settings: Any) -> None:
+def _train(
+    *,
+    model: str,
+    data: Path,
+    out: Path,
+    features: Path | None,
+    start_from: Path | None,
+    threads: int | None,
+    **settings: Any,
+) -> None:
     from common.openmp import spin_briefly
 
     spin_briefly()
@@ -100,7 +113,13 @@ def _train(*, model: str, data: Path, out: Path, features: Path | None, threads:
         torch.set_num_threads(threads)
     directory = resolve_model(model, dtype="bfloat16")
     trainer = prepare_training(
-        directory, data, out, config=config, progress=Progress(text_console()), features_dir=features
+        directory,
+        data,
+        out,
+        config=config,
+        progress=Progress(text_console()),
+        features_dir=features,
+        start_from=start_from,
     )
     with _interrupts() as interrupted:
         trainer.run(lambda: bool(interrupted))

@@ -1,0 +1,96 @@
+"""A run may begin with a head: its weights and its draft vocabulary, whatever the data would have chosen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import ConfigError
+from tests.training.cases import quiet, save_sampled_data, tiny_config
+from training.run import prepare_training
+from training.trainer import Trainer
+
+Prepare = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module")
+def head_dir(tmp_path_factory: pytest.TempPathFactory, last_token_model_dir: Path, sampled_data: Path) -> Path:
+    """A head that was trained for a while."""
+    out = tmp_path_factory.mktemp("first")
+    config = tiny_config(max_tokens=12000, batch_tokens=128)
+    prepare_training(last_token_model_dir, sampled_data, out, config=config, progress=quiet()).run(lambda: False)
+    return out / "head"
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path) -> Prepare:
+    def start(start_from: Path | None, *, data: Path = sampled_data, **changes: Any) -> Trainer:
+        config = tiny_config(**changes)
+        return prepare_training(
+            last_token_model_dir, data, tmp_path / "out", config=config, progress=quiet(), start_from=start_from
+        )
+
+    return start
+
+
+def test_it_begins_where_the_head_ended(prepare: Prepare, head_dir: Path) -> None:
+    weights = load_file(head_dir / "model.safetensors")
+    begun = prepare(head_dir, ttt_steps=2)
+    for name, weight in begun.head.state_dict().items():
+        assert torch.equal(weight, weights[name].float()), name
+    (first,) = begun.run(lambda: False)[:1]
+    (from_nothing,) = prepare_fresh(prepare, begun).run(lambda: False)[:1]
+    assert first.accuracy[0] > from_nothing.accuracy[0] + 0.3
+
+
+def prepare_fresh(prepare: Prepare, other: Trainer) -> Trainer:
+    shutil.rmtree(other.workplace.out / "head")
+    for name in ("last.pt", "stable.pt", "curve.jsonl"):
+        (other.workplace.out / name).unlink(missing_ok=True)
+    return prepare(None, ttt_steps=2)
+
+
+def test_the_draft_vocabulary_stays_the_heads(
+    prepare: Prepare, head_dir: Path, tmp_path: Path, last_token_model_dir: Path
+) -> None:
+    other = save_sampled_data(tmp_path / "other.npz", last_token_model_dir, num_conversations=60, seed=9)
+    chosen = prepare(None, data=other).workplace.vocabulary.token_ids
+    offsets = load_file(head_dir / "model.safetensors")["d2t"].numpy()
+    assert not np.array_equal(chosen, np.arange(48) + offsets), "the data would have chosen the same"
+    shutil.rmtree(tmp_path / "out")
+    begun = prepare(head_dir, data=other)
+    assert np.array_equal(begun.workplace.vocabulary.token_ids, np.arange(48) + offsets)
+
+
+def test_a_head_of_another_shape_is_refused_by_what_differs(prepare: Prepare, head_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"start_from: draft_vocab_size: the head in .* has 48, this run 40"):
+        prepare(head_dir, draft_vocab=40)
+
+
+def test_a_directory_without_a_head_is_named(prepare: Prepare, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"start_from: {tmp_path}: no head to read"):
+        prepare(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["d2t", "fc.weight"])
+def test_a_missing_tensor_is_named(missing: str, prepare: Prepare, head_dir: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "cut"
+    shutil.copytree(head_dir, directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[missing]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"(?s)start_from: .*{missing}"):
+        prepare(directory)
+
+
+def test_a_checkpoint_that_began_otherwise_is_refused(prepare: Prepare, head_dir: Path) -> None:
+    prepare(head_dir).run(iter([False, True, True]).__next__)
+    with pytest.raises(ConfigError, match=r"^start_from: this run has None, the checkpoint"):
+        prepare(None).run(lambda: False)

@@ -1,0 +1,50 @@
+"""Begins a run with a head that was trained before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.errors import ConfigError
+from training.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class StartingHead:
+    """`weights` by the names of the EAGLE-3 format. `digest` is the file's. The vocabulary stays what it was: another
+    one would give every output row the meaning of another token.
+    """
+
+    weights: dict[str, Tensor]
+    vocabulary: DraftVocabulary
+    digest: str
+
+
+def read_starting_head(directory: Path, head_config: dict[str, Any]) -> StartingHead:
+    """A head as `export_head` writes it. Raises ConfigError unless its config is `head_config`."""
+    path = directory / "model.safetensors"
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        weights = load_file(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"start_from: {directory}: no head to read: {error}") from error
+    for key in sorted({*config, *head_config}):
+        if config.get(key) != head_config.get(key):
+            raise ConfigError(
+                f"start_from: {key}: the head in {directory} has {config.get(key)}, this run {head_config.get(key)}"
+            )
+    offsets = weights.pop("d2t", None)
+    weights.pop("t2d", None)
+    if offsets is None:
+        raise ConfigError(f"start_from: {directory}: the head has no d2t")
+    token_ids = np.arange(len(offsets)) + offsets.numpy()
+    return StartingHead(weights, DraftVocabulary(token_ids, head_config["vocab_size"]), digest)
