@@ -92,7 +92,10 @@ class TagHead:
         return guess_after(sequence) if is_of_target or is_own else _LOST
 
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
-        return torch.stack([logits_of(int(guess)) for guess in hidden[:, 0].tolist()])
+        logits = torch.empty((hidden.shape[0], VOCAB_SIZE))
+        for row, guess in enumerate(hidden[:, 0].tolist()):
+            logits[row] = logits_of(int(guess))
+        return logits
 
 
 class _Proposing:
