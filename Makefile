@@ -20,7 +20,7 @@ help:
 	@echo 'make format   apply formatting and safe lint fixes'
 	@echo 'make stubs    generate baton/v1 from proto/'
 	@echo 'make parity   the long parity tables'
-	@echo 'make bench    the serving benchmark'
+	@echo 'make bench    the benchmarks: serving, speculation, overlap'
 	@echo 'make gpu      the GPU suite, with the python3 of this machine and no installation'
 	@echo 'make clean    remove .venv and caches'
 
@@ -49,6 +49,8 @@ parity: $(DEV)
 
 bench: $(DEV)
 	$(BIN)/python -m benchmarks.serving $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.speculation
+	$(BIN)/python -m benchmarks.overlap
 
 gpu:
 	python3 -m pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)

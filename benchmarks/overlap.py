@@ -1,0 +1,143 @@
+"""A timeline of speculative decoding: when each step's verify and draft-extend ended, and when the next was scheduled.
+
+Both engines in one process on SmolLM2 with the head that comes with Baton, on real streams. Times are the forward
+stream's and the engine thread's, in milliseconds since the first event shown. Writes a table into benchmarks/results.
+Exit status 1 unless scheduling began before draft-extend ended in nine steps of ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import demo_model_dir, describe_machine
+from common.device.factory import open_device
+from common.device.stream import Device, Event, Stream
+from common.draft.load import load_draft
+from common.draft_source import resolve_draft
+from common.kv.pool import KvPool
+from common.model.loader import load_target
+from common.model.sampling_params import ResolvedSampling
+from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.speculative_worker import SpeculativeWorker
+from decode_service.worker import WorkerOutput
+from tests.support.pair import InProcessPair, PairOptions
+
+RESULTS = Path(__file__).parent / "results"
+NUM_SHOWN = 8
+MIN_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds on one clock. `next_prepared_s`: when the engine's thread began to prepare the step after it."""
+
+    verified_s: float
+    extended_s: float
+    next_prepared_s: float
+
+
+class Watch:
+    """Notes when steps are prepared, and the marks that they leave on the forward stream."""
+
+    def __init__(self) -> None:
+        self.prepared_s: list[float] = []
+        self.marks: list[Sequence[Event]] = []
+        self._origin: tuple[Event, float] | None = None
+
+    def start(self, stream: Stream) -> None:
+        """Ties the stream's clock to this thread's; the stream is idle."""
+        event = stream.record()
+        event.synchronize(10.0)
+        self._origin = (event, time.perf_counter())
+
+    def steps(self) -> list[Step]:
+        assert self._origin is not None
+        event, origin_s = self._origin
+        steps = []
+        for marks, prepared_s in zip(self.marks, self.prepared_s[1:], strict=False):
+            verified, extended = marks[2], marks[3]
+            steps.append(
+                Step(origin_s + verified.seconds_since(event), origin_s + extended.seconds_since(event), prepared_s)
+            )
+        return steps
+
+
+def watched(pair: InProcessPair) -> Watch:
+    watch = Watch()
+    prepare = ScheduleBatch.prepare_for_decode
+    forward = SpeculativeWorker.forward
+
+    def note_prepared(self: ScheduleBatch, pool: KvPool) -> bool:
+        watch.prepared_s.append(time.perf_counter())
+        return prepare(self, pool)
+
+    def note_marks(self: SpeculativeWorker, batch: ForwardBatch, **keywords: object) -> WorkerOutput:
+        output = forward(self, batch, **keywords)  # type: ignore[arg-type]
+        watch.marks.append(output.marks)
+        return output
+
+    ScheduleBatch.prepare_for_decode = note_prepared  # type: ignore[method-assign]
+    SpeculativeWorker.forward = note_marks  # type: ignore[method-assign]
+    watch.start(pair.decode._forward_stream)
+    return watch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    target = load_target(demo_model_dir(), device="cpu", dtype="bfloat16")
+    head = load_draft(resolve_draft("demo"), target=target, device="cpu", dtype="bfloat16")
+    target.capture_hidden(head.capture)
+
+    def new_device() -> Device:
+        return open_device("cpu", num_threads=1)
+
+    pair = InProcessPair(target, new_device=new_device, draft=head, options=PairOptions(decode_tokens=8192))
+    watch = watched(pair)
+    for number in range(args.rows):
+        sampling = ResolvedSampling(seed=number, max_tokens=args.new_tokens, temperature=0.0)
+        pair.submit(str(number), [1, 4093, 198, 1000 + number, 2000 + number], sampling)
+    pair.run(bound_s=300.0)
+    steps = watch.steps()[: -args.rows]
+    pair.close()
+    early = [step for step in steps if step.next_prepared_s < step.extended_s]
+    after_ms = 1e3 * statistics.median(step.next_prepared_s - step.verified_s for step in steps)
+    before_ms = 1e3 * statistics.median(step.extended_s - step.next_prepared_s for step in steps)
+    first_s = steps[len(steps) // 2].verified_s
+    lines = [
+        f"# Overlap under speculation, {datetime.date.today().isoformat()}",
+        "",
+        f"{describe_machine()}; SmolLM2-135M-Instruct, bfloat16, {args.rows} rows, chains of 4, both engines in one "
+        "process, a thread each for scheduling and for the forward. "
+        f"`{' '.join(['python -m benchmarks.overlap', *sys.argv[1:]])}`",
+        "",
+        f"The next step's scheduling began before draft-extend ended in {len(early)} of {len(steps)} steps, "
+        f"{after_ms:.2f} ms after verify ended and {before_ms:.2f} ms before draft-extend did (medians). In the middle "
+        "of the run, in ms:",
+        "",
+        "| verify ended | scheduling of the next step began | draft-extend ended |",
+        "|---|---|---|",
+    ]
+    for step in steps[len(steps) // 2 : len(steps) // 2 + NUM_SHOWN]:
+        times = (step.verified_s, step.next_prepared_s, step.extended_s)
+        lines.append("| " + " | ".join(f"{1e3 * (moment - first_s):.2f}" for moment in times) + " |")
+    table = "\n".join(lines)
+    print(table)
+    if not args.no_save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{datetime.date.today().isoformat()}-overlap.md").write_text(table + "\n")
+    sys.exit(0 if len(early) >= MIN_SHARE * len(steps) else 1)
+
+
+if __name__ == "__main__":
+    main()
