@@ -9,7 +9,7 @@ never below (1 - TV) / (1 + TV).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,10 @@ NUM_FOR_A_MUTANT = 50
 NEW_TOKENS = 48
 NUM_POSITIONS = 4
 RUNS = (("erring", 1.0), ("erring", 0.7), ("erring_layers", 1.0))
-FALSE_ALARM = 1e-6 / (2 * NUM_POSITIONS * len(RUNS))
-"""Of one comparison: each position of each run is compared from both sides, and together they may err once in 10^6."""
+FALSE_ALARM = 1e-6 / (2 * NUM_POSITIONS * len(RUNS) + 1)
+"""Of one comparison: each position of each run is compared from both sides, a tree's first level from one, and together
+they may err once in 10^6.
+"""
 
 Matrix = NDArray[np.float64]
 
@@ -103,22 +105,36 @@ def trials_met() -> Iterator[list[Trial]]:
         yield met
 
 
-def check_acceptance_is_what_the_distributions_allow(
-    drafted: Drafted, erring_model_dir: Path, temperature: float, num_requests: int
-) -> list[str]:
-    """Returns a line for each position."""
-    vocabulary = drafted.head.token_ids.new_tensor(range(SMALL_VOCAB_SIZE))
-    agreement = Agreement.of(
-        distributions(next_token_logits(drafted.directory), vocabulary, temperature),
-        distributions(next_token_logits(erring_model_dir), drafted.head.token_ids, temperature),
-    )
-    options = PairOptions(prefill_rows=40, decode_rows=40, decode_tokens=4096, **SHAPES["chain-4"])
+def trials_of(drafted: Drafted, shape: str, temperature: float, num_requests: int) -> list[Trial]:
+    options = PairOptions(prefill_rows=40, decode_rows=40, decode_tokens=4096, **SHAPES[shape])
     with trials_met() as trials, pairs_that_keep_all() as make_pair:
         pair = make_pair(drafted.target, options, draft=drafted.head)
         for number in range(num_requests):
             sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS, temperature=temperature)
             pair.submit(str(number), [4 + number % 60, 4 + number // 4], sampling)
         pair.run()
+    return trials
+
+
+def agreement_of(drafted: Drafted, erring_model_dir: Path, temperature: float) -> Agreement:
+    vocabulary = drafted.head.token_ids.new_tensor(range(SMALL_VOCAB_SIZE))
+    return Agreement.of(
+        distributions(next_token_logits(drafted.directory), vocabulary, temperature),
+        distributions(next_token_logits(erring_model_dir), drafted.head.token_ids, temperature),
+    )
+
+
+def margin_of(trials: Sequence[Trial]) -> float:
+    """Hoeffding's, for a mean of so many draws in [0, 1]."""
+    return math.sqrt(math.log(1 / FALSE_ALARM) / (2 * len(trials)))
+
+
+def check_acceptance_is_what_the_distributions_allow(
+    drafted: Drafted, erring_model_dir: Path, temperature: float, num_requests: int
+) -> list[str]:
+    """Returns a line for each position."""
+    agreement = agreement_of(drafted, erring_model_dir, temperature)
+    trials = trials_of(drafted, "chain-4", temperature, num_requests)
     lines = []
     for position in range(NUM_POSITIONS):
         here = [trial for trial in trials if trial.position == position]
@@ -127,7 +143,7 @@ def check_acceptance_is_what_the_distributions_allow(
         lower, coupled, optimum = (
             float(each[sources].mean()) for each in (agreement.lower_bound, agreement.coupled, agreement.optimum)
         )
-        margin = math.sqrt(math.log(1 / FALSE_ALARM) / (2 * len(here)))  # Hoeffding's, for so many draws in [0, 1]
+        margin = margin_of(here)
         lines.append(
             f"draft {position + 1}: {len(here):5} trials, bound {lower:.3f}, coupled {coupled:.3f}, "
             f"measured {measured:.3f} +- {margin:.3f}, optimum {optimum:.3f}"
@@ -173,4 +189,43 @@ def test_it_is_seen(
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom) as failure:
         check_acceptance_is_what_the_distributions_allow(drafted, erring_model_dir, temperature, NUM_FOR_A_MUTANT)
+    print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")
+
+
+# ---- siblings -----------------------------------------------------------------------------------------------------
+
+
+def check_siblings_are_worth_more_than_any_single_draft(erring: Drafted, erring_model_dir: Path) -> str:
+    """The tokens that the noise favours most are drafted, so one of them is right more often than one draft could be.
+
+    Returns a line about a tree's first level.
+    """
+    trials = [trial for trial in trials_of(erring, "tree-4x3-15", 1.0, NUM_FOR_A_MUTANT) if trial.position == 0]
+    optimum = float(agreement_of(erring, erring_model_dir, 1.0).optimum[[trial.source for trial in trials]].mean())
+    measured = sum(trial.is_accepted for trial in trials) / len(trials)
+    line = (
+        f"{len(trials)} trials, measured {measured:.3f} +- {margin_of(trials):.3f}, one draft's optimum {optimum:.3f}"
+    )
+    assert measured - margin_of(trials) > optimum, f"siblings are worth no more than one draft: {line}"
+    return line
+
+
+def test_siblings_are_worth_more_than_any_single_draft(erring: Drafted, erring_model_dir: Path) -> None:
+    print(check_siblings_are_worth_more_than_any_single_draft(erring, erring_model_dir))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        mutants.drafts_draw_all_tokens_with_one_noise,
+        mutants.drafts_draw_one_position_late,
+        mutants.drafts_draw_by_place_in_their_vocabulary,
+    ],
+)
+def test_it_is_seen_in_trees(
+    mutant: Mutant, erring: Drafted, erring_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="worth no more than one draft") as failure:
+        check_siblings_are_worth_more_than_any_single_draft(erring, erring_model_dir)
     print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")
