@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from baton.events import Completion, SpeculationCounts
 from common.model.sampling_params import ResolvedSampling
 from decode_service.messages import SpeculationCounts as EngineCounts
-from tests.conftest import MakePair
+from tests.conftest import pairs_that_keep_all
 from tests.e2e.running import BOUND_S, RunningPair, running_pair
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
@@ -56,31 +56,35 @@ def acceptance(counts: Sequence[SpeculationCounts | EngineCounts | None]) -> Acc
     return [(each.drafted_at, each.accepted_at) for each in counts if each is not None]
 
 
-def test_acceptance_by_position_is_that_of_the_same_engines_in_one_process(
-    pair: RunningPair, last_token_model_dir: Path, head_dir: Path, make_pair: MakePair
-) -> None:
+@pytest.fixture(scope="module")
+def reference(last_token_model_dir: Path, head_dir: Path) -> Acceptance:
+    """Of the same engines in one process, for every chunk size."""
     drafted = load_drafted(last_token_model_dir, head_dir)
+    found = []
+    with pairs_that_keep_all() as make_pair:
+        for chunk_tokens in (16, 64, 512):
+            options = PairOptions(chunk_tokens=chunk_tokens, num_draft_tokens=NUM_DRAFT_TOKENS)
+            engines = make_pair(drafted.target, options, draft=drafted.head)
+            for number, prompt in enumerate(PROMPTS):
+                engines.submit(str(number), prompt, ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))
+            engines.run()
+            ends = [engines.outcomes[str(number)].finished for number in range(NUM_REQUESTS)]
+            found.append(acceptance([end.speculation for end in ends if end is not None]))
+    assert found[0] == found[1] == found[2]
+    return found[0]
 
-    def in_one_process(chunk_tokens: int) -> Acceptance:
-        options = PairOptions(chunk_tokens=chunk_tokens, num_draft_tokens=NUM_DRAFT_TOKENS)
-        engines = make_pair(drafted.target, options, draft=drafted.head)
-        for number, prompt in enumerate(PROMPTS):
-            engines.submit(str(number), prompt, ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))
-        engines.run()
-        ends = [engines.outcomes[str(number)].finished for number in range(NUM_REQUESTS)]
-        return acceptance([end.speculation for end in ends if end is not None])
 
+def test_acceptance_by_position_is_that_of_the_same_engines_in_one_process(
+    pair: RunningPair, reference: Acceptance
+) -> None:
     def complete(prompt: list[int]) -> Completion:
         return pair.client.complete(
             token_ids=prompt, max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, timeout_s=BOUND_S
         )
 
-    reference = in_one_process(512)
-
     by_position = [sum(accepted[position] for _, accepted in reference) for position in range(NUM_DRAFT_TOKENS)]
     num_steps = sum(drafted_at[0] for drafted_at, _ in reference)
     assert len(reference) == NUM_REQUESTS
     assert 0.2 * num_steps < by_position[0] < 0.8 * num_steps and by_position[2] > 5, f"{by_position} of {num_steps}"
-    assert in_one_process(16) == in_one_process(64) == reference
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         assert acceptance([done.speculation for done in pool.map(complete, PROMPTS)]) == reference
