@@ -50,6 +50,7 @@ def test_greedy_tokens_equal_generate(
         chunk_tokens=chunk_tokens,
         vocab_size=vocab_size,
         num_tokens=40,
+        alone_step=3,
     )
     if head.startswith("copying"):
         assert tokens_per_step(pair) > 0.9 * options.spec_info.max_accept_len, "the drafts were not used"
