@@ -26,12 +26,16 @@ _CLASSES_PER_DOUBLING = 4
 
 
 class Depth(Protocol):
-    """Asked once before each step that is launched, told of its outcome once that is known."""
+    """How deep the next step is to draft."""
 
-    def choose(self, *, num_rows: int, is_wanted: bool) -> SpecInfo:
-        """`is_wanted`: whether any of the rows may be drafted for."""
+    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+        """For `num_rows` rows, of which `num_wanted` may be drafted for. May be asked more than once a step."""
 
-    def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None: ...
+    def launched(self, spec_info: SpecInfo) -> None:
+        """The step was launched, with what was chosen or with less."""
+
+    def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None:
+        """Its outcome."""
 
 
 class FixedDepth:
@@ -40,8 +44,11 @@ class FixedDepth:
     def __init__(self, spec_info: SpecInfo) -> None:
         self._spec_info = spec_info
 
-    def choose(self, *, num_rows: int, is_wanted: bool) -> SpecInfo:
-        return self._spec_info if is_wanted else self._spec_info.at_depth(0)
+    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+        return self._spec_info if num_wanted else self._spec_info.at_depth(0)
+
+    def launched(self, spec_info: SpecInfo) -> None:
+        pass
 
     def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None:
         pass
@@ -58,14 +65,23 @@ class AdaptiveDepth:
         self._has_seeds = True
         self._interval = _FIRST_PROBE_INTERVAL
         self._until_probe = _FIRST_PROBE_INTERVAL
-        self._probes_deeper = False
+        self._probes_deeper = True
 
-    def choose(self, *, num_rows: int, is_wanted: bool) -> SpecInfo:
-        wanted = self._next_depth(num_rows) if is_wanted else 0
+    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+        if not num_wanted:
+            return self._levels[0].without_seed()
+        wanted = self._wanted_depth(num_rows, num_wanted)
         depth = wanted if self._has_seeds else 0
-        is_probe_next = is_wanted and self._until_probe == 1
-        self._has_seeds = wanted > 0 or is_probe_next
-        return self._levels[depth] if self._has_seeds else self._levels[0].without_seed()
+        if wanted > 0 or self._until_probe == 2:
+            return self._levels[depth]
+        return self._levels[0].without_seed()
+
+    def launched(self, spec_info: SpecInfo) -> None:
+        self._has_seeds = spec_info.leaves_seed
+        self._until_probe -= 1
+        if self._until_probe == 0:
+            self._interval = self._until_probe = min(2 * self._interval, _LAST_PROBE_INTERVAL)
+            self._probes_deeper = not self._probes_deeper
 
     def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None:
         for level in range(spec_info.num_steps):
@@ -80,37 +96,39 @@ class AdaptiveDepth:
         if spec_info.num_steps > 1:
             self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
 
-    def tokens_per_s(self, depth: int, num_rows: int) -> float:
-        """Expected of one row, from what was measured."""
-        num_tokens, is_reached = 1.0, 1.0
+    def _tokens_per_s(self, depth: int, num_rows: int, num_wanted: int) -> float:
+        """Expected of the whole batch, from what was measured."""
+        num_accepted, is_reached = 0.0, 1.0
         for rate in self._acceptance[:depth]:
             is_reached *= rate
-            num_tokens += is_reached
+            num_accepted += is_reached
         compute_s = self._compute_s.at(num_rows * self._levels[depth].num_verify_tokens)
-        return num_tokens / (compute_s + max(0, depth - 1) * self._draft_s.at(num_rows))
+        step_s = compute_s + max(0, depth - 1) * self._draft_s.at(num_rows)
+        return (num_rows + num_wanted * num_accepted) / step_s
 
-    def _next_depth(self, num_rows: int) -> int:
+    def _wanted_depth(self, num_rows: int, num_wanted: int) -> int:
         deepest = len(self._levels) - 1
         if not self._compute_s.is_known:
             return deepest
-        best = max(range(deepest + 1), key=lambda depth: self.tokens_per_s(depth, num_rows))
-        self._until_probe -= 1
-        if self._until_probe > 0:
+        best = max(range(deepest + 1), key=lambda depth: self._tokens_per_s(depth, num_rows, num_wanted))
+        if self._until_probe > 1:
             return best
-        self._interval = self._until_probe = min(2 * self._interval, _LAST_PROBE_INTERVAL)
         for depth, level in enumerate(self._levels):
             if not self._compute_s.has(num_rows * level.num_verify_tokens):
                 return depth
-        self._probes_deeper = not self._probes_deeper
         neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth <= deepest]
         return neighbours[-1] if self._probes_deeper else neighbours[0]
 
 
 class _Curve:
-    """Seconds as a function of a size, by running means over sizes within a fifth of each other."""
+    """Seconds as a function of a size, by running means over sizes within a fifth of each other.
+
+    The first of each such class of sizes does not count: kernels are chosen and memory is found then.
+    """
 
     def __init__(self) -> None:
         self._means: dict[int, float] = {}
+        self._met: set[int] = set()
 
     @property
     def is_known(self) -> bool:
@@ -120,8 +138,11 @@ class _Curve:
         return _class_of(size) in self._means
 
     def add(self, size: int, seconds: float) -> bool:
-        """Whether such a size is new."""
+        """Whether such a size was not known yet."""
         place = _class_of(size)
+        if place not in self._met:
+            self._met.add(place)
+            return True
         mean = self._means.get(place)
         self._means[place] = seconds if mean is None else mean + _COST_WEIGHT * (seconds - mean)
         return mean is None

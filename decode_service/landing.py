@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.device.stream import Device, Event, Scope, StreamKind
+from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
     BatonError,
     EngineFault,
@@ -275,6 +276,8 @@ class LandingZone:
                 raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
             if not 0 <= columns.first_token_ids[entry] < self._vocab_size:
                 raise FrameRejected(index, f"first token {columns.first_token_ids[entry]} is not in the vocabulary")
+            if (drafts := columns.seed_columns.get(TOPK_INDEX)) is not None:
+                self._check_drafts(index, drafts[entry].tolist(), is_tree=TOPK_P in columns.seed_columns)
             if columns.bytes_sent.keys() != self._pool.groups.keys():
                 raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
             row.columns = columns
@@ -282,6 +285,13 @@ class LandingZone:
             row.lease.state = LeaseState.TRANSFERRING
             self._arrived.append(row.req)
             self._note_if_complete(row)
+
+    def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
+        """Of a tree they are siblings: one twice would count as accepted twice."""
+        if not all(0 <= draft < self._vocab_size for draft in drafts):
+            raise FrameRejected(index, f"{TOPK_INDEX} {drafts} is not in the vocabulary")
+        if is_tree and len(set(drafts)) < len(drafts):
+            raise FrameRejected(index, f"{TOPK_INDEX} {drafts} names a token twice")
 
     def _take_failure(self, call_id: str, failed: RowFailed) -> list[LostRow]:
         call = self._calls.get(call_id)

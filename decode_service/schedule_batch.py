@@ -117,10 +117,9 @@ class ScheduleBatch:
         """Slots past its committed KV that the next step writes to, of each entry."""
         return 1 if self.spec_info is None else self.spec_info.num_slots
 
-    def num_slots_needed(self) -> int:
+    def num_slots_needed(self, pool: KvPool) -> int:
         """Slots that `prepare_for_decode` takes from the pool."""
-        wanted = self._wanted_tokens()
-        return sum(max(0, tokens - lease.num_tokens) for tokens, lease in zip(wanted, self._leases(), strict=True))
+        return sum(pool.num_missing(self._leases(), self._wanted_tokens()))
 
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Slots for what the next step writes of each entry, in order of position.
@@ -181,8 +180,7 @@ class ForwardBatch:
 
     `seq_lens` [B] counts the tokens the target computes, M of each entry, and `positions` [B * M] are those tokens' own
     in a chain. `prefix_lens` [B] is the KV that was there before, `out_cache_loc` [B * S] the slots behind it that the
-    step may write. `undrafted` are entries whose drafts do not count. `seq_lens_sum` and `max_seq_len` are derived
-    here and nowhere else.
+    step may write. `undrafted` are entries whose drafts do not count. `seq_lens_sum` is derived here and nowhere else.
     """
 
     req_pool_indices: Tensor
@@ -190,7 +188,6 @@ class ForwardBatch:
     prefix_lens: Tensor
     seq_lens_cpu: tuple[int, ...]
     seq_lens_sum: int
-    max_seq_len: int
     positions: Tensor
     out_cache_loc: Tensor
     sampling: SamplingBatch
@@ -214,7 +211,6 @@ class ForwardBatch:
             prefix_lens=prefix_lens,
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=sum(seq_lens_cpu),
-            max_seq_len=max(seq_lens_cpu, default=0),
             positions=(prefix_lens.unsqueeze(1) + window).flatten(),
             out_cache_loc=batch.out_cache_loc.clone(),
             sampling=batch.sampling,

@@ -263,10 +263,15 @@ class DecodeEngine:
         return running
 
     def _choose_depth(self) -> SpecInfo | None:
-        reqs = self._running.reqs
-        if self._depth is None or not reqs:
+        """No deeper than the free slots allow: drafts are worth no retraction."""
+        running = self._running
+        if self._depth is None or running.is_empty:
             return None
-        return self._depth.choose(num_rows=len(reqs), is_wanted=any(req.wants_drafts for req in reqs))
+        num_wanted = sum(req.wants_drafts for req in running.reqs)
+        running.spec_info = self._depth.choose(num_rows=running.batch_size, num_wanted=num_wanted)
+        if running.num_slots_needed(self.pool) > self.pool.num_free_slots:
+            return running.spec_info.at_depth(0)
+        return running.spec_info
 
     def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
         prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)
@@ -294,7 +299,7 @@ class DecodeEngine:
         False when slots are on their way but a forward in flight still holds them: nothing is launched this time.
         """
         running = self._running
-        while (shortage := running.num_slots_needed() - self.pool.num_free_slots) > 0:
+        while (shortage := running.num_slots_needed(self.pool) - self.pool.num_free_slots) > 0:
             held = set(map(id, running.reqs))
             coming = self.pool.slot_counts().quarantined + sum(
                 req.lease.num_tokens
@@ -349,6 +354,8 @@ class DecodeEngine:
             output=output,
             launched_s=self._clock(),
         )
+        if self._depth is not None and forward_batch.spec_info is not None:
+            self._depth.launched(forward_batch.spec_info)
         for req in batch.reqs:
             assert req.lease is not None
             req.lease.use_until(step.end)

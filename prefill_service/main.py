@@ -12,7 +12,9 @@ from contextlib import suppress
 import structlog
 
 from common.config.settings import PrefillSettings
+from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
+from common.errors import StartupError
 from common.service_main import Process
 from common.serving import server_credentials, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
@@ -33,6 +35,7 @@ _log = structlog.get_logger(__name__)
 async def serve(settings: PrefillSettings, process: Process) -> None:
     """Serve until SIGTERM or SIGINT; then finish the calls there are, within the grace period."""
     runtime = process.runtime
+    check_chunks(settings, runtime.draft)
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
     engine = PrefillEngine(
         model=runtime.model,
@@ -90,3 +93,10 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         await server.set_ready(False)
         await server.stop(_CLOSE_GRACE_S)
         await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S)
+
+
+def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:
+    """A prompt's last chunk has a token for every layer of the head."""
+    num_layers = draft.layer_group.num_layers if draft else 1
+    if settings.chunk_tokens < num_layers:
+        raise StartupError(f"chunk_tokens: {settings.chunk_tokens}, but the draft head has {num_layers} layers")

@@ -67,6 +67,12 @@ class ServiceSettings(BaseSettings):
     tls_ca: Path | None = None
 
     @model_validator(mode="after")
+    def _check_draft(self) -> Self:
+        if self.draft_topk > 1 and not self.draft:
+            raise ValueError("draft_topk needs draft")
+        return self
+
+    @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
@@ -109,6 +115,9 @@ class DecodeSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_prefill(self) -> Self:
+        for name in ("num_draft_tokens", "num_draft_steps"):
+            if getattr(self, name) is not None and not self.draft:
+                raise ValueError(f"{name} needs draft")
         if not self.prefill:
             raise ValueError("prefill names no address")
         if len(set(self.prefill)) != len(self.prefill):

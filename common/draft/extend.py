@@ -51,7 +51,8 @@ def extend_draft(
 
     `last` [R] are the places in T of the last tokens of the rows that go on drafting, `rows` [R] their pool rows,
     `positions` [R] the positions of their first drafts. What is behind `last` in a row is computed and means nothing.
-    With several layers a row that drafts has that many tokens in the window, or all that it has; `topk` is 1.
+    With several layers `topk` is 1, and what a layer pairs with a draft stays in its KV when the draft is refused and
+    the token is not in the next window.
     """
     num_layers = head.layer_group.num_layers
     states = head.fuse(captured)

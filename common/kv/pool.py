@@ -122,9 +122,13 @@ class KvPool:
         self._held[row] = lease
         return lease
 
+    def num_missing(self, leases: Sequence[RowLease], num_tokens: Sequence[int]) -> list[int]:
+        """The slots that `grow` would give to each."""
+        return [max(0, wanted - lease.num_tokens) for lease, wanted in zip(leases, num_tokens, strict=True)]
+
     def grow(self, leases: Sequence[RowLease], num_tokens: Sequence[int]) -> bool:
         """Give each lease slots for at least so many tokens, and write them into the table: all, or none and False."""
-        missing = [max(0, wanted - lease.num_tokens) for lease, wanted in zip(leases, num_tokens, strict=True)]
+        missing = self.num_missing(leases, num_tokens)
         slots = self._slots.take(sum(missing))
         if slots is None:
             return False

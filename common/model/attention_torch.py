@@ -11,13 +11,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.model.attention import AttentionPlan, ForwardInput
 
 _PADDING_SLOT = 0
+_MAX_WINDOW = 32
+"""New tokens of each row up to which all rows are padded to the longest and attended at once."""
 
 
 class TorchAttention:
     """An AttentionBackend."""
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        return _DecodePlan(batch) if batch.is_decode else ExtendPlan(batch)
+        extend_lens = set(batch.extend_lens or (1,))
+        if len(extend_lens) == 1 and extend_lens.pop() <= _MAX_WINDOW:
+            return _WindowPlan(batch)
+        return ExtendPlan(batch)
 
 
 def _row_slots(batch: ForwardInput) -> Tensor:
@@ -34,34 +39,54 @@ def _write(kv: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
     kv[1].index_copy_(0, slots, value)
 
 
-class _DecodePlan:
-    """One query per row: the heads that share a KV head become the query axis, so KV heads are never repeated."""
+class _WindowPlan:
+    """As many queries of every row: they and the heads that share a KV head become the query axis, so that KV heads are
+    never repeated.
+    """
 
     def __init__(self, batch: ForwardInput) -> None:
         self._kv = batch.kv
         self._out_cache_loc = batch.out_cache_loc
         self._num_rows = batch.req_pool_indices.numel()
+        self._num_queries = (batch.extend_lens or (1,))[0]
         self._num_tokens = batch.max_seq_len
         slots = _row_slots(batch)
-        held = torch.arange(self._num_tokens, device=slots.device) < batch.seq_lens.unsqueeze(1)
+        places = torch.arange(self._num_tokens, device=slots.device)
+        held = places < batch.seq_lens.unsqueeze(1)
         self._slots = slots.where(held, _PADDING_SLOT).flatten()
-        self._mask = _additive_mask(held, batch.kv.dtype)[:, None, None, :]
+        allowed = held.unsqueeze(1) & _attended(batch, self._num_rows, self._num_queries, places)
+        self._mask = _additive_mask(allowed, batch.kv.dtype).unsqueeze(1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         kv = self._kv[layer]
         _write(kv, self._out_cache_loc, key, value)
         num_kv_heads, head_dim = key.shape[1:]
         keys, values = self._tokens(kv)
+        grouped = query.view(self._num_rows, self._num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        num_shared = grouped.shape[2]
         output = scaled_dot_product_attention(
-            query.view(self._num_rows, num_kv_heads, -1, head_dim), keys, values, attn_mask=self._mask, scale=scaling
+            grouped.flatten(2, 3), keys, values, attn_mask=self._mask.repeat(1, 1, num_shared, 1), scale=scaling
         )
-        return output.reshape(query.shape)
+        by_query: Tensor = output.unflatten(2, (num_shared, -1)).permute(0, 3, 1, 2, 4)
+        return by_query.reshape(query.shape)
 
     def _tokens(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """From [2, slots, kv_heads, head_dim] the rows' keys and values, each [B, kv_heads, tokens, head_dim]."""
         tokens = kv.index_select(1, self._slots)
         tokens = tokens.view(2, self._num_rows, self._num_tokens, *kv.shape[2:]).transpose(2, 3)
         return tokens[0], tokens[1]
+
+
+def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tensor) -> Tensor:
+    """[B, M, tokens] bool: which of its row's tokens each query attends, of those that are there."""
+    if batch.tree_mask is None:
+        first = (batch.seq_lens - num_queries).unsqueeze(1)
+        last = first + torch.arange(num_queries, device=places.device)
+        return places <= last.unsqueeze(2)
+    num_masked = batch.tree_mask.shape[1]
+    in_mask = places - (batch.seq_lens - num_masked).unsqueeze(1)
+    columns = in_mask.clamp(0, num_masked - 1).unsqueeze(1).expand(-1, num_queries, -1)
+    return (in_mask < 0).unsqueeze(1) | batch.tree_mask.view(num_rows, num_queries, num_masked).gather(2, columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,13 +145,14 @@ def propose_branches(
 ) -> tuple[Tensor, Tensor]:
     """The draft's `topk` best guesses, best first: ids [B, topk] int64 and their probabilities [B, topk] float32.
 
-    A probability is what the draft gives the token once the noise is known: for ranking guesses, nothing else. The
-    arguments are as in `propose`.
+    A probability is what the draft gives the token once the noise is known: for ranking guesses, nothing else; 0 where
+    the draft's logits are no numbers, or a child could seem likelier than its parent. The arguments are as in
+    `propose`.
     """
     coupled = _coupled(logits, token_ids, rows, positions, state, batch)
     best = coupled.topk(topk, dim=-1)
     probs = (best.values - coupled.logsumexp(dim=-1, keepdim=True)).exp()
-    return token_ids[best.indices], probs
+    return token_ids[best.indices], probs.nan_to_num(0.0)
 
 
 def _coupled(

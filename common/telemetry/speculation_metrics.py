@@ -27,7 +27,7 @@ class SpeculationMetrics:
         if (speculation := stats.speculation) is None:
             return
         self._levels.observe(speculation.num_levels)
-        for accept_len in speculation.accept_lens:
+        for accept_len in speculation.accept_lens if speculation.num_levels else ():
             self._accept_length.observe(accept_len)
         for part, histogram in self._parts.items():
             histogram.observe(getattr(speculation, f"{part}_s"))

@@ -144,3 +144,11 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         decode().max_rows = 5
+
+
+@pytest.mark.parametrize("flag", ["--draft-topk=2", "--num-draft-tokens=3", "--num-draft-steps=3"])
+def test_speculation_is_not_set_up_without_a_head(flag: str) -> None:
+    name = flag.removeprefix("--").split("=")[0].replace("-", "_")
+    with pytest.raises(ConfigError, match=f"{name} needs draft"):
+        decode(flag)
+    decode("--draft=demo", flag)

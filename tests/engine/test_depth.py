@@ -22,29 +22,40 @@ WARM_UP = 100
 
 
 class Serving:
-    """A machine whose verification takes `verify_s(tokens)`, and a head whose drafts are right with `acceptance`."""
+    """A machine whose verification takes `verify_s(tokens)`, `first_takes` times as long the first time of each size,
+    and a head whose drafts are right with `acceptance`.
+    """
 
-    def __init__(self, verify_s: Seconds, acceptance: float, *, deepest: SpecInfo | None = None) -> None:
+    def __init__(
+        self, verify_s: Seconds, acceptance: float, *, deepest: SpecInfo | None = None, first_takes: float = 1.0
+    ) -> None:
         self.depth = AdaptiveDepth(deepest or SpecInfo.chain(4))
         self.verify_s, self.acceptance = verify_s, acceptance
+        self.first_takes = first_takes
+        self.sizes_met: set[int] = set()
         self.numbers = Random(3)
         self.chosen: list[SpecInfo] = []
         self.num_tokens = 0
         self.seconds = 0.0
 
-    def step(self, num_rows: int, *, is_wanted: bool = True) -> None:
-        spec_info = self.depth.choose(num_rows=num_rows, is_wanted=is_wanted)
+    def step(self, num_rows: int, *, num_wanted: int | None = None) -> None:
+        num_wanted = num_rows if num_wanted is None else num_wanted
+        for _ in range(3):  # a stalled tick asks in vain
+            spec_info = self.depth.choose(num_rows=num_rows, num_wanted=num_wanted)
+        self.depth.launched(spec_info)
         self.chosen.append(spec_info)
-        accept_lens = tuple(self._accepted(spec_info.num_steps) for _ in range(num_rows))
+        accept_lens = tuple(self._accepted(spec_info.num_steps) for _ in range(num_wanted))
+        num_tokens = num_rows * spec_info.num_verify_tokens
         stats = SpeculationStats(
             spec_info.num_steps,
             accept_lens,
             draft_s=DRAFT_S * max(0, spec_info.num_steps - 1),
-            verify_s=self.verify_s(num_rows * spec_info.num_verify_tokens),
+            verify_s=self.verify_s(num_tokens) * (1 if num_tokens in self.sizes_met else self.first_takes),
             extend_s=DRAFT_S,
         )
         self.depth.observe(spec_info, num_rows=num_rows, stats=stats)
-        self.num_tokens += sum(accept_lens)
+        self.sizes_met.add(num_tokens)
+        self.num_tokens += sum(accept_lens) + num_rows - num_wanted
         self.seconds += stats.draft_s + stats.verify_s + stats.extend_s
 
     def run(self, num_rows: int) -> Counter[int]:
@@ -93,6 +104,26 @@ def test_it_is_never_much_slower_than_any_fixed_depth(verify_s: Seconds, accepta
         assert measured > 0.95 * expected / seconds, f"depth {depth} would have been faster"
 
 
+@pytest.mark.parametrize("acceptance", [0.02, 0.15, 0.3, 0.8])
+def test_a_slow_first_step_of_a_size_decides_nothing(acceptance: float) -> None:
+    slow, steady = Serving(CPU, acceptance, first_takes=10.0), Serving(CPU, acceptance)
+    for serving in (slow, steady):
+        serving.run(1)
+    assert slow.num_tokens / slow.seconds > 0.97 * steady.num_tokens / steady.seconds
+
+
+@pytest.mark.parametrize(("verify_s", "num_rows"), [(CPU, 8), (CPU, 32), (COMPUTE_BOUND, 8)])
+def test_few_rows_that_want_drafts_do_not_slow_the_others(verify_s: Seconds, num_rows: int) -> None:
+    serving = Serving(verify_s, 0.8)
+    for _ in range(WARM_UP):
+        serving.step(num_rows, num_wanted=1)
+    serving.num_tokens, serving.seconds = 0, 0.0
+    for _ in range(NUM_STEPS):
+        serving.step(num_rows, num_wanted=1)
+    plain = num_rows / (verify_s(num_rows) + DRAFT_S)
+    assert serving.num_tokens / serving.seconds > 0.95 * plain
+
+
 def test_it_follows_a_change_of_load_and_of_text() -> None:
     serving = Serving(CPU, 0.8)
     assert serving.run(1).most_common(1)[0][0] == 4
@@ -120,7 +151,7 @@ def test_a_step_drafts_only_from_a_seed_that_was_left() -> None:
 def test_nothing_is_drafted_where_nobody_wants_it() -> None:
     serving = Serving(MEMORY_BOUND, 0.9)
     for _ in range(100):
-        serving.step(4, is_wanted=False)
+        serving.step(4, num_wanted=0)
     assert not any(spec_info.num_steps or spec_info.leaves_seed for spec_info in serving.chosen[1:])
     for _ in range(100):
         serving.step(4)
@@ -137,5 +168,5 @@ def test_a_tree_becomes_shallower_with_the_nodes_that_are_left() -> None:
 
 def test_a_fixed_depth_is_always_the_same() -> None:
     depth = FixedDepth(SpecInfo.chain(3))
-    assert depth.choose(num_rows=100, is_wanted=True) == SpecInfo.chain(3)
-    assert depth.choose(num_rows=1, is_wanted=False).num_steps == 0
+    assert depth.choose(num_rows=100, num_wanted=1) == SpecInfo.chain(3)
+    assert depth.choose(num_rows=1, num_wanted=0).num_steps == 0

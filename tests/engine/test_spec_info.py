@@ -50,7 +50,7 @@ def test_figures_that_contradict_each_other_are_refused(figures: dict[str, int])
 
 def speculation(*, num_layers: int = 1, **values: Any) -> SpecInfo:
     head: Any = SimpleNamespace(layer_group=SimpleNamespace(num_layers=num_layers))
-    return speculation_of(DecodeSettings(**values), head)
+    return speculation_of(DecodeSettings(draft="head", **values), head)
 
 
 def test_settings_say_how_to_draft() -> None:

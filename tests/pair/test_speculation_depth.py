@@ -25,10 +25,12 @@ class ScriptedDepth(FixedDepth):
         self._depths = [numbers.choice((0, 0, *range(deepest.num_steps + 1))) for _ in range(1000)]
         self._deepest = deepest
 
-    def choose(self, *, num_rows: int, is_wanted: bool) -> SpecInfo:
-        depth = self._depths.pop() if is_wanted else 0
-        spec_info = self._deepest.at_depth(depth)
-        return spec_info if self._depths[-1] else spec_info.without_seed()
+    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+        spec_info = self._deepest.at_depth(self._depths[-1] if num_wanted else 0)
+        return spec_info if self._depths[-2] else spec_info.without_seed()
+
+    def launched(self, spec_info: SpecInfo) -> None:
+        self._depths.pop()
 
 
 def run(pair: InProcessPair, *, undrafted: frozenset[int] = frozenset()) -> InProcessPair:
