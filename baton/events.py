@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,6 +63,13 @@ class SpeculationCounts:
     draft_s: float
     verify_s: float
     extend_s: float
+
+
+def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:
+    """Of the target, over several requests: 1 where every draft was refused, or none was made."""
+    each = list(counts)
+    num_steps = sum(count.num_verify_steps for count in each)
+    return 1 + sum(count.num_accepted_tokens for count in each) / num_steps if num_steps else 1.0
 
 
 @dataclass(frozen=True, slots=True)

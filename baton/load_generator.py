@@ -102,6 +102,7 @@ async def send_prompts(
     *,
     concurrency: int,
     num_new_tokens: int,
+    ignore_eos: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
     """The same for prompts of one's own. Records are in the order of sending."""
@@ -109,7 +110,7 @@ async def send_prompts(
 
     async def send_in_turn() -> list[RequestRecord]:
         return [
-            await _send(client, token_ids, num_new_tokens, clock)
+            await _send(client, token_ids, num_new_tokens, ignore_eos, clock)
             for client, token_ids in turns  # shared: every sender takes the next one
         ]
 
@@ -118,7 +119,7 @@ async def send_prompts(
 
 
 async def _send(
-    client: AsyncClient, token_ids: Sequence[int], num_new_tokens: int, clock: Callable[[], float]
+    client: AsyncClient, token_ids: Sequence[int], num_new_tokens: int, ignore_eos: bool, clock: Callable[[], float]
 ) -> RequestRecord:
     sent_s = clock()
     token_times_s: list[float] = []
@@ -126,7 +127,7 @@ async def _send(
     speculation: SpeculationCounts | None = None
     error: BatonError | None = None
     try:
-        events = client.generate(token_ids=token_ids, max_tokens=num_new_tokens, temperature=0.0, ignore_eos=True)
+        events = client.generate(token_ids=token_ids, max_tokens=num_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
         async with events:
             async for event in events:
                 match event:

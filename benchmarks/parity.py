@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.client import AsyncClient
-from baton.events import Completion
+from baton.events import Completion, tokens_per_forward
 from baton.local_pair import LocalPair
 from benchmarks.machine import demo_model_dir, describe_machine
 from tests.parity.prompts import PROMPTS, ParityPrompt
@@ -90,7 +90,8 @@ def main() -> None:
         "",
         f"{describe_machine()}; SmolLM2-135M-Instruct, float32, greedy, {NEW_TOKENS} new tokens, "
         "through the gRPC client; "
-        f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench. `make parity`",
+        f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench. "
+        f"`{' '.join(['python -m benchmarks.parity', *sys.argv[1:]])}`",
         "",
         "| configuration | prompts | tokens | equal prompts | ties | divergences | tokens per forward |",
         "|---|---|---|---|---|---|---|",
@@ -101,7 +102,7 @@ def main() -> None:
         prompts = own + (turns if configuration.with_turns else [])
         completions = asyncio.run(run(model_dir, configuration, prompts))
         outputs = [list(completion.token_ids) for completion in completions]
-        accepted = tokens_per_forward(completions)
+        accepted = tokens_per_forward(done.speculation for done in completions if done.speculation is not None)
         found = [reference.compare(name, ids, tokens) for (name, ids), tokens in zip(prompts, outputs, strict=True)]
         divergences = [divergence for divergence in found if divergence is not None]
         num_tokens = sum(len(tokens) for tokens in outputs)
@@ -112,19 +113,14 @@ def main() -> None:
         lines.append(row(configuration, len(prompts), num_tokens, divergences, ties, accepted))
         details += [f"- {configuration}: {divergence}" for divergence in divergences]
         print(lines[-1], file=sys.stderr, flush=True)
-        save("\n".join([*lines, "", *details]).rstrip())  # what has run is kept when the rest is interrupted
+        table = "\n".join([*lines, "", *details]).rstrip()
+        save(table, f"parity-{args.only}" if args.only else "parity")  # what has run is kept when the rest is not
     sys.exit(0 if is_met else 1)
 
 
-def save(table: str) -> None:
+def save(table: str, name: str) -> None:
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.date.today().isoformat()}-parity.md").write_text(table + "\n")
-
-
-def tokens_per_forward(completions: list[Completion]) -> float:
-    counts = [completion.speculation for completion in completions if completion.speculation is not None]
-    num_steps = sum(count.num_verify_steps for count in counts)
-    return 1 + sum(count.num_accepted_tokens for count in counts) / num_steps if num_steps else 1.0
+    (RESULTS / f"{datetime.date.today().isoformat()}-{name}.md").write_text(table + "\n")
 
 
 def row(

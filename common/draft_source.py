@@ -1,5 +1,6 @@
 """What `draft` in the configuration may name, as a directory with config.json and safetensors on this machine.
 
+demo                 the EAGLE-3 head that comes with Baton, for the demo model
 path/to/directory    as it is; with .bin files only, converted once, kept in the user's cache
 owner/name           fetched from the hub, likewise
 """
@@ -17,13 +18,16 @@ from torch import Tensor
 
 from common.errors import StartupError
 from common.model_cache import Progress, default_cache_dir, make_once, silent
-from common.model_source import fetch_from_hub
+from common.model_source import DEMO_MODEL, fetch_from_hub
 
+_DEMO_HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-eagle3"
 _BIN_FILES = "pytorch_model*.bin"
 
 
 def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:
     """A directory for `load_draft`. Raises StartupError when there is none to be had."""
+    if spec == DEMO_MODEL:
+        return _DEMO_HEAD
     directory = Path(spec).expanduser()
     if directory.is_dir():
         directory = directory.resolve()

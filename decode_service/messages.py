@@ -118,7 +118,7 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Drafts verified and accepted, over a request's verify steps; accepted ones past its end included.
+    """Drafts verified and accepted, over a request's verify steps. What its end cuts off was not accepted.
 
     `drafted_at[i]` counts steps that drafted i + 1 tokens ahead, `accepted_at[i]` those that accepted so many. The
     seconds are those of the whole batches that the request was in.

@@ -291,7 +291,7 @@ class DecodeEngine:
                 req.phase = Phase.RUNNING
                 req.lease.state = LeaseState.RUNNING
                 logprobs = part.columns.first_token_logprobs[entry]
-                self._append(req, RowResult((token,), logprobs=(logprobs,) if logprobs else ()), is_decoded=False)
+                self._append(req, RowResult((token,), logprobs=(logprobs,) if logprobs else ()))
 
     def _secure_slots(self) -> bool:
         """Make sure the slots of the next step are free, retracting the youngest rows as needed.
@@ -373,28 +373,26 @@ class DecodeEngine:
                 if req.lease is lease:
                     self._fail(req, EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
-        spec_info, speculation = step.batch.spec_info, step.speculation()
         for req, lease, result in zip(step.reqs, step.leases, step.results(), strict=True):
             if req.lease is not lease:
                 continue
             req.num_in_flight -= 1
-            if result.was_drafted_for and spec_info is not None and speculation is not None:
-                req.speculation.add(spec_info, num_accepted=len(result.token_ids) - 1, stats=speculation)
-            self._append(req, result, is_decoded=True)
+            self._append(req, result, step)
             if req.phase is Phase.RETRACTING:
                 self._requeue_retracted(req)
+        spec_info, speculation = step.batch.spec_info, step.speculation
         if self._depth is not None and spec_info is not None and speculation is not None:
             self._depth.observe(spec_info, num_rows=len(step.reqs), stats=speculation)
         num_tokens = len(step.reqs) * step.batch.num_tokens
         self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
 
-    def _append(self, req: Request, result: RowResult, *, is_decoded: bool) -> None:
-        """Give a running or retracting request its next tokens, decoded or handed over; end it where they do."""
+    def _append(self, req: Request, result: RowResult, step: StepInFlight | None = None) -> None:
+        """Give a running or retracting request its next tokens, of a step or handed over; end it where they do."""
         if result.is_invalid:
             self._fail(req, EngineFault("a decode step relayed or produced no valid token"))
             return
         now_s = self._clock()
-        if is_decoded:
+        if step is not None:
             req.clock.close("decode_s" if req.has_decoded else "first_decode_s", now_s)
             req.has_decoded = True
         num_before = req.num_output
@@ -404,6 +402,8 @@ class DecodeEngine:
             if (ending := req.ending()) is not None:
                 break
         num_new = req.num_output - num_before
+        if step is not None and result.was_drafted_for and step.batch.spec_info and step.speculation:
+            req.speculation.add(step.batch.spec_info, num_accepted=num_new - 1, stats=step.speculation)
         self._post(Tokens(req.request_id, result.token_ids[:num_new], result.logprobs[:num_new]))
         if ending is not None:
             reason, stop_token_id = ending

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class _HostResults:
     is_invalid: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepInFlight:
     """Holds every tensor and cell handed to the stream until `end`, after stash and the results' copy to the host.
 
@@ -87,6 +88,7 @@ class StepInFlight:
         assert len(leases) == len(reqs)
         return cls(batch, reqs, leases, output, host, stream.record(scope), launched_s)
 
+    @cached_property
     def speculation(self) -> SpeculationStats | None:
         """Behind `end` only. None without speculation."""
         if self.batch.spec_info is None:

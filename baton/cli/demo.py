@@ -10,14 +10,15 @@ from baton.cli import options
 from baton.cli.demo_answer import QUESTION, TOKEN_IDS
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.cli.prepare_model import DEMO_MODEL, prepare_model
-from baton.cli.stream import Shown, show
-from baton.client import Client
+from baton.cli.stream import Shown, measure, show
+from baton.client import Client, EventStream
 from baton.errors import Internal
+from baton.events import tokens_per_forward
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
 
 _DTYPE = "float32"  # in it the greedy answer is the same on every machine
-_SIZE = ("--max-rows=4", "--max-kv-tokens=2048")  # one short answer: start fast, take little memory
+_OPTIONS = (f"--draft={DEMO_MODEL}", "--max-rows=4", "--max-kv-tokens=2048")  # short answers take little memory
 
 
 def demo(
@@ -26,7 +27,7 @@ def demo(
     start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 120.0,
     as_json: options.Json = False,
 ) -> None:
-    """Serve SmolLM2-135M on a prefill and a decode process, stream an answer, print what it took."""
+    """Serve SmolLM2-135M and its draft head on two processes, stream an answer, print what it took."""
     console = text_console()
     with reported_errors(as_json):
         prepare_model(DEMO_MODEL, as_json=as_json)
@@ -36,8 +37,8 @@ def demo(
             model=DEMO_MODEL,
             device="cpu",
             dtype=_DTYPE,
-            prefill_args=[*_SIZE, *(prefill_args or ())],
-            decode_args=[*_SIZE, *(decode_args or ())],
+            prefill_args=[*_OPTIONS, *(prefill_args or ())],
+            decode_args=[*_OPTIONS, *(decode_args or ())],
             start_timeout_s=start_timeout_s,
         )
         with pair, Client(pair.decode_addresses[0]) as client:
@@ -45,22 +46,37 @@ def demo(
                 pids = ", ".join(f"{each.name} (pid {each.pid}, {each.address})" for each in pair.services)
                 console.print(pids, style="dim")
                 console.print(f"\n> {QUESTION}\n", markup=False)
-            events = client.generate(
-                chat=[ChatMessage("user", QUESTION)], temperature=0.0, max_tokens=len(TOKEN_IDS), timeout_s=120.0
-            )
-            shown = show(events, as_json=as_json)
-        matches = shown.completion.token_ids == TOKEN_IDS
-        _print_figures(shown, matches, as_json)
-        if not matches:
-            raise Internal(_first_difference(shown.completion.token_ids), reason="DEMO_ANSWER_DIFFERS")
+            shown = show(_ask(client, speculate=True), as_json=as_json)
+            without = measure(_ask(client, speculate=False))
+            again = measure(_ask(client, speculate=True))
+        answers = [each.completion.token_ids for each in (shown, without, again)]
+        differing = next((answer for answer in answers if answer != TOKEN_IDS), None)
+        _print_figures(shown, without, again, differing is None, as_json)
+        if differing is not None:
+            raise Internal(_first_difference(differing), reason="DEMO_ANSWER_DIFFERS")
 
 
-def _print_figures(shown: Shown, matches: bool, as_json: bool) -> None:
+def _ask(client: Client, *, speculate: bool) -> EventStream:
+    return client.generate(
+        chat=[ChatMessage("user", QUESTION)],
+        temperature=0.0,
+        max_tokens=len(TOKEN_IDS),
+        timeout_s=120.0,
+        speculate=speculate,
+    )
+
+
+def _print_figures(shown: Shown, without: Shown, again: Shown, matches: bool, as_json: bool) -> None:
+    """`shown` came first, when nothing was warm; speeds are those of the two that followed."""
+    counts = again.completion.speculation
+    accepted = tokens_per_forward([counts] if counts else [])
     timings = shown.completion.timings
     handoff_s = timings.prefill_s + timings.transfer_s
     figures = {
         "ttft_s": shown.ttft_s,
-        "decode_tokens_per_s": shown.decode_tokens_per_s,
+        "decode_tokens_per_s": again.decode_tokens_per_s,
+        "decode_tokens_per_s_without_drafts": without.decode_tokens_per_s,
+        "tokens_per_forward": accepted,
         "num_prompt_tokens": shown.completion.usage.num_prompt_tokens,
         "num_completion_tokens": shown.completion.usage.num_completion_tokens,
         "kv_bytes": timings.kv_bytes,
@@ -75,7 +91,10 @@ def _print_figures(shown: Shown, matches: bool, as_json: bool) -> None:
     console = text_console()
     console.print()
     console.print(f"time to first token   {(shown.ttft_s or 0.0) * 1e3:8.1f} ms")
-    console.print(f"decode                {shown.decode_tokens_per_s:8.1f} tokens/s")
+    console.print(
+        f"decode                {again.decode_tokens_per_s:8.1f} tokens/s with the draft head, "
+        f"{accepted:.2f} tokens a forward; {without.decode_tokens_per_s:.1f} without"
+    )
     console.print(f"KV handed over        {timings.kv_bytes:8d} bytes")
     console.print(
         f"handoff               {handoff_s * 1e3:8.1f} ms, of which {timings.transfer_s * 1e3:.1f} ms after the prefill"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.cli.output import print_event
@@ -36,6 +37,15 @@ class Shown:
 
 def show(events: EventStream, *, as_json: bool) -> Shown:
     """Print text as it arrives, or every event as a JSON line."""
+    return _follow(events, lambda event: _print(event, as_json))
+
+
+def measure(events: EventStream) -> Shown:
+    """The same without printing anything."""
+    return _follow(events, lambda event: None)
+
+
+def _follow(events: EventStream, on_event: Callable[[Event], None]) -> Shown:
     start_s = time.perf_counter()
     ttft_s: float | None = None
     builder = CompletionBuilder()
@@ -44,7 +54,7 @@ def show(events: EventStream, *, as_json: bool) -> Shown:
         for event in events:
             if ttft_s is None and isinstance(event, Delta) and event.token_ids:
                 ttft_s = time.perf_counter() - start_s
-            _print(event, as_json)
+            on_event(event)
             completion = builder.add(event) or completion
     assert completion is not None  # EventStream ends without Finished only by raising
     return Shown(completion, ttft_s, time.perf_counter() - start_s)

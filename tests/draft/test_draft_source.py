@@ -78,3 +78,10 @@ def test_from_the_hub_bin_files_are_fetched_only_where_there_is_nothing_better(
 def test_what_does_not_exist_is_an_error_that_names_it(spec: str) -> None:
     with pytest.raises(StartupError, match=spec):
         resolve_draft(spec)
+
+
+def test_the_head_of_the_demo_model_comes_along_with_its_card() -> None:
+    directory = resolve_draft("demo")
+    assert {path.name for path in directory.iterdir()} == {"README.md", "config.json", "curve.png", "model.safetensors"}
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 20e6
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in directory.iterdir()), "not everyone may read it"

@@ -142,6 +142,7 @@ def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, num_draft_tok
         is_right = [drafted == token for drafted, token in zip(context[start:], known[start:], strict=False)]
         accepted = [*is_right, False].index(False)
         num_steps += 1
+        accepted = min(accepted, sampling.max_tokens - num_output - 1)
         num_accepted += accepted
         num_output += accepted + 1
     return Drafting(num_steps, num_accepted)

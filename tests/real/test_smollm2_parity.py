@@ -12,42 +12,12 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.local_pair import LocalPair
-from common.demo_model import ensure_demo_model
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from tests.conftest import MakePair
-from tests.parity.prompts import PROMPTS
-from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
+from tests.parity.reference import Reference
+from tests.real.conftest import NEW_TOKENS, Prompts, check
 from tests.support.pair import PairOptions
-
-NEW_TOKENS = 64
-Prompts = list[tuple[str, list[int]]]
-
-
-@pytest.fixture(scope="module")
-def model_dir() -> Path:
-    return ensure_demo_model()
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return Reference(model_dir, new_tokens=NEW_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def prompts(reference: Reference) -> Prompts:
-    return [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
-
-
-def check(reference: Reference, prompts: Prompts, outputs: dict[str, list[int]]) -> None:
-    found = [reference.compare(name, ids, outputs[name]) for name, ids in prompts]
-    divergences = [divergence for divergence in found if divergence is not None]
-    num_tokens = sum(len(tokens) for tokens in outputs.values())
-    for divergence in divergences:
-        print(divergence)
-    assert all(divergence.is_tie for divergence in divergences)
-    assert len(divergences) <= max(1, num_tokens * MAX_TIES_PER_TOKEN)
-    assert num_tokens > 24 * NEW_TOKENS / 2, "too little was generated to prove anything"
 
 
 @pytest.mark.timeout(600)

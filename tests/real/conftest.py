@@ -1,0 +1,40 @@
+"""SmolLM2 and what `generate` says about the parity prompts; computed once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.demo_model import ensure_demo_model
+from tests.parity.prompts import PROMPTS
+from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
+
+NEW_TOKENS = 64
+Prompts = list[tuple[str, list[int]]]
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    return ensure_demo_model()
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir: Path) -> Reference:
+    return Reference(model_dir, new_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: Reference) -> Prompts:
+    return [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
+
+
+def check(reference: Reference, prompts: Prompts, outputs: dict[str, list[int]]) -> None:
+    found = [reference.compare(name, ids, outputs[name]) for name, ids in prompts]
+    divergences = [divergence for divergence in found if divergence is not None]
+    num_tokens = sum(len(tokens) for tokens in outputs.values())
+    for divergence in divergences:
+        print(divergence)
+    assert all(divergence.is_tie for divergence in divergences)
+    assert len(divergences) <= max(1, num_tokens * MAX_TIES_PER_TOKEN)
+    assert num_tokens > 24 * NEW_TOKENS / 2, "too little was generated to prove anything"
