@@ -48,9 +48,11 @@ parity: $(DEV)
 	$(BIN)/python -m benchmarks.parity
 
 bench: $(DEV)
-	$(BIN)/python -m benchmarks.serving $(BENCH_ARGS)
-	$(BIN)/python -m benchmarks.speculation
-	$(BIN)/python -m benchmarks.overlap
+	status=0; \
+	$(BIN)/python -m benchmarks.serving $(BENCH_ARGS) || status=1; \
+	$(BIN)/python -m benchmarks.speculation || status=1; \
+	$(BIN)/python -m benchmarks.overlap || status=1; \
+	exit $$status
 
 gpu:
 	python3 -m pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)

@@ -75,8 +75,11 @@ def watched(pair: InProcessPair) -> Watch:
     forward = SpeculativeWorker.forward
 
     def note_prepared(self: ScheduleBatch, pool: KvPool) -> bool:
-        watch.prepared_s.append(time.perf_counter())
-        return prepare(self, pool)
+        began_s = time.perf_counter()
+        is_prepared = prepare(self, pool)
+        if is_prepared:
+            watch.prepared_s.append(began_s)
+        return is_prepared
 
     def note_marks(self: SpeculativeWorker, batch: ForwardBatch, **keywords: object) -> WorkerOutput:
         output = forward(self, batch, **keywords)  # type: ignore[arg-type]
@@ -108,7 +111,7 @@ def main() -> None:
         sampling = ResolvedSampling(seed=number, max_tokens=args.new_tokens, temperature=0.0)
         pair.submit(str(number), [1, 4093, 198, 1000 + number, 2000 + number], sampling)
     pair.run(bound_s=300.0)
-    steps = watch.steps()[: -args.rows]
+    steps = watch.steps()[: -args.rows]  # without the end, where rows leave and nothing follows
     pair.close()
     early = [step for step in steps if step.next_prepared_s < step.extended_s]
     after_ms = 1e3 * statistics.median(step.next_prepared_s - step.verified_s for step in steps)

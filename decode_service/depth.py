@@ -12,6 +12,7 @@ depth 0 when it does.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Protocol
 
 from common.telemetry.step_stats import SpeculationStats
@@ -19,7 +20,7 @@ from decode_service.spec_info import SpecInfo
 
 _FIRST_ACCEPTANCE = 0.7
 _ACCEPTANCE_WEIGHT = 0.02  # of one row's step
-_COST_WEIGHT = 0.2  # of one step
+_NUM_TIMES = 8
 _FIRST_PROBE_INTERVAL = 2
 _LAST_PROBE_INTERVAL = 64
 _CLASSES_PER_DOUBLING = 4
@@ -121,31 +122,31 @@ class AdaptiveDepth:
 
 
 class _Curve:
-    """Seconds as a function of a size, by running means over sizes within a fifth of each other.
+    """Seconds as a function of a size: of sizes within a fifth of each other the least of the last few times.
 
-    The first of each such class of sizes does not count: kernels are chosen and memory is found then.
+    The least, because whatever else runs on the machine only ever adds; of the last few, because contexts grow. The
+    first of each such class of sizes does not count: kernels are chosen and memory is found then.
     """
 
     def __init__(self) -> None:
-        self._means: dict[int, float] = {}
-        self._met: set[int] = set()
+        self._times: dict[int, deque[float]] = {}
 
     @property
     def is_known(self) -> bool:
-        return bool(self._means)
+        return any(self._times.values())
 
     def has(self, size: int) -> bool:
-        return _class_of(size) in self._means
+        return bool(self._times.get(_class_of(size)))
 
     def add(self, size: int, seconds: float) -> bool:
         """Whether such a size was not known yet."""
         place = _class_of(size)
-        if place not in self._met:
-            self._met.add(place)
+        if place not in self._times:
+            self._times[place] = deque(maxlen=_NUM_TIMES)
             return True
-        mean = self._means.get(place)
-        self._means[place] = seconds if mean is None else mean + _COST_WEIGHT * (seconds - mean)
-        return mean is None
+        times = self._times[place]
+        times.append(seconds)
+        return len(times) == 1
 
     def at(self, size: int) -> float:
         """Between sizes that were seen on a line; below them what the smallest took; beyond them in proportion.
@@ -153,16 +154,16 @@ class _Curve:
         0 when nothing was seen.
         """
         place = _class_of(size)
-        if place in self._means:
-            return self._means[place]
-        below = max((seen for seen in self._means if seen < place), default=None)
-        above = min((seen for seen in self._means if seen > place), default=None)
+        if self.has(size):
+            return min(self._times[place])
+        below = max((seen for seen, times in self._times.items() if times and seen < place), default=None)
+        above = min((seen for seen, times in self._times.items() if times and seen > place), default=None)
         if below is None:
-            return 0.0 if above is None else self._means[above]
+            return 0.0 if above is None else min(self._times[above])
         if above is None:
-            return self._means[below] * size / _size_of(below)
+            return min(self._times[below]) * size / _size_of(below)
         share = (size - _size_of(below)) / (_size_of(above) - _size_of(below))
-        return self._means[below] + share * (self._means[above] - self._means[below])
+        return min(self._times[below]) + share * (min(self._times[above]) - min(self._times[below]))
 
 
 def _class_of(size: int) -> int:

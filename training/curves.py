@@ -69,7 +69,7 @@ def _parse(line: str) -> Evaluation:
 def require_matplotlib() -> None:
     """Raises ConfigError, naming the extra that brings it."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("training draws its curves with matplotlib: pip install 'baton-serve[training]'")
+        raise ConfigError("training draws its curves with matplotlib: install Baton with its extra `training`")
 
 
 def draw(evaluations: list[Evaluation], path: Path) -> None:

@@ -15,6 +15,7 @@ from training.target import Target
 
 _INIT_STD = 0.02
 _FUSION_STD = 0.005
+_LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class _Norm(nn.Module):
@@ -120,13 +121,15 @@ class TrainableHead(nn.Module):
 def initialize(head: TrainableHead, target: Target, token_ids: Tensor, *, seed: int) -> bool:
     """Start from the target: its output rows of the draft vocabulary `token_ids`, and its last layer if that fits.
 
-    Then the head begins as that layer over the last captured stream. Returns whether it fitted: a layer with Llama's
-    names and shapes. Otherwise the layer begins at random.
+    Then the head begins as that layer over the last captured stream. Returns whether it fitted: a layer that computes
+    as Llama's and has its names and shapes. Otherwise the layer begins at random.
     """
     generator = torch.Generator().manual_seed(seed)
     for weight in head.matrices():
         weight.normal_(std=_INIT_STD, generator=generator)
     head.lm_head.weight.copy_(target.output_rows(token_ids))
+    if target.config.model_type not in _LIKE_LLAMA:
+        return False
     final_norm = target.final_norm()
     if final_norm is not None and final_norm.shape == head.norm.weight.shape:
         head.norm.weight.copy_(final_norm)

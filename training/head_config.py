@@ -7,11 +7,26 @@ from typing import Any
 
 from common.draft.formats import read_spec
 from common.draft.spec import Eagle3Spec
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModel
+
+_NEEDED = (
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+)
 
 
 def head_config(target: Any, *, draft_vocab: int, layers: tuple[int, ...] | None) -> dict[str, Any]:
-    """In the EAGLE-3 format. `target` is a transformers config; `layers` None for those the format implies."""
+    """In the EAGLE-3 format. `target` is a transformers config; `layers` None for those the format implies.
+
+    UnsupportedModel for a config without what a Llama layer has.
+    """
+    for key in _NEEDED:
+        if getattr(target, key, None) is None:
+            raise UnsupportedModel(f"{target.model_type}: a target whose config has no {key} is not supported")
     num_heads = target.num_attention_heads
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],

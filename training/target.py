@@ -76,4 +76,17 @@ def load_target(directory: Path, *, device: str) -> Target:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedModel(f"{directory.name}: an output layer with a bias is not supported")
     model = model.to(device).eval().requires_grad_(False)
-    return Target(directory, model, weights_digest(directory, default_cache_dir()))
+    target = Target(directory, model, weights_digest(directory, default_cache_dir()))
+    _require_plain_logits(target)
+    return target
+
+
+@torch.inference_mode()
+def _require_plain_logits(target: Target) -> None:
+    """UnsupportedModel where logits are more than the output layer's (scaled, capped): the loss would not be theirs."""
+    token_ids = torch.tensor([[0, 1]], device=target.model.device)
+    theirs = target.model(input_ids=token_ids, use_cache=False).logits.float()
+    _, final = target.states(token_ids, (0,))
+    ours = target.model.get_output_embeddings()(final).float()
+    if not torch.allclose(ours, theirs, rtol=0.0, atol=0.02 * float(theirs.abs().max())):
+        raise UnsupportedModel(f"{target.directory.name}: logits that are not the output layer's are not supported")

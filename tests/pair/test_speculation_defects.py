@@ -39,7 +39,6 @@ def test_a_tree_that_needs_many_slots_is_served_from_a_small_pool(
         each.run(bound_s=60)
     for name, expected in plain.outcomes.items():
         assert_same(pair.outcomes[name], expected)
-    assert pair.decode.load().num_retractions < 20
 
 
 def test_drafts_are_given_up_before_a_request_is(copying: Drafted, make_pair: MakePair) -> None:

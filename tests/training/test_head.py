@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PhiConfig, PhiForCausalLM
+from transformers import AutoConfig, GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
 
 from common.draft.load import load_draft
 from common.errors import ConfigError, DraftMismatch, UnsupportedModel
@@ -100,8 +101,8 @@ def test_it_starts_from_the_target_s_last_layer_where_that_is_llama_s(trained: T
     assert fitted == (trained.config.model_type != "phi3")
     assert torch.equal(head.lm_head.weight, trained.output_rows(torch.arange(3, 43)).float())
     weights = trained.model.state_dict()
-    assert torch.equal(head.norm.weight, weights["model.norm.weight"].float())
     if fitted:
+        assert torch.equal(head.norm.weight, weights["model.norm.weight"].float())
         attn, size = head.midlayer.self_attn, trained.config.hidden_size
         for name in ("q_proj", "k_proj", "v_proj"):
             own = getattr(attn, name).weight[:, size:]
@@ -144,6 +145,22 @@ def test_layers_that_the_target_has_not_are_refused(
 def test_the_streams_of_other_layers_can_be_chosen(target: Target) -> None:
     config = head_config(target.config, draft_vocab=8, layers=(0, 5))
     assert head_spec(config, target.config, target.directory).captured_layers == (0, 5)
+
+
+def test_a_target_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    GraniteForCausalLM(
+        GraniteConfig(vocab_size=50, num_key_value_heads=2, logits_scaling=8.0, **sizes)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="logits that are not the output layer's"):
+        load_target(tmp_path, device="cpu")
+
+
+def test_a_target_without_what_a_llama_layer_has_is_refused_by_name() -> None:
+    config = SimpleNamespace(model_type="gpt2", num_attention_heads=2, hidden_size=32)
+    with pytest.raises(UnsupportedModel, match="intermediate_size"):
+        head_config(config, draft_vocab=40, layers=None)
 
 
 def test_a_target_whose_output_layer_has_a_bias_is_refused(tmp_path: Path, target: Target) -> None:

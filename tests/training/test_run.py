@@ -18,11 +18,14 @@ from baton.cli.main import app
 from common.draft.load import load_draft
 from common.errors import ConfigError
 from common.model.target import TargetModel
+from tests.support.models import SMALL_VOCAB_SIZE
 from tests.training.cases import LAYERS, quiet, save_data, tiny_config
 from training import curves, run, trainer
 from training.batches import BatchSource
 from training.curves import Evaluation
+from training.data import load_conversations, split
 from training.run import prepare_training
+from training.vocabulary import most_frequent
 
 Train = Callable[..., list[Evaluation]]
 
@@ -163,11 +166,33 @@ def test_a_broken_checkpoint_is_named(train: Train, tmp_path: Path) -> None:
             train()
 
 
-def test_checkpoints_are_written_by_the_clock(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("minutes", "num_saved"), [(1e-9, 4), (1e6, 1)])
+def test_checkpoints_are_written_by_the_clock_and_at_the_end(
+    minutes: float, num_saved: int, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = []
     monkeypatch.setattr(trainer.checkpoint, "save", lambda path, _: saved.append(path.name))
-    train(checkpoint_minutes=1e-9, should_stop=stop_after(3))
-    assert saved == ["last.pt"] * 4
+    train(checkpoint_minutes=minutes, should_stop=stop_after(3))
+    assert saved == ["last.pt"] * num_saved
+
+
+def test_what_is_held_out_is_neither_trained_on_nor_counted(
+    tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, features_dir: Path
+) -> None:
+    config = tiny_config(eval_tokens=10**9)  # evaluations read what is held out
+    prepared = prepare_training(
+        last_token_model_dir, sampled_data, tmp_path, config=config, progress=quiet(), features_dir=features_dir
+    )
+    conversations = load_conversations(sampled_data, vocab_size=SMALL_VOCAB_SIZE)
+    train, held_out = split(conversations, num_held_out=config.num_held_out, seed=config.seed)
+    wanted = most_frequent(conversations.answer_tokens(train), draft_vocab=48, vocab_size=SMALL_VOCAB_SIZE)
+    assert prepared.workplace.vocabulary.token_ids.tolist() == wanted.token_ids.tolist()
+    seen = []
+    load = prepared.workplace.source.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchSource, "load", lambda _, group: seen.extend(group.tolist()) or load(group))
+        prepared.run(stop_after(8))
+    assert seen and set(seen).isdisjoint(held_out.tolist())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -228,7 +253,7 @@ def test_what_is_wrong_is_said_before_anything_is_computed(
             train(device="cuda")
     with pytest.raises(ConfigError, match=r"^num_held_out: no held-out answer has 29 tokens"):
         train(ttt_steps=28)
-    with pytest.raises(ConfigError, match=r"baton-serve\[training\]"), monkeypatch.context() as patch:
+    with pytest.raises(ConfigError, match="extra `training`"), monkeypatch.context() as patch:
         patch.setattr(curves, "find_spec", lambda _: None)
         train()
     assert not (tmp_path / "out" / "features").exists()
