@@ -102,7 +102,7 @@ async def decode_here(
 ) -> AsyncIterator[tuple[AsyncClient, MortalEngine]]:
     """A decode service in this process, until SIGTERM ends it in order."""
     process = Process(instance_id="here", runtime=open_runtime(settings), registry=CollectorRegistry())
-    engine = MortalEngine(decode_main._engine(settings, process, EngineMetrics(CollectorRegistry())))
+    engine = MortalEngine(decode_main._engine(settings, process, EngineMetrics(CollectorRegistry()).on_step))
     monkeypatch.setattr(decode_main, "_engine", lambda *_: engine)
     serving = asyncio.create_task(decode_main.serve(settings, process))
     try:
