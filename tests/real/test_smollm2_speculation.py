@@ -42,10 +42,11 @@ def drafted(model_dir: Path) -> Drafted:
 
 
 @pytest.mark.timeout(600)
-def test_a_chain_in_one_process_sixteen_at_once_with_overlap(
+def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
     drafted: Drafted, reference: Reference, prompts: Prompts, make_pair: MakePair
 ) -> None:
-    pair = make_pair(drafted.target, PairOptions(num_draft_tokens=3, **SIZES), draft=drafted.head)
+    options = PairOptions(draft_topk=4, num_draft_steps=3, num_draft_tokens=15, **SIZES)
+    pair = make_pair(drafted.target, options, draft=drafted.head)
     sampling = ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0, eos_token_ids=reference.eos_token_ids)
     for name, ids in prompts:
         pair.submit(name, ids, sampling)
@@ -56,7 +57,9 @@ def test_a_chain_in_one_process_sixteen_at_once_with_overlap(
 
 
 @pytest.mark.timeout(600)
-def test_a_tree_over_grpc_alone_without_overlap(model_dir: Path, reference: Reference, prompts: Prompts) -> None:
+def test_a_smaller_tree_over_grpc_alone_without_overlap(
+    model_dir: Path, reference: Reference, prompts: Prompts
+) -> None:
     async def run(address: str) -> dict[str, Completion]:
         async with AsyncClient(address) as client:
             return {
