@@ -1,0 +1,47 @@
+"""What the checks of a speculating engine share: how they speculate, and what a run must come to."""
+
+from __future__ import annotations
+
+import random
+
+from common.device.scripted import ScriptedDevice, pick_with
+from decode_service.spec_info import SpecInfo
+from tests.engine.harness import Outcome, ScriptedEngine
+
+CHAIN = SpecInfo.chain(2)
+TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2)
+NUM_SEEDS = 5
+
+
+def assert_drafted_as_expected(outcome: Outcome) -> None:
+    """With chains of CHAIN, when nothing was retracted."""
+    assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
+    expected = outcome.expected_drafting(CHAIN.num_draft_tokens)
+    assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}, not {expected}"
+
+
+def run_one_each(device: ScriptedDevice) -> None:
+    for stream in device.ready_streams():
+        stream.run_next()
+
+
+def random_run(numbers: random.Random, spec_info: SpecInfo, *, overlap: bool) -> ScriptedEngine:
+    def run_some(device: ScriptedDevice) -> None:
+        while numbers.random() < 0.3 and (ready := device.ready_streams()):
+            numbers.choice(ready).run_next()
+
+    device = ScriptedDevice(on_synchronize=pick_with(numbers.choice), on_host_call=run_some)
+    scripted = ScriptedEngine(device=device, max_rows=3, max_kv_tokens=80, overlap=overlap, spec_info=spec_info)
+    for arrival in range(12):
+        prompt = [numbers.randrange(1, 900) for _ in range(numbers.randint(1, 7))]
+        temperature = numbers.choice([0.0, 0.0, 1.0])
+        scripted.submit(str(arrival), prompt, numbers.choice([1, 2, 6, 20, 40]), temperature=temperature, seed=arrival)
+        for _ in range(numbers.randint(0, 4)):
+            scripted.step()
+            for waiting in list(scripted.handoffs):
+                if numbers.random() < 0.7:
+                    scripted.hand_over(waiting, last=numbers.choice(["target", "draft"]))
+        if numbers.random() < 0.3:
+            scripted.abort(str(numbers.randint(0, arrival)))
+    scripted.run(advance=run_one_each)
+    return scripted

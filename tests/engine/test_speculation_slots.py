@@ -1,0 +1,243 @@
+"""A speculating engine's rows, slots and tensors: I9, I10 and I15 with the slots of drafts, each broken by a mutant."""
+
+from __future__ import annotations
+
+import gc
+import random
+from functools import partial
+
+import pytest
+
+from common.device.scripted import ScriptedDevice, run_needed
+from common.device.stream import Event
+from common.model.attention import ForwardInput
+from common.wire.handoff import KvSegment
+from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
+from tests.engine.harness import ScriptedEngine
+from tests.engine.mutants import rows, speculation
+from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected, random_run
+from tests.engine.tag_head import DRAFT, draft_kv_of
+
+# ---- I9: rows, and the slots of drafts ----------------------------------------------------------------------------
+
+
+def check_nothing_is_reused_while_a_speculative_forward_holds_it() -> None:
+    """The only row is aborted with verify and draft-extend still to run, and another request waits for it."""
+    scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16, spec_info=CHAIN)
+    scripted.submit("first", [1, 2, 3], 8)
+    scripted.start("first")
+    scripted.abort("first")
+    second = scripted.submit("second", [4, 5], 5)
+    seen = []
+
+    def look(device: ScriptedDevice, event: Event) -> None:
+        load = scripted.engine.load()
+        seen.append((load.rows.quarantined, load.slots.quarantined, load.rows.reserved, scripted.forward.pending()[0]))
+        run_needed(device, event)
+
+    scripted.device.on_synchronize = look
+    scripted.step()
+    assert seen == [(1, 3 + CHAIN.num_slots, 0, "reset")], "a row or slot was given out while a forward may write it"
+    scripted.device.on_synchronize = run_needed
+    scripted.run()
+    assert_drafted_as_expected(second)
+
+
+def check_rejected_drafts_leave_their_slots_to_the_next_step() -> None:
+    """A row never has more slots than its committed KV and one step's drafts need."""
+    scripted = ScriptedEngine(max_rows=1, max_kv_tokens=64, spec_info=CHAIN)
+    outcome = scripted.submit("a", [1, 2], 24)
+    scripted.start("a")
+    num_checked = 0
+    while not outcome.has_ended:
+        num_committed = len(outcome.prompt) + len(outcome.token_ids) - 1
+        scripted.step()
+        if scripted.forward.pending():
+            num_committed = len(outcome.prompt) + len(outcome.token_ids) - 1
+            held = scripted.engine.load().slots.running
+            assert held == num_committed + CHAIN.num_slots, f"{held} slots held, {num_committed} committed"
+            num_checked += 1
+    assert num_checked > 3
+    scripted.run()
+
+
+def check_slots_are_conserved_under_speculation() -> None:
+    """Requests end by length, by abort while queued, landing and decoding; `step` and `run` count each time."""
+    for seed in range(3):
+        random_run(random.Random(seed), CHAIN, overlap=True)
+
+
+# ---- I10: the pool is written by its engine, for rows it holds ----------------------------------------------------
+
+
+def check_a_forward_writes_to_slots_of_its_rows() -> None:
+    """Of the target and of the head, drafts included."""
+    for spec_info in (CHAIN, TREE):
+        scripted = ScriptedEngine(spec_info=spec_info)
+        assert scripted.head is not None
+        scripted.model.on_forward = scripted.head.on_forward = partial(assert_slots_are_held, scripted)
+        for number in range(3):
+            scripted.submit(str(number), range(1, number + 3), 12)
+        scripted.run()
+        for outcome in scripted.outcomes.values():
+            assert outcome.token_ids == outcome.expected, str(outcome.error)
+
+
+def assert_slots_are_held(scripted: ScriptedEngine, batch: ForwardInput) -> None:
+    pool = scripted.engine.pool
+    held = {lease.row: lease.slots for lease in (*pool._held.values(), *pool._quarantined.values())}
+    written = batch.out_cache_loc.view(batch.req_pool_indices.shape[0], -1).tolist()
+    for row, slots in zip(batch.req_pool_indices.tolist(), written, strict=True):
+        assert set(slots) <= set(held[row]), f"row {row} holds {held[row]}, a forward writes to {slots}"
+
+
+def check_a_late_copy_does_not_meet_another_requests_drafts() -> None:
+    """A request is aborted with its KV still being copied; another one needs the slots."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, spec_info=CHAIN)
+    long = scripted.submit("long", [1, 2, 3], 30)
+    scripted.start("long")
+    scripted.submit("gone", [9] * 4, 2)
+    scripted.step()
+    scripted.hand_over("gone", last="draft")
+    scripted.step()
+    assert scripted.landing.pending(), "the copies should be pending"
+    scripted.abort("gone")
+    for _ in range(6):  # the copies stand still while "long" grows
+        scripted.step()
+    scripted.landing.run_all()
+    scripted.run()
+    assert long.token_ids == long.expected, "a copy landed in slots that another request held"
+    assert_drafted_as_expected(long)
+
+
+def check_a_released_row_takes_none_of_the_heads_segments() -> None:
+    """Frames that cross with the abort are dropped, and their bytes given back."""
+    scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32, spec_info=CHAIN)
+    scripted.submit("gone", [9, 9, 9, 9], 2)
+    scripted.step()
+    stale = scripted.handoffs.pop("gone")
+    scripted.abort("gone")
+    second = scripted.submit("second", [1, 2, 3, 4], 6)
+    scripted.step()
+    kv = draft_kv_of([9, 9, 9, 9])
+    scripted.post(FrameArrived(stale.call_id, KvSegment(stale.row, DRAFT.name, 0, 1, 0, 4, kv.tobytes())))
+    events = scripted.step()
+    assert scripted.landing.pending() == [], "a segment was copied for a row that was given up"
+    scripted.post(CallEnded(stale.call_id, None))
+    events += scripted.step()
+    assert SegmentsLanded(stale.call_id, kv.nbytes) in events, "the bytes were not given back"
+    scripted.run()
+    assert_drafted_as_expected(second)
+
+
+def check_a_row_runs_only_when_the_heads_kv_is_there() -> None:
+    """The target's KV has landed; of the head's the frames have not come, then they have and are not copied."""
+    scripted = ScriptedEngine(spec_info=CHAIN)
+    outcome = scripted.submit("a", [1, 2, 3, 4], 6)
+    scripted.step()
+    scripted.hand_over("a", last=DRAFT.name)
+    late = scripted.hold_back(3)  # the head's two segments, and the call's end
+    for _ in range(2):
+        scripted.step()
+        scripted.landing.run_all()
+        assert scripted.forward.pending() == [], "a forward was launched before the head's KV had come"
+    for command in late:
+        scripted.post(command)
+    for num_copies in (2, 1):
+        scripted.step()
+        assert scripted.forward.pending() == [], "a forward was launched before the head's KV had landed"
+        assert len(scripted.landing.pending()) == num_copies
+        scripted.landing.run_next()
+    scripted.run()
+    assert_drafted_as_expected(outcome)
+
+
+# ---- I15: referenced until the end event --------------------------------------------------------------------------
+
+
+def check_tensors_live_until_a_speculative_step_ends() -> None:
+    scripted = ScriptedEngine(spec_info=CHAIN)
+    scripted.submit("a", [1, 2], 9)
+    scripted.start("a")
+    while scripted.forward.pending() != ["copy_results"]:
+        scripted.forward.run_next()
+    step = scripted.model.forwards[0]
+    gc.collect()
+    assert all(tensor() is not None for tensor in step.handed), "a tensor of a step in flight was dropped"
+    scripted.step()  # launches the next one, waits for this one's end and takes its results
+    gc.collect()
+    assert all(tensor() is None for tensor in step.handed), "a finished step still holds its tensors"
+    scripted.run()
+
+
+def check_a_speculating_rows_table_only_grows() -> None:
+    scripted = ScriptedEngine(max_rows=2, spec_info=CHAIN)
+    outcome = scripted.submit("a", [1, 2, 3], 20)
+    scripted.start("a")
+    table = scripted.engine.pool.rows.req_to_token[1]
+    before: list[int] = []
+    while not outcome.has_ended:
+        lease = next(iter(scripted.engine.pool._held.values()))
+        assert lease.slots[: len(before)] == before, "a live row's slots were taken away"
+        assert table[: len(lease.slots)].tolist() == lease.slots, "a live row's table was rewritten"
+        before = list(lease.slots)
+        scripted.step()
+    assert len(before) > 12
+    scripted.run()
+
+
+CHECKS = [
+    check_nothing_is_reused_while_a_speculative_forward_holds_it,
+    check_rejected_drafts_leave_their_slots_to_the_next_step,
+    check_slots_are_conserved_under_speculation,
+    check_a_forward_writes_to_slots_of_its_rows,
+    check_a_late_copy_does_not_meet_another_requests_drafts,
+    check_a_released_row_takes_none_of_the_heads_segments,
+    check_a_row_runs_only_when_the_heads_kv_is_there,
+    check_tensors_live_until_a_speculative_step_ends,
+    check_a_speculating_rows_table_only_grows,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_nothing_is_reused_while_a_speculative_forward_holds_it, rows.quarantine_skipped, "given out while"),
+        (check_nothing_is_reused_while_a_speculative_forward_holds_it, rows.quarantine_ends_too_early, "given out"),
+        (check_nothing_is_reused_while_a_speculative_forward_holds_it, rows.launch_does_not_hold_its_rows, "given out"),
+        (
+            check_rejected_drafts_leave_their_slots_to_the_next_step,
+            speculation.slots_taken_anew_each_step,
+            "slots held",
+        ),
+        (check_slots_are_conserved_under_speculation, rows.grown_slot_leaks, "slots are lost"),
+        (check_slots_are_conserved_under_speculation, rows.aborted_row_leaks, "not over"),
+        (check_a_forward_writes_to_slots_of_its_rows, speculation.no_slots_for_drafts, "a forward writes to"),
+        (check_a_forward_writes_to_slots_of_its_rows, speculation.rejected_slots_given_back, "a forward writes to"),
+        (
+            check_a_late_copy_does_not_meet_another_requests_drafts,
+            rows.landing_does_not_hold_its_row,
+            "landed in|wrongly",
+        ),
+        (check_a_late_copy_does_not_meet_another_requests_drafts, rows.quarantine_skipped, "landed in"),
+        (check_a_released_row_takes_none_of_the_heads_segments, rows.landing_into_a_released_row, "was given up"),
+        (check_a_released_row_takes_none_of_the_heads_segments, rows.frames_matched_by_row_number_alone, "given up"),
+        (check_a_row_runs_only_when_the_heads_kv_is_there, rows.row_merged_before_its_copies, "before the head's KV"),
+        (check_a_row_runs_only_when_the_heads_kv_is_there, speculation.drafts_kv_not_awaited, "before the head's KV"),
+        (check_tensors_live_until_a_speculative_step_ends, rows.tensors_dropped_before_the_end, "was dropped"),
+        (check_tensors_live_until_a_speculative_step_ends, rows.tensors_kept_for_ever, "still holds"),
+        (check_a_speculating_rows_table_only_grows, rows.live_table_rewritten, "was rewritten|taken away"),
+    ],
+    ids=name_of,
+)
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom) as failure:
+        check()
+    print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")
