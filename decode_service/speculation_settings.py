@@ -34,5 +34,6 @@ def _chain(settings: DecodeSettings, max_steps: int | None) -> SpecInfo:
     if wanted is None:
         wanted = min(_DEFAULT_CHAIN, max_steps or _DEFAULT_CHAIN)
     if max_steps is not None and wanted > max_steps:
-        raise StartupError(f"num_draft_tokens: {wanted}, but the head has {max_steps} layers, each for one draft")
+        name = "num_draft_steps" if settings.num_draft_tokens is None else "num_draft_tokens"
+        raise StartupError(f"{name}: {wanted}, but the head has {max_steps} layers, each for one draft")
     return SpecInfo.chain(wanted)

@@ -23,7 +23,10 @@ NUM_REQUESTS = 12
 NEW_TOKENS = 32
 NUM_DRAFT_TOKENS = 3
 ATTENDED_STD = 0.05
-PROMPTS = [[4 + (number * 11 + place * (number + 3)) % 56 for place in range(33 + 5 * number)] for number in range(12)]
+PROMPTS = [
+    [4 + (number * 11 + place * (number + 3)) % 56 for place in range(33 + 5 * number)]
+    for number in range(NUM_REQUESTS)
+]
 
 Acceptance = list[tuple[tuple[int, ...], tuple[int, ...]]]
 """Of each request, in turn: how often each position was drafted, and accepted."""

@@ -72,6 +72,7 @@ def test_a_head_of_several_layers_drafts_one_token_with_each() -> None:
     [
         (1, {"num_draft_tokens": 3, "num_draft_steps": 2}, "^num_draft_steps: in a chain"),
         (3, {"num_draft_tokens": 4}, "^num_draft_tokens: 4, but the head has 3 layers"),
+        (3, {"num_draft_steps": 4}, "^num_draft_steps: 4, but the head has 3 layers"),
         (1, {"draft_topk": 2}, "^draft_topk: a tree needs"),
         (1, {"draft_topk": 2, "num_draft_steps": 2}, "^draft_topk: a tree needs"),
         (1, {"draft_topk": 2, "num_draft_tokens": 2}, "^draft_topk: a tree needs"),
