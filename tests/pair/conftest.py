@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -12,6 +13,10 @@ from tests.support.draft_heads import save_copy_head, save_eagle3_head, save_mtp
 from tests.support.drafted import Drafted, load_drafted
 from tests.support.head_parts import load_head, mtp_names, mtp_prefixes, save_head
 from tests.support.models import save_last_token_model
+
+
+def copying_head(directory: Path, target_dir: Path, **options: Any) -> Drafted:
+    return load_drafted(target_dir, save_copy_head(directory, target_dir=target_dir, **options))
 
 
 @pytest.fixture(scope="session")
@@ -29,44 +34,33 @@ def leaning_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def copying(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """A head whose proposals are the target's own choices: drafts are accepted."""
-    head_dir = save_copy_head(tmp_path_factory.mktemp("copy"), target_dir=sure_model_dir, family="eagle3")
-    return load_drafted(sure_model_dir, head_dir)
+    return copying_head(tmp_path_factory.mktemp("copy"), sure_model_dir, family="eagle3")
 
 
 @pytest.fixture(scope="session")
 def copying_layers(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """The same with a layer for each of five drafts, each fed the one before it."""
-    head_dir = save_copy_head(
-        tmp_path_factory.mktemp("layers"), target_dir=sure_model_dir, family="nextn", num_layers=5
-    )
-    return load_drafted(sure_model_dir, head_dir)
+    return copying_head(tmp_path_factory.mktemp("layers"), sure_model_dir, family="nextn", num_layers=5)
 
 
 @pytest.fixture(scope="session")
 def copying_part(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """The same with a draft vocabulary of 50 of the target's 64 ids: what is drawn of the others is rejected."""
-    head_dir = save_copy_head(
-        tmp_path_factory.mktemp("part"), target_dir=last_token_model_dir, family="eagle3", draft_vocab_size=50
-    )
-    return load_drafted(last_token_model_dir, head_dir)
+    return copying_head(tmp_path_factory.mktemp("part"), last_token_model_dir, family="eagle3", draft_vocab_size=50)
 
 
 @pytest.fixture(scope="session")
 def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """A head that knows what follows the last token, of 60 ids: drafts are accepted and rejected, all KV matters."""
-    head_dir = save_copy_head(
-        tmp_path_factory.mktemp("leaning-head"), target_dir=leaning_model_dir, family="eagle3", draft_vocab_size=60
+    return copying_head(
+        tmp_path_factory.mktemp("leaning-head"), leaning_model_dir, family="eagle3", draft_vocab_size=60
     )
-    return load_drafted(leaning_model_dir, head_dir)
 
 
 @pytest.fixture(scope="session")
 def leaning_layers(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """The same of all ids, with a layer for each of four drafts, each fed the one before it."""
-    head_dir = save_copy_head(
-        tmp_path_factory.mktemp("leaning-layers"), target_dir=leaning_model_dir, family="nextn", num_layers=4
-    )
-    return load_drafted(leaning_model_dir, head_dir)
+    return copying_head(tmp_path_factory.mktemp("leaning-layers"), leaning_model_dir, family="nextn", num_layers=4)
 
 
 @pytest.fixture(scope="session")
