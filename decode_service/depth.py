@@ -5,8 +5,8 @@ and takes draft(d, B) + verify(B * nodes) + extend seconds. All of these are mea
 most tokens a second is taken, 0 (decoding without drafts) included, and now and then another to see what it would take:
 one that was not measured yet, or a neighbour.
 
-At depth 0 the head still computes its KV, so that drafting can begin again, but leaves no seed; that costs a step of
-depth 0 when it does.
+At depth 0 the head is left behind (draft_backlog.py), so such a step costs what it would without a head; to begin
+drafting again takes a step of depth 0 that leaves a seed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class AdaptiveDepth:
     def __init__(self, deepest: SpecInfo) -> None:
         self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
         self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps
-        self._compute_s = _Curve()  # verify and extend, by tokens
+        self._verify_s = _Curve()  # by tokens
+        self._extend_s = _Curve()  # behind drafts, by tokens
         self._draft_s = _Curve()  # one further level, by rows
         self._has_seeds = True
         self._interval = _FIRST_PROBE_INTERVAL
@@ -91,9 +92,10 @@ class AdaptiveDepth:
                 rate = sum(accept_len > level + 1 for accept_len in reached) / len(reached)
                 weight = 1 - (1 - _ACCEPTANCE_WEIGHT) ** len(reached)
                 self._acceptance[level] += weight * (rate - self._acceptance[level])
-        num_tokens = num_rows * spec_info.num_verify_tokens
-        if self._compute_s.add(num_tokens, stats.verify_s + stats.extend_s):
+        if self._verify_s.add(num_rows * spec_info.num_verify_tokens, stats.verify_s):
             self._interval = self._until_probe = _FIRST_PROBE_INTERVAL
+        if spec_info.num_steps:
+            self._extend_s.add(num_rows * spec_info.max_accept_len, stats.extend_s)
         if spec_info.num_steps > 1:
             self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
 
@@ -103,19 +105,21 @@ class AdaptiveDepth:
         for rate in self._acceptance[:depth]:
             is_reached *= rate
             num_accepted += is_reached
-        compute_s = self._compute_s.at(num_rows * self._levels[depth].num_verify_tokens)
-        step_s = compute_s + max(0, depth - 1) * self._draft_s.at(num_rows)
+        level = self._levels[depth]
+        step_s = self._verify_s.at(num_rows * level.num_verify_tokens)
+        if depth:
+            step_s += self._extend_s.at(num_rows * level.max_accept_len) + (depth - 1) * self._draft_s.at(num_rows)
         return (num_rows + num_wanted * num_accepted) / step_s
 
     def _wanted_depth(self, num_rows: int, num_wanted: int) -> int:
         deepest = len(self._levels) - 1
-        if not self._compute_s.is_known:
+        if not self._verify_s.is_known:
             return deepest
         best = max(range(deepest + 1), key=lambda depth: self._tokens_per_s(depth, num_rows, num_wanted))
         if self._until_probe > 1:
             return best
         for depth, level in enumerate(self._levels):
-            if not self._compute_s.has(num_rows * level.num_verify_tokens):
+            if not self._verify_s.has(num_rows * level.num_verify_tokens):
                 return depth
         neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth <= deepest]
         return neighbours[-1] if self._probes_deeper else neighbours[0]

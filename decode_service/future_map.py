@@ -96,6 +96,10 @@ class FutureMap:
         self._forward_stream.enqueue(write, scope)
         self.publish_ready = self._forward_stream.record(scope)
 
+    def publish_nothing(self) -> None:
+        """The step that is launched now grows each of its rows by one token, as the batch says already."""
+        self.publish_ready = None
+
     def stash(self, req_pool_indices: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
         """Write what only the next forward reads. Shapes: [B, ...]. Enqueues on the forward stream; B == 0 writes
         nothing.
@@ -117,7 +121,8 @@ class FutureMap:
         """Give the batch the lengths the last verify published, on the device and the CPU together.
 
         Schedule side, before the next launch. Waits `publish_ready`, bounded. Rows bootstrapped since that verify keep
-        the lengths they came with, which bootstrap wrote to the same rows. Without relayed lengths it does nothing.
+        the lengths they came with, which bootstrap wrote to the same rows. It does nothing without relayed lengths, or
+        where the last step's were known when it was launched.
         """
         if not self.relays_lengths or batch.is_empty or self.publish_ready is None:
             return

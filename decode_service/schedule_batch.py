@@ -19,7 +19,7 @@ from common.kv.pool import KvPool, RowLease
 from common.model.sampling_state import SamplingBatch
 from common.wire.handoff import PrebuiltBatch
 from decode_service.request import Request
-from decode_service.spec_info import SpecInfo
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo, has_drafts
 
 
 class ForwardMode(Enum):
@@ -41,7 +41,7 @@ class ScheduleBatch:
 
     `req_pool_indices`, `seq_lens` [B] int64 on the device, `*_cpu` their twins on the host, which never share storage
     with them. A tensor here is replaced, never written in place: a forward in flight may read it. `spec_info` is None
-    without speculation.
+    without speculation. `draft_lag` [B]: how many tokens the draft head has not read, those of launched steps included.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ScheduleBatch:
         req_pool_indices_cpu: Tensor,
         seq_lens: Tensor,
         seq_lens_cpu: Tensor,
+        draft_lag: list[int],
         forward_mode: ForwardMode,
     ) -> None:
         self.reqs = reqs
@@ -59,6 +60,7 @@ class ScheduleBatch:
         self.req_pool_indices_cpu = req_pool_indices_cpu
         self.seq_lens = seq_lens
         self.seq_lens_cpu = seq_lens_cpu
+        self.draft_lag = draft_lag
         self.forward_mode = forward_mode
         self.out_cache_loc: Tensor | None = None
         self.spec_info: SpecInfo | None = None
@@ -75,6 +77,7 @@ class ScheduleBatch:
             req_pool_indices_cpu=nothing(host),
             seq_lens=nothing(torch_device),
             seq_lens_cpu=nothing(host),
+            draft_lag=[],
             forward_mode=ForwardMode.DECODE,
         )
 
@@ -91,6 +94,7 @@ class ScheduleBatch:
             req_pool_indices_cpu=rows,
             seq_lens=_device_copy(seq_lens_cpu, torch_device),
             seq_lens_cpu=seq_lens_cpu,
+            draft_lag=[0] * len(reqs),
             forward_mode=ForwardMode.PREBUILT,
         )
 
@@ -124,8 +128,8 @@ class ScheduleBatch:
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Slots for what the next step writes of each entry, in order of position.
 
-        Without speculation that is one, and the lengths become one longer, as new tensors. With it the lengths stay:
-        the forward itself finds out by how much they grow, and what it does not commit is overwritten by the next.
+        Without drafts that is one, and the lengths become one longer, as new tensors. With drafts the lengths stay: the
+        forward itself finds out by how much they grow, and what it does not commit is overwritten by the next.
         False, and nothing changed, when the pool has too few slots.
         """
         if not pool.grow(self._leases(), self._wanted_tokens()):
@@ -133,7 +137,7 @@ class ScheduleBatch:
         window = torch.arange(self.num_step_slots, device=self.seq_lens.device)
         positions = self.seq_lens.unsqueeze(1) + window
         self.out_cache_loc = pool.rows.req_to_token[self.req_pool_indices.unsqueeze(1), positions].flatten()
-        if self.spec_info is None:
+        if not has_drafts(self.spec_info):
             self.seq_lens = self.seq_lens + 1
             self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.forward_mode = ForwardMode.DECODE
@@ -156,6 +160,7 @@ class ScheduleBatch:
         self.req_pool_indices_cpu = self.req_pool_indices_cpu[keep_cpu]
         self.seq_lens = self.seq_lens[keep_device]
         self.seq_lens_cpu = self.seq_lens_cpu[keep_cpu]
+        self.draft_lag = [self.draft_lag[i] for i in keep]
         self.out_cache_loc = None
 
     def merge_batch(self, other: ScheduleBatch) -> None:
@@ -165,6 +170,7 @@ class ScheduleBatch:
         self.req_pool_indices_cpu = torch.cat([self.req_pool_indices_cpu, other.req_pool_indices_cpu])
         self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
         self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
+        self.draft_lag = [*self.draft_lag, *other.draft_lag]
         self.out_cache_loc = None
 
     def check_lengths(self) -> None:
@@ -180,7 +186,8 @@ class ForwardBatch:
 
     `seq_lens` [B] counts the tokens the target computes, M of each entry, and `positions` [B * M] are those tokens' own
     in a chain. `prefix_lens` [B] is the KV that was there before, `out_cache_loc` [B * S] the slots behind it that the
-    step may write. `undrafted` are entries whose drafts do not count. `seq_lens_sum` is derived here and nowhere else.
+    step may write. `undrafted` are entries whose drafts do not count; `draft_lag` [B] is what the head has not read
+    before this step. `seq_lens_sum` is derived here and nowhere else.
     """
 
     req_pool_indices: Tensor
@@ -193,13 +200,14 @@ class ForwardBatch:
     sampling: SamplingBatch
     spec_info: SpecInfo | None
     undrafted: tuple[int, ...]
+    draft_lag: tuple[int, ...]
     forward_mode: ForwardMode
 
     @classmethod
     def snapshot(cls, batch: ScheduleBatch) -> ForwardBatch:
         assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
         num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
-        num_ahead = 0 if batch.spec_info is None else num_tokens
+        num_ahead = num_tokens if has_drafts(batch.spec_info) else 0
         seq_lens_cpu = tuple(length + num_ahead for length in batch.seq_lens_cpu.tolist())
         seq_lens = batch.seq_lens + num_ahead
         prefix_lens = seq_lens - num_tokens
@@ -216,6 +224,7 @@ class ForwardBatch:
             sampling=batch.sampling,
             spec_info=batch.spec_info,
             undrafted=tuple(i for i, req in enumerate(batch.reqs) if not req.wants_drafts),
+            draft_lag=tuple(batch.draft_lag),
             forward_mode=batch.forward_mode,
         )
 
@@ -227,6 +236,25 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """M: the tokens the target computes of each entry."""
         return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether only the forward finds out how many tokens it commits."""
+        return has_drafts(self.spec_info)
+
+    @property
+    def leaves_head_behind(self) -> bool:
+        """Whether what the step computes is left for the head to read later."""
+        if self.spec_info is None or self.has_drafts or self.spec_info.leaves_seed:
+            return False
+        return max(self.draft_lag, default=0) + 1 < MAX_DRAFT_LAG
+
+    @property
+    def draft_lag_after(self) -> list[int]:
+        """What the head has not read once the step is done."""
+        if not self.leaves_head_behind:
+            return [0] * self.batch_size
+        return [lag + 1 for lag in self.draft_lag]
 
     @property
     def max_accept_len(self) -> int:

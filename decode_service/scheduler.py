@@ -337,12 +337,15 @@ class DecodeEngine:
     def _launch(self, batch: ScheduleBatch) -> StepInFlight:
         scope = Scope(f"step {self._num_steps}")
         forward_batch = ForwardBatch.snapshot(batch)
+        batch.draft_lag = forward_batch.draft_lag_after
         self._forward_stream.wait(self._device.schedule_stream.record())
         if self._unseeded:
             seeds = [req.row_seed for req in self._unseeded]
             self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
             self._unseeded = []
         on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
+        if not forward_batch.has_drafts:
+            self.future_map.publish_nothing()
         output = self._worker.forward(forward_batch, future_map=self.future_map, scope=scope, on_publish=on_publish)
         self.future_map.stash(forward_batch.req_pool_indices, output.payload, scope)
         step = StepInFlight.seal(

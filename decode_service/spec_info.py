@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+MAX_DRAFT_LAG = 16
+"""Tokens of a row that the head may leave unread. More would save little of what its forwards cost, and take room."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpecInfo:
     """`num_steps` levels of drafts, of which `num_draft_tokens` are verified: a chain, or with `topk` > 1 a tree.
 
     A tree's nodes have `topk` children each, of every level the `topk` best are continued, and of all that were drafted
-    the best are verified. No steps: nothing is drafted, and the head only keeps up. `leaves_seed`: whether the next
-    step is to draft.
+    the best are verified. No steps: nothing is drafted. `leaves_seed`: whether the next step is to draft; without it
+    the head may fall behind.
     """
 
     num_steps: int
@@ -51,6 +54,11 @@ class SpecInfo:
     def num_slots(self) -> int:
         """Slots past a row's committed KV that a step writes to: it drafts in them, then verifies in them."""
         return max(self.num_verify_tokens, self.topk * (self.num_steps - 1))
+
+
+def has_drafts(spec_info: SpecInfo | None) -> bool:
+    """Whether a step commits as many tokens as its forward finds out, and not one a row."""
+    return spec_info is not None and spec_info.num_steps > 0
 
 
 def num_drafted(num_steps: int, topk: int) -> int:

@@ -25,6 +25,7 @@ from common.kv.pool import KvPool
 from common.model.sampling import Sampled, draw
 from common.model.sampling_state import NO_SAMPLING, SamplingState
 from common.model.target import TargetModel
+from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.draft_tree import DraftTree
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
@@ -45,7 +46,9 @@ class _Verified:
 
 
 class SpeculativeWorker(ABC):
-    """Drafts as its subclass says, verifies, extends. Publishes lengths that only the forward knows (I3)."""
+    """Drafts as its subclass says, verifies, extends. Publishes the lengths of steps with drafts, which only their
+    forwards know (I3).
+    """
 
     relays_lengths = True
 
@@ -64,6 +67,12 @@ class SpeculativeWorker(ABC):
         self._pool = pool
         self._state = sampling_state
         self._stream = stream
+        self._backlog = DraftBacklog(
+            max_rows=pool.rows.max_rows,
+            num_values=draft.capture.num_states * model.hidden_size,
+            dtype=model.dtype,
+            torch_device=model.torch_device,
+        )
         self._topk = spec_info.topk
         self.seed_columns = seed_columns(draft, topk=spec_info.topk)
 
@@ -104,7 +113,8 @@ class SpeculativeWorker(ABC):
         self._stream.enqueue(draft, scope)
         drafted_at = self._stream.record(scope)
         self._stream.enqueue(verify, scope)
-        on_publish(new_seq_lens)
+        if batch.has_drafts:
+            on_publish(new_seq_lens)
         verified_at = self._stream.record(scope)
         self._stream.enqueue(extend, scope)
         return replace(output, marks=(begin, drafted_at, verified_at, self._stream.record(scope)))
@@ -156,31 +166,50 @@ class SpeculativeWorker(ABC):
         kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
-        """The head over the accepted tokens: its KV, and the next step's seed.
+        """The head over the accepted tokens and whatever it left unread before: its KV, and the next step's seed.
 
         Without a seed a head of one layer drafts nothing; several layers read each other's drafts all the same.
         """
-        tokens = verified.tokens
-        num_rows, num_tokens = tokens.shape
+        num_rows = batch.batch_size
+        last_tokens = verified.tokens.gather(1, verified.accept_lens.unsqueeze(1) - 1).squeeze(1)
+        if batch.has_drafts:
+            unread = self._accepted(batch, verified)
+        else:
+            self._backlog.put(batch, verified.captured[:, 0], last_tokens)
+            if batch.leaves_head_behind:
+                return RelayPayload(last_tokens)
+            unread = self._backlog.unread(batch, self._pool, self._draft.layer_group.name)
         num_ahead = self._draft.layer_group.num_layers - 1
-        rows = torch.arange(num_rows, device=tokens.device)
-        last = verified.accept_lens - 1
-        ids = torch.nn.functional.pad(tokens, (0, num_ahead))
-        starts = rows.unsqueeze(1) * (num_tokens + num_ahead)
         num_seeded = num_rows if spec_info.leaves_seed or num_ahead else 0
+        places = torch.arange(unread.next_ids.shape[0], device=last_tokens.device) + unread.entries * num_ahead
+        ids = torch.nn.functional.pad(unread.next_ids, (0, num_rows * num_ahead))
         seed = extend_draft(
             self._draft,
-            window_input(batch, tokens, self._pool, self._draft.layer_group.name),
-            verified.captured.flatten(0, 1),
-            next_tokens=NextTokens(ids.flatten(), (starts + torch.arange(num_tokens, device=tokens.device)).flatten()),
-            last=(rows * num_tokens + last)[:num_seeded],
+            unread.window,
+            unread.captured,
+            next_tokens=NextTokens(ids.index_copy(0, places, unread.next_ids), places),
+            last=unread.last[:num_seeded],
             rows=batch.req_pool_indices[:num_seeded],
             positions=(verified.new_seq_lens + 1)[:num_seeded],
             state=self._state,
             batch=batch.sampling if num_seeded else NO_SAMPLING,
             topk=self._topk,
         )
-        return RelayPayload(tokens[rows, last], seed.columns() if num_seeded else {})
+        return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
+
+    def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
+        """A step's own tokens, of which those past the accepted ones mean nothing."""
+        assert not any(batch.draft_lag), "a step that drafts has seeds, and so a head that has read everything"
+        num_rows, num_tokens = verified.tokens.shape
+        entries = torch.arange(num_rows, device=verified.tokens.device).repeat_interleave(num_tokens)
+        starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
+        return Unread(
+            window_input(batch, verified.tokens, self._pool, self._draft.layer_group.name),
+            verified.captured.flatten(0, 1),
+            verified.tokens.flatten(),
+            entries,
+            starts + verified.accept_lens - 1,
+        )
 
 
 def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:

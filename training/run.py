@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from training.batches import BatchSource
@@ -21,8 +20,8 @@ from training.objective import Objective
 from training.progress import Progress
 from training.target import Target, load_target
 from training.trainer import Trainer, Workplace
-from training.vocabulary import most_frequent
-from training.warm_start import StartingHead, read_starting_head
+from training.vocabulary import DraftVocabulary, most_frequent
+from training.warm_start import OUTPUT_LAYER, StartingHead, read_starting_head
 
 
 def prepare_training(
@@ -34,11 +33,14 @@ def prepare_training(
     progress: Progress,
     features_dir: Path | None = None,
     start_from: Path | None = None,
+    revises_vocab: bool = False,
 ) -> Trainer:
     """The run leaves its head in `out`/head, and in `out` what is needed to go on. Features go to `features_dir`, by
     default in `out` too; they are computed here, which may take longer than anything else.
 
-    `start_from`: a directory with a head of the same shape, whose weights and draft vocabulary the run begins with.
+    `start_from`: a directory with a head of the same shape, whose weights and draft vocabulary the run begins with;
+    `revises_vocab`: with the data's draft vocabulary instead, the target's output rows standing in for tokens that the
+    head did not know.
 
     Raises ConfigError, naming the setting or the array that is wrong, StartupError and UnsupportedModel for a target
     that cannot be used.
@@ -56,7 +58,7 @@ def prepare_training(
     starting = read_starting_head(start_from, written_config) if start_from else None
     vocabulary = (
         starting.vocabulary
-        if starting
+        if starting and not revises_vocab
         else most_frequent(
             conversations.answer_tokens(train), draft_vocab=config.draft_vocab, vocab_size=target.config.vocab_size
         )
@@ -67,7 +69,7 @@ def prepare_training(
     dtype = DTYPES[config.dtype]
     token_ids = torch.from_numpy(vocabulary.token_ids)
     head = TrainableHead(spec, max_length=int(conversations.lengths.max()) + config.ttt_steps, dtype=dtype)
-    origin = _begin(head, starting, target, token_ids, seed=config.seed)
+    origin = _begin(head, starting, target, vocabulary, seed=config.seed)
     progress.line(
         f"{len(train)} conversations to train on, {len(held_out)} held out; "
         f"{sum(weight.numel() for weight in head.parameters()) / 1e6:.1f} million weights, " + origin
@@ -90,6 +92,7 @@ def prepare_training(
         "target_digest": key.target_digest,
         "layers": list(key.layers),
         "start_from": starting.digest if starting else None,
+        "revises_vocab": revises_vocab,
     }
     del target  # its decoder layers are not needed any more
     workplace = Workplace(
@@ -104,13 +107,17 @@ def prepare_training(
     return Trainer(config, workplace, head, objective, progress)
 
 
-def _begin(head: TrainableHead, starting: StartingHead | None, target: Target, token_ids: Tensor, *, seed: int) -> str:
+def _begin(
+    head: TrainableHead, starting: StartingHead | None, target: Target, vocabulary: DraftVocabulary, *, seed: int
+) -> str:
     """Give the head its first weights. Returns where they are from."""
+    token_ids = torch.from_numpy(vocabulary.token_ids)
     if starting is None:
         return "from the target's last layer" if initialize(head, target, token_ids, seed=seed) else "from scratch"
     try:
-        head.load_state_dict(starting.weights)
-    except RuntimeError as error:
+        output_rows = starting.output_rows(vocabulary, target.output_rows(token_ids))
+        head.load_state_dict({**starting.weights, OUTPUT_LAYER: output_rows})
+    except (KeyError, RuntimeError) as error:
         raise ConfigError(f"start_from: {error}") from error
     return "from the head to start from"
 

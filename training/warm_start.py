@@ -9,23 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import ConfigError
-from training.vocabulary import DraftVocabulary
+from training.vocabulary import UNKNOWN, DraftVocabulary
+
+OUTPUT_LAYER = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class StartingHead:
-    """`weights` by the names of the EAGLE-3 format. `digest` is the file's. The vocabulary stays what it was: another
-    one would give every output row the meaning of another token.
+    """`weights` by the names of the EAGLE-3 format. `digest` is the file's. Output row i is that of the vocabulary's
+    token i: with another vocabulary the rows move along.
     """
 
     weights: dict[str, Tensor]
     vocabulary: DraftVocabulary
     digest: str
+
+    def output_rows(self, vocabulary: DraftVocabulary, new_rows: Tensor) -> Tensor:
+        """[Vd, h]: of each token of `vocabulary` the head's row, or that of `new_rows` [Vd, h] where it has none."""
+        own = torch.from_numpy(self.vocabulary.draft_ids()[vocabulary.token_ids])
+        rows = self.weights[OUTPUT_LAYER]
+        return torch.where((own == UNKNOWN).unsqueeze(1), new_rows.to(rows.dtype), rows[own.clamp_min(0)])
 
 
 def read_starting_head(directory: Path, head_config: dict[str, Any]) -> StartingHead:

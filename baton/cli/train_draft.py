@@ -30,6 +30,9 @@ def train_draft(
     start_from: Annotated[
         Path | None, typer.Option(help="A head to begin with; its draft vocabulary stays.", rich_help_panel=_HEAD)
     ] = None,
+    revise_vocab: Annotated[
+        bool, typer.Option(help="With start-from: take the draft vocabulary from the data.", rich_help_panel=_HEAD)
+    ] = False,
     layers: Annotated[
         str | None,
         typer.Option(help="Layers whose entering streams the head reads; 2, n/2, n-3.", rich_help_panel=_HEAD),
@@ -67,6 +70,7 @@ def train_draft(
                 out=out,
                 features=features,
                 start_from=start_from,
+                revises_vocab=revise_vocab,
                 threads=threads,
                 layers=None if captured is None else tuple(captured),
                 draft_vocab=draft_vocab,
@@ -95,6 +99,7 @@ def _train(
     out: Path,
     features: Path | None,
     start_from: Path | None,
+    revises_vocab: bool,
     threads: int | None,
     **settings: Any,
 ) -> None:
@@ -120,6 +125,7 @@ def _train(
         progress=Progress(text_console()),
         features_dir=features,
         start_from=start_from,
+        revises_vocab=revises_vocab,
     )
     with _interrupts() as interrupted:
         trainer.run(lambda: bool(interrupted))

@@ -87,7 +87,7 @@ class Outcome:
 
     def expected_drafting(self, num_draft_tokens: int) -> Drafting:
         """The same of chains of so many drafts, when nothing was retracted."""
-        return drafting_of(self.prompt, self.sampling, num_draft_tokens)
+        return drafting_of(self.prompt, self.sampling, itertools.repeat(num_draft_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:
         req_pool_indices_cpu=torch.tensor(rows, dtype=torch.int64),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
         seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int64),
+        draft_lag=[0] * len(rows),
         forward_mode=ForwardMode.DECODE,
     )
 

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from common.device.scripted import ScriptedDevice, pick_with
+from decode_service.depth import FixedDepth
 from decode_service.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 
 CHAIN = SpecInfo.chain(2)
 TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2)
+SEED = CHAIN.at_depth(0)
+NOTHING = SEED.without_seed()
 NUM_SEEDS = 5
+
+
+class ScriptedDepth(FixedDepth):
+    """One SpecInfo a step; the last one for ever."""
+
+    def __init__(self, spec_infos: Sequence[SpecInfo]) -> None:
+        self._left = list(spec_infos)
+        self.launches: list[SpecInfo] = []
+
+    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+        return self._left[0]
+
+    def launched(self, spec_info: SpecInfo) -> None:
+        self.launches.append(spec_info)
+        if len(self._left) > 1:
+            self._left.pop(0)
 
 
 def assert_drafted_as_expected(outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ was stale, foreign or missing. So what is accepted is known beforehand (`draftin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1
 
 _VALUES_PER_TOKEN = 4
 _IDS = torch.arange(VOCAB_SIZE)
+_MAX_CHAIN = 8
 _LOST = 0
 """What is guessed when something read makes no sense."""
 
@@ -129,15 +130,19 @@ class Drafting:
     num_accepted: int
 
 
-def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, num_draft_tokens: int) -> Drafting:
-    """What chains of so many drafts come to, from the first token that prefill gives to the request's last."""
-    known = [*prompt, *oracle(prompt, sampling.max_tokens + num_draft_tokens, sampling)]
+def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, depths: Iterable[int]) -> Drafting:
+    """What chains of `depths` drafts, one after the other, come to, from the first token that prefill gives to the
+    request's last.
+    """
+    known = [*prompt, *oracle(prompt, sampling.max_tokens + _MAX_CHAIN, sampling)]
     proposing = _Proposing(sampling)
     num_output, num_steps, num_accepted = 1, 0, 0
-    while num_output < sampling.max_tokens:
+    for depth in depths:
+        if num_output >= sampling.max_tokens:
+            break
         start = len(prompt) + num_output
         context = known[:start]
-        for _ in range(num_draft_tokens):
+        for _ in range(depth):
             context.append(int(proposing.best(context, topk=1)[0]))
         is_right = [drafted == token for drafted, token in zip(context[start:], known[start:], strict=False)]
         accepted = [*is_right, False].index(False)

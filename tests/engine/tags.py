@@ -106,6 +106,9 @@ class TagModel:
     vocab_size = VOCAB_SIZE
     max_context_tokens = CONTEXT_TOKENS
     eos_token_ids: tuple[int, ...] = ()
+    hidden_size = 3
+    dtype = torch.float32
+    torch_device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.forwards: list[SeenForward] = []

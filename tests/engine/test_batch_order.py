@@ -34,6 +34,7 @@ def check_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
     assert batch.req_pool_indices_cpu.tolist() == rows, "req_pool_indices_cpu are not the requests'"
     assert batch.seq_lens.tolist() == lengths, "seq_lens are not the requests'"
     assert batch.seq_lens_cpu.tolist() == lengths, "seq_lens_cpu are not the requests'"
+    assert batch.draft_lag == rows, "draft_lag are not the requests'"
     assert len(batch.sampling.sampled) == 0 and batch.batch_size == len(rows)
 
 
@@ -51,7 +52,9 @@ def check_columns_follow_the_requests(operations: list[Operation]) -> None:
         if operation == "merge":
             new = list(range(next_row, next_row + argument))
             next_row += argument
-            batch.merge_batch(make_batch(new, [length_of(row) for row in new]))
+            merged = make_batch(new, [length_of(row) for row in new])
+            merged.draft_lag = list(new)
+            batch.merge_batch(merged)
             rows = [*rows, *new]
         else:
             keep = [i for i in range(len(rows)) if argument >> (i % 8) & 1]

@@ -17,7 +17,16 @@ from decode_service.schedule_batch import ScheduleBatch
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows, speculation
 from tests.engine.mutants.kinds import Check, Mutant, name_of
-from tests.engine.speculating import CHAIN, NUM_SEEDS, TREE, assert_drafted_as_expected, random_run
+from tests.engine.speculating import (
+    CHAIN,
+    NOTHING,
+    NUM_SEEDS,
+    SEED,
+    TREE,
+    ScriptedDepth,
+    assert_drafted_as_expected,
+    random_run,
+)
 from tests.engine.tags import VOCAB_SIZE
 
 # ---- I12: whatever happens ----------------------------------------------------------------------------------------
@@ -75,6 +84,22 @@ def check_the_next_step_is_launched_before_draft_extend() -> None:
         assert for_results.count("extend") == 2, f"the next step was not launched: {for_results}"
     scripted.run()
     assert_drafted_as_expected(outcome)
+
+
+def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
+    """They are known when it is launched, whatever was published before."""
+    scripted = ScriptedEngine(spec_info=CHAIN)
+    scripted.engine._depth = ScriptedDepth([CHAIN, SEED, CHAIN, *[NOTHING] * 6, SEED, CHAIN])
+    outcome = scripted.submit("a", [1, 2], 30)
+    scripted.start("a")
+    num_waits = []
+    for _ in range(9):
+        waits = pending_when_blocking(scripted)
+        assert waits[-1].count("verify") >= 1, "the next step was not launched before this one was waited for"
+        num_waits.append(len(waits))
+    assert num_waits == [2, 1, 2, 1, 1, 1, 1, 1, 1], f"waits a step: {num_waits}"
+    scripted.run()
+    assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
 
 
 def check_seeds_reach_the_next_forward_by_stream_order() -> None:
@@ -170,7 +195,7 @@ def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
 
 def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
     """It is merged when the slots of its first step are still those of an aborted row, whose forward is in flight."""
-    scripted = ScriptedEngine(spec_info=CHAIN, max_rows=2, max_kv_tokens=44)
+    scripted = ScriptedEngine(spec_info=CHAIN, max_rows=2, max_kv_tokens=46)
     scripted.submit("gone", [1, 2], 40)
     scripted.start("gone")
     outcome = scripted.submit("kept", [3, 4, 5, 6, 7], 4)
@@ -178,6 +203,7 @@ def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
     scripted.hand_over("kept")
     while scripted.engine.pool.num_free_slots:
         scripted.step()
+    assert scripted.engine.future_map.publish_ready is not None, "the step in flight has no drafts"
     scripted.landing.run_all()
     scripted.abort("gone")
     scripted.step()
@@ -211,6 +237,7 @@ def check_a_speculative_forward_waits_for_the_schedule_side() -> None:
 CHECKS = [
     check_speculated_tokens_are_the_oracles,
     check_the_next_step_is_launched_before_draft_extend,
+    check_lengths_of_a_step_without_drafts_are_not_waited_for,
     check_seeds_reach_the_next_forward_by_stream_order,
     check_seeds_are_read_at_forward_entry,
     check_a_verified_step_that_was_not_stashed_is_noticed,
@@ -236,6 +263,16 @@ def test_holds(check: Check) -> None:
             check_the_next_step_is_launched_before_draft_extend,
             relay.fence_covers_draft_extend,
             "waited for draft-extend",
+        ),
+        (
+            check_lengths_of_a_step_without_drafts_are_not_waited_for,
+            speculation.an_earlier_steps_fence_stays_armed,
+            "decoded wrongly",
+        ),
+        (
+            check_lengths_of_a_step_without_drafts_are_not_waited_for,
+            relay.fence_covers_draft_extend,
+            "waits a step",
         ),
         (
             check_seeds_reach_the_next_forward_by_stream_order,

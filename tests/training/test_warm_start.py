@@ -1,4 +1,4 @@
-"""A run may begin with a head: its weights and its draft vocabulary, whatever the data would have chosen."""
+"""A run may begin with a head: its weights, and its draft vocabulary or the data's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigError
 from tests.training.cases import quiet, save_sampled_data, tiny_config
 from training.run import prepare_training
+from training.target import load_target
 from training.trainer import Trainer
 
 Prepare = Callable[..., Trainer]
@@ -31,10 +32,17 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory, last_token_model_dir: Pat
 
 @pytest.fixture
 def prepare(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path) -> Prepare:
-    def start(start_from: Path | None, *, data: Path = sampled_data, **changes: Any) -> Trainer:
-        config = tiny_config(**changes)
+    def start(
+        start_from: Path | None, *, data: Path = sampled_data, revises_vocab: bool = False, **changes: Any
+    ) -> Trainer:
         return prepare_training(
-            last_token_model_dir, data, tmp_path / "out", config=config, progress=quiet(), start_from=start_from
+            last_token_model_dir,
+            data,
+            tmp_path / "out",
+            config=tiny_config(**changes),
+            progress=quiet(),
+            start_from=start_from,
+            revises_vocab=revises_vocab,
         )
 
     return start
@@ -67,6 +75,23 @@ def test_the_draft_vocabulary_stays_the_heads(
     shutil.rmtree(tmp_path / "out")
     begun = prepare(head_dir, data=other)
     assert np.array_equal(begun.workplace.vocabulary.token_ids, np.arange(48) + offsets)
+
+
+def test_a_revised_vocabulary_takes_the_heads_rows_along(
+    prepare: Prepare, head_dir: Path, tmp_path: Path, last_token_model_dir: Path
+) -> None:
+    other = save_sampled_data(tmp_path / "other.npz", last_token_model_dir, num_conversations=60, seed=9)
+    weights = load_file(head_dir / "model.safetensors")
+    before = (np.arange(48) + weights["d2t"].numpy()).tolist()
+    begun = prepare(head_dir, data=other, revises_vocab=True)
+    after = begun.workplace.vocabulary.token_ids.tolist()
+    assert set(after) - set(before) and set(after) & set(before), "the same vocabulary, or another altogether"
+    target = load_target(last_token_model_dir, device="cpu")
+    for row, token_id in zip(begun.head.lm_head.weight, after, strict=True):
+        known = token_id in before
+        own = weights["lm_head.weight"][before.index(token_id)] if known else target.output_rows(torch.tensor(token_id))
+        assert torch.equal(row, own.float()), token_id
+    assert torch.equal(begun.head.fc.weight, weights["fc.weight"].float())
 
 
 def test_a_head_of_another_shape_is_refused_by_what_differs(prepare: Prepare, head_dir: Path) -> None:

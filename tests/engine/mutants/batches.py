@@ -31,7 +31,7 @@ def _forgets(patch: pytest.MonkeyPatch, operation: str, column: str) -> None:
     patch.setattr(ScheduleBatch, operation, mutant)
 
 
-COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu")
+COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu", "draft_lag")
 
 
 def forgetful(operation: str, column: str) -> Mutant:

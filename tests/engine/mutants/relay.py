@@ -61,6 +61,7 @@ def _at(batch: ScheduleBatch, rows: Tensor) -> ScheduleBatch:
         req_pool_indices_cpu=rows,
         seq_lens=batch.seq_lens,
         seq_lens_cpu=batch.seq_lens_cpu,
+        draft_lag=batch.draft_lag,
         forward_mode=batch.forward_mode,
     )
 

@@ -1,4 +1,4 @@
-"""I4, I9, I10 broken where only speculation can break them: seeds, slots of drafts, the head's KV."""
+"""I3, I4, I9, I10 broken where only speculation can break them: seeds, slots of drafts, the head's KV."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
         other.enqueue(write_seeds, scope)
 
     patch.setattr(FutureMap, "stash", mutant)
+
+
+def an_earlier_steps_fence_stays_armed(patch: pytest.MonkeyPatch) -> None:
+    """Where a step without drafts is launched."""
+    patch.setattr(FutureMap, "publish_nothing", lambda self: None)
 
 
 def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,65 @@
+"""What the head has left unread, lost, misplaced or without end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from torch import Tensor
+
+from common.kv.pool import KvPool
+from decode_service import schedule_batch
+from decode_service.draft_backlog import DraftBacklog, Unread
+from decode_service.schedule_batch import ForwardBatch
+from decode_service.spec_info import MAX_DRAFT_LAG
+
+
+def _lagging(batch: ForwardBatch, draft_lag: tuple[int, ...]) -> ForwardBatch:
+    return dataclasses.replace(batch, draft_lag=draft_lag)
+
+
+def each_step_puts_in_the_same_place(patch: pytest.MonkeyPatch) -> None:
+    put = DraftBacklog.put
+
+    def mutant(self: DraftBacklog, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
+        put(self, _lagging(batch, (0,) * batch.batch_size), captured, next_ids)
+
+    patch.setattr(DraftBacklog, "put", mutant)
+
+
+def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
+    """What a step put down before is never read."""
+    put, unread = DraftBacklog.put, DraftBacklog.unread
+
+    def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
+        entries = _lagging(batch, (0,) * batch.batch_size)
+        rows = batch.req_pool_indices
+        places = max(batch.draft_lag)
+        put(self, entries, self._captured[rows, places], self._next_ids[rows, places])
+        return unread(self, entries, pool, group)
+
+    patch.setattr(DraftBacklog, "unread", mutant)
+
+
+def every_row_is_as_far_behind(patch: pytest.MonkeyPatch) -> None:
+    """As the first of its batch."""
+    unread = DraftBacklog.unread
+
+    def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
+        lag = min(batch.draft_lag)
+        return unread(self, _lagging(batch, (lag,) * batch.batch_size), pool, group)
+
+    patch.setattr(DraftBacklog, "unread", mutant)
+
+
+def lag_is_not_reset(patch: pytest.MonkeyPatch) -> None:
+    """A head that has read everything is still counted behind."""
+
+    def mutant(self: ForwardBatch) -> list[int]:
+        return [min(lag + 1, MAX_DRAFT_LAG - 1) for lag in self.draft_lag]
+
+    patch.setattr(ForwardBatch, "draft_lag_after", property(mutant))
+
+
+def backlog_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(schedule_batch, "MAX_DRAFT_LAG", 10**6)

@@ -1,0 +1,104 @@
+"""I12 where a head falls behind: whatever steps left unread is read, in its place, before the next draft.
+
+The head of tags guesses nothing right when one token it should have read is missing, so what is accepted tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
+from tests.engine.harness import Outcome, ScriptedEngine
+from tests.engine.mutants import draft_backlog
+from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.speculating import CHAIN, NOTHING, SEED, ScriptedDepth
+from tests.engine.tag_head import drafting_of
+
+
+class _Run:
+    """An engine that follows a script, and what is expected of each request with the steps that it took part in."""
+
+    def __init__(self, spec_infos: Sequence[SpecInfo]) -> None:
+        self.scripted = ScriptedEngine(spec_info=CHAIN)
+        self.script = ScriptedDepth(spec_infos)
+        self.scripted.engine._depth = self.script
+        self.head_forwards: list[tuple[int, ...]] = []
+        assert self.scripted.head is not None
+        self.scripted.head.on_forward = lambda batch: self.head_forwards.append(batch.extend_lens or ())
+
+    def check(self, outcome: Outcome, *, first_step: int) -> None:
+        assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
+        depths = [spec_info.num_steps for spec_info in self.script.launches[first_step:]]
+        expected = drafting_of(outcome.prompt, outcome.sampling, depths)
+        assert expected.num_accepted > 2, "too little was accepted to tell anything"
+        assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}"
+
+
+def check_the_head_catches_up_before_it_drafts() -> None:
+    """Alone, over more steps than the backlog has places."""
+    run = _Run([CHAIN, *[NOTHING] * (MAX_DRAFT_LAG + 5), SEED, CHAIN])
+    outcome = run.scripted.submit("a", [1, 2], 56)
+    run.scripted.run()
+    run.check(outcome, first_step=0)
+    assert (MAX_DRAFT_LAG,) in run.head_forwards, "the backlog never filled"
+    assert (6,) in run.head_forwards, "the head did not catch up at once"
+
+
+def check_rows_catch_up_from_where_each_is() -> None:
+    """One joins when the other's head is behind already; the third falls behind in its place, and in its row."""
+    run = _Run([CHAIN, *[NOTHING] * 9, SEED, *[CHAIN] * 6, NOTHING, NOTHING, SEED, CHAIN])
+    first = run.scripted.submit("first", [1, 2], 40)
+    run.scripted.start("first")
+    for _ in range(3):
+        run.scripted.step()
+    second = run.scripted.submit("second", [3, 4, 5], 24)
+    run.scripted.start("second")
+    at_second = len(run.script.launches) - 1
+    run.scripted.run()
+    third = run.scripted.submit("third", [6], 30)
+    run.script._left = [CHAIN, NOTHING, NOTHING, SEED, CHAIN]
+    at_third = len(run.script.launches)
+    run.scripted.run()
+    run.check(first, first_step=0)
+    run.check(second, first_step=at_second)
+    run.check(third, first_step=at_third)
+    assert any(len(set(lens)) == 2 for lens in run.head_forwards), "no two rows were differently far behind"
+
+
+def check_a_head_left_behind_computes_nothing() -> None:
+    run = _Run([NOTHING])
+    run.scripted.submit("a", [1, 2], MAX_DRAFT_LAG)
+    run.scripted.run()
+    assert run.head_forwards == [], f"the head ran: {run.head_forwards}"
+
+
+CHECKS: list[Callable[[], None]] = [
+    check_the_head_catches_up_before_it_drafts,
+    check_rows_catch_up_from_where_each_is,
+    check_a_head_left_behind_computes_nothing,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_the_head_catches_up_before_it_drafts, draft_backlog.each_step_puts_in_the_same_place, "not those of"),
+        (check_the_head_catches_up_before_it_drafts, draft_backlog.only_the_last_token_is_read, "not those of"),
+        (check_the_head_catches_up_before_it_drafts, draft_backlog.backlog_has_no_end, "decoded wrongly"),
+        (check_the_head_catches_up_before_it_drafts, draft_backlog.lag_is_not_reset, "decoded wrongly"),
+        (check_rows_catch_up_from_where_each_is, draft_backlog.every_row_is_as_far_behind, "not those of"),
+    ],
+    ids=name_of,
+)
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom) as failure:
+        check()
+    print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")
