@@ -1,4 +1,4 @@
-"""Conversations to train on, as they lie in an .npz file.
+"""Conversations to train on, as they lie in .npz files.
 
 | array | dtype, shape | meaning |
 |---|---|---|
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class Conversations:
 
 
 def load_conversations(path: Path, *, vocab_size: int) -> Conversations:
-    """Raises ConfigError, naming the array that is wrong and how."""
+    """Raises ConfigError, naming the file, and the array that is wrong and how."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             named = {name: _integers(path, arrays, name) for name in ("tokens", "offsets", "answer_start")}
@@ -70,6 +70,16 @@ def load_conversations(path: Path, *, vocab_size: int) -> Conversations:
     conversations = Conversations(**named)
     _check(path, conversations, vocab_size)
     return conversations
+
+
+def join(parts: Sequence[Conversations]) -> Conversations:
+    """Put the conversations of all `parts`, one at least, end to end."""
+    lengths = np.concatenate([part.lengths for part in parts])
+    return Conversations(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.concatenate([part.answer_start for part in parts]),
+    )
 
 
 def split(conversations: Conversations, *, num_held_out: int, seed: int) -> tuple[Ints, Ints]:

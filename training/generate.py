@@ -1,24 +1,30 @@
 """Makes conversations to train on: the target's own, through a running pair.
 
-A question is sampled from the chat template's opening of the user's turn, then answered. Conversation number i depends
-on the seed and i only, so a file that was begun is continued as if it had never been left.
+A question is sampled from the chat template's opening of the user's turn, or read from a file, then answered.
+Conversation number i depends on the options and i only, so a file that was begun is continued as if it had never been
+left. The file remembers those options.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.client import AsyncClient
 from baton.events import FinishReason
 from common.errors import ConfigError
-from common.tokenizer import PromptEncoder
+from common.tokenizer import PromptEncoder, TextTokenizer
 from training.data import load_conversations
 from training.progress import Progress
 
@@ -39,35 +45,115 @@ class Conversation:
     temperature: float
 
 
-class SelfChat:
-    """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves."""
+@dataclass(frozen=True, slots=True)
+class Openings:
+    """How questions begin: the model goes on from one of `lines`. `digest` is of the file."""
 
-    def __init__(self, client: AsyncClient, encoder: PromptEncoder, *, seed: int, max_answer_tokens: int) -> None:
+    lines: tuple[str, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Conversation i answers `texts[i]`. `digest` is of the file."""
+
+    texts: tuple[str, ...]
+    digest: str
+
+
+def read_openings(path: Path) -> Openings:
+    """Of a text file the lines that are not blank, without the blanks around them. Raises ConfigError."""
+    text, digest = _read_text(path, "--openings")
+    lines = tuple(line.strip() for line in text.split("\n") if line.strip())
+    if not lines:
+        raise ConfigError(f"--openings: {path}: every line is blank")
+    return Openings(lines, digest)
+
+
+def read_questions(path: Path) -> Questions:
+    """Of a file of JSON lines, blank ones passed over. Raises ConfigError, naming the line that is wrong."""
+    text, digest = _read_text(path, "--questions")
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return Questions(tuple(_parse_question(path, number, line) for number, line in lines), digest)
+
+
+class SelfChat:
+    """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves.
+
+    `source`: where questions are from; from the model alone where it is None. Raises ConfigError for a model without a
+    chat template, and for openings that hold special tokens.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        encoder: TextTokenizer,
+        *,
+        seed: int,
+        max_answer_tokens: int,
+        temperatures: Sequence[float] = ANSWER_TEMPERATURES,
+        source: Openings | Questions | None = None,
+    ) -> None:
         self._client = client
         self._encoder = encoder
         self._seed = seed
         self._max_answer_tokens = max_answer_tokens
-        self._opening = _user_opening(encoder)
+        self._temperatures = tuple(temperatures)
+        self._source = source
+        self._user_opening = _user_opening(encoder)
+        lines = source.lines if isinstance(source, Openings) else ()
+        self._openings = [(line, _plain_tokens(encoder, line)) for line in lines]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What conversations depend on, beside the model."""
+        return {
+            "seed": self._seed,
+            "max_answer_tokens": self._max_answer_tokens,
+            "temperatures": list(self._temperatures),
+            "openings": self._source.digest if isinstance(self._source, Openings) else None,
+            "questions": self._source.digest if isinstance(self._source, Questions) else None,
+        }
+
+    def require_questions(self, num_conversations: int) -> None:
+        """Raises ConfigError where a file of questions has fewer."""
+        if isinstance(self._source, Questions) and num_conversations > len(self._source.texts):
+            raise ConfigError(
+                f"--conversations: {num_conversations} are more than the {len(self._source.texts)} of --questions"
+            )
 
     async def conversation(self, number: int) -> Conversation:
         """Raises ConfigError where the model asks no question that ends."""
         random = np.random.default_rng((self._seed, number))
+        if isinstance(self._source, Questions):
+            return await self._answered(self._source.texts[number], random)
         for _ in range(_NUM_TRIES):
-            question = await self._client.complete(
-                token_ids=self._opening,
-                temperature=_QUESTION_TEMPERATURE,
-                top_p=_TOP_P,
-                max_tokens=_QUESTION_TOKENS,
-                seed=_draw_seed(random),
-            )
-            text = question.text.strip()
-            if text and question.finish_reason is FinishReason.EOS:
-                return await self._answered(text, random)
+            question = await self._sampled_question(random)
+            if question:
+                return await self._answered(question, random)
         raise ConfigError(f"model: {_NUM_TRIES} sampled questions were empty, or longer than {_QUESTION_TOKENS} tokens")
+
+    async def _sampled_question(self, random: np.random.Generator) -> str:
+        """Empty where the model's question does not end."""
+        line, begun = self._openings[random.integers(len(self._openings))] if self._openings else ("", ())
+        sampled = await self._client.complete(
+            token_ids=self._user_opening + begun,
+            temperature=_QUESTION_TEMPERATURE,
+            top_p=_TOP_P,
+            max_tokens=_QUESTION_TOKENS,
+            seed=_draw_seed(random),
+        )
+        if sampled.finish_reason is not FinishReason.EOS:
+            return ""
+        if not line:
+            return sampled.text.strip()
+        # Alone, the continuation's tokens may decode without the space that they begin with.
+        whole = self._encoder.decode(begun + sampled.token_ids)
+        return (line + whole[len(self._encoder.decode(begun)) :]).strip()
 
     async def _answered(self, question: str, random: np.random.Generator) -> Conversation:
         prompt = self._encoder.encode_chat([("user", question)])
-        temperature = float(random.choice(ANSWER_TEMPERATURES))
+        temperature = float(random.choice(self._temperatures))
         answer = await self._client.complete(
             token_ids=prompt,
             temperature=temperature,
@@ -83,9 +169,12 @@ async def write_self_chat(
 ) -> int:
     """Add conversations to `out` until it has `num_conversations`; what is made is kept when this is interrupted.
 
-    Returns how many were there before. Raises ConfigError for a file that is not of this format.
+    Returns how many were there before. Raises ConfigError for a file that is not of this format, or was begun with
+    other options, and for more conversations than questions.
     """
-    made = _read(out, vocab_size)
+    self_chat.require_questions(num_conversations)
+    options = self_chat.options
+    made = _read(out, vocab_size, options)
     num_before, num_tokens = len(made), 0
     slots = asyncio.Semaphore(concurrency)
 
@@ -108,13 +197,13 @@ async def write_self_chat(
                 num_tokens += len(made[-1].answer)
                 stage.advance(1, f"{num_tokens} answer tokens")
                 if len(made) % _SAVE_EVERY == 0:
-                    _write(out, made, vocab_size)
+                    _write(out, made, vocab_size, options)
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             if len(made) > num_before:
-                _write(out, made, vocab_size)
+                _write(out, made, vocab_size, options)
 
 
 def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
@@ -126,11 +215,39 @@ def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
     return first[: next(index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])]
 
 
+def _plain_tokens(encoder: TextTokenizer, line: str) -> tuple[int, ...]:
+    """Without the special tokens that the tokenizer adds by itself. Raises ConfigError where the line holds others."""
+    encoded = encoder.encode(line)
+    plain = tuple(token_id for token_id in encoded if token_id not in encoder.special_ids)
+    if len(encoded) - len(plain) != len(encoder.encode("")):
+        raise ConfigError(f"--openings: {line!r} holds special tokens of the model")
+    return plain
+
+
+def _read_text(path: Path, option: str) -> tuple[str, str]:
+    """The text and its digest."""
+    try:
+        data = path.read_bytes()
+        return data.decode(), hashlib.blake2b(data, digest_size=16).hexdigest()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: {path}: no text to read: {error}") from error
+
+
+def _parse_question(path: Path, number: int, line: str) -> str:
+    try:
+        question = json.loads(line)["question"]
+    except (ValueError, TypeError, KeyError):
+        question = None
+    if not isinstance(question, str) or not question.strip():
+        raise ConfigError(f'--questions: {path}: line {number} is no object with a string "question", or that is blank')
+    return question
+
+
 def _draw_seed(random: np.random.Generator) -> int:
     return int(random.integers(2**63))
 
 
-def _read(path: Path, vocab_size: int) -> list[Conversation]:
+def _read(path: Path, vocab_size: int, options: dict[str, Any]) -> list[Conversation]:
     if not path.exists():
         return []
     stored = load_conversations(path, vocab_size=vocab_size)
@@ -138,6 +255,7 @@ def _read(path: Path, vocab_size: int) -> list[Conversation]:
         if "temperature" not in arrays or arrays["temperature"].shape != stored.answer_start.shape:
             raise ConfigError(f"{path}: the array temperature is missing, or not one value for each conversation")
         temperatures = arrays["temperature"]
+        _check_options(path, arrays, options)
     made = []
     for place, (start, stop) in enumerate(zip(stored.offsets[:-1], stored.offsets[1:], strict=True)):
         tokens, first = stored.tokens[start:stop].tolist(), int(stored.answer_start[place])
@@ -145,7 +263,21 @@ def _read(path: Path, vocab_size: int) -> list[Conversation]:
     return made
 
 
-def _write(path: Path, made: list[Conversation], vocab_size: int) -> None:
+def _check_options(path: Path, arrays: Mapping[str, NDArray[Any]], options: dict[str, Any]) -> None:
+    """Raises ConfigError, naming the first that differs."""
+    if "options" not in arrays:
+        raise ConfigError(f"{path}: the array options is missing: it cannot be told how the file was begun")
+    try:
+        begun = dict(json.loads(arrays["options"].item()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: options is no JSON object: it cannot be told how the file was begun") from error
+    for name in {**options, **begun}:
+        ours, theirs = options.get(name), begun.get(name)
+        if ours != theirs:
+            raise ConfigError(f"{name}: this run has {ours}, {path} was begun with {theirs}")
+
+
+def _write(path: Path, made: list[Conversation], vocab_size: int, options: dict[str, Any]) -> None:
     """The file is replaced whole."""
     tokens = [each.prompt + each.answer for each in made]
     unfinished = path.with_name(f"{path.name}.new")
@@ -156,5 +288,6 @@ def _write(path: Path, made: list[Conversation], vocab_size: int) -> None:
             offsets=np.cumsum([0, *map(len, tokens)], dtype=np.int64),
             answer_start=np.array([len(each.prompt) for each in made], dtype=np.int32),
             temperature=np.array([each.temperature for each in made], dtype=np.float32),
+            options=np.array(json.dumps(options)),
         )
     os.replace(unfinished, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from common.errors import ConfigError
 from training.batches import BatchSource
 from training.config import DTYPES, TrainConfig
 from training.curves import require_matplotlib
-from training.data import Conversations, Ints, load_conversations, split
+from training.data import Conversations, Ints, join, load_conversations, split
 from training.features import Features, FeaturesKey, compute_features, features_key, is_complete, open_features
 from training.head import TrainableHead, initialize
 from training.head_config import head_config, head_spec
@@ -26,7 +27,7 @@ from training.warm_start import OUTPUT_LAYER, StartingHead, read_starting_head
 
 def prepare_training(
     model_dir: Path,
-    data: Path,
+    data: Sequence[Path],
     out: Path,
     *,
     config: TrainConfig,
@@ -38,19 +39,20 @@ def prepare_training(
     """The run leaves its head in `out`/head, and in `out` what is needed to go on. Features go to `features_dir`, by
     default in `out` too; they are computed here, which may take longer than anything else.
 
+    `data`: files, one at least, whose conversations are put end to end.
     `start_from`: a directory with a head of the same shape, whose weights and draft vocabulary the run begins with;
     `revises_vocab`: with the data's draft vocabulary instead, the target's output rows standing in for tokens that the
     head did not know.
 
-    Raises ConfigError, naming the setting or the array that is wrong, StartupError and UnsupportedModel for a target
-    that cannot be used.
+    Raises ConfigError, naming the setting that is wrong, or the file and its array, StartupError and UnsupportedModel
+    for a target that cannot be used.
     """
     require_matplotlib()
     device = _device(config.device)
     _make_writable(out)
     torch.manual_seed(config.seed)
     target = load_target(model_dir, device=config.device)
-    conversations = load_conversations(data, vocab_size=target.config.vocab_size)
+    conversations = join([load_conversations(path, vocab_size=target.config.vocab_size) for path in data])
     train, held_out = split(conversations, num_held_out=config.num_held_out, seed=config.seed)
     _require_chains(conversations, held_out, config.ttt_steps)
     written_config = head_config(target.config, draft_vocab=config.draft_vocab, layers=config.layers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,13 @@ def self_chat(
     address: Annotated[str, typer.Argument(envvar="BATON_ADDRESS", help="HOST:PORT of the decode service.")],
     out: Annotated[Path, typer.Option(help="File to write; one that was begun is continued.")],
     num_conversations: Annotated[int, typer.Option("--conversations", min=1, help="In the file, in the end.")] = 1000,
+    openings: Annotated[
+        Path | None, typer.Option(help="Text: each question begins with one of its lines, the model continues it.")
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help='JSON lines: conversation i answers the "question" of line i.')
+    ] = None,
+    temperatures: Annotated[str, typer.Option(help="Of answers: one is drawn for each.")] = "0,0.5,0.8,1",
     max_answer_tokens: Annotated[int, typer.Option(min=2)] = 384,
     concurrency: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 16,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -33,16 +41,34 @@ def self_chat(
     server_name: options.ServerName = None,
 ) -> None:
     """Let the served model ask itself questions and answer them. The file is training data for `train-draft`."""
+    if openings and questions:
+        raise typer.BadParameter("give one of them", param_hint="--openings and --questions")
+    answer_temperatures = _parse_temperatures(temperatures)
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     with reported_errors(False):
         prepare_model(model, as_json=False)
         from common.errors import StartupError
         from common.model_source import resolve_model
         from common.tokenizer import TextTokenizer
+        from training.generate import read_openings, read_questions
 
         try:
+            source = read_openings(openings) if openings else read_questions(questions) if questions else None
             encoder = TextTokenizer.from_directory(resolve_model(model, dtype="bfloat16"))
-            asyncio.run(_write(address, tls, encoder, out, num_conversations, max_answer_tokens, concurrency, seed))
+            asyncio.run(
+                _write(
+                    address,
+                    tls,
+                    encoder,
+                    out,
+                    num_conversations=num_conversations,
+                    concurrency=concurrency,
+                    seed=seed,
+                    max_answer_tokens=max_answer_tokens,
+                    temperatures=answer_temperatures,
+                    source=source,
+                )
+            )
         except StartupError as error:
             raise FailedPrecondition(str(error), reason=error.reason) from error
 
@@ -52,17 +78,17 @@ async def _write(
     tls: Tls | None,
     encoder: TextTokenizer,
     out: Path,
+    *,
     num_conversations: int,
-    max_answer_tokens: int,
     concurrency: int,
-    seed: int,
+    **settings: Any,
 ) -> None:
     from training.generate import SelfChat, write_self_chat
     from training.progress import Progress
 
     progress = Progress(text_console())
     async with AsyncClient(address, tls=tls) as client:
-        self_chat = SelfChat(client, encoder, seed=seed, max_answer_tokens=max_answer_tokens)
+        self_chat = SelfChat(client, encoder, **settings)
         num_before = await write_self_chat(
             out,
             self_chat,
@@ -72,3 +98,13 @@ async def _write(
             progress=progress,
         )
     progress.line(f"{out}: {max(0, num_conversations - num_before)} conversations added to {num_before}")
+
+
+def _parse_temperatures(text: str) -> tuple[float, ...]:
+    try:
+        parsed = tuple(float(value) for value in text.split(","))
+    except ValueError:
+        parsed = ()
+    if not parsed or not all(0 <= value < math.inf for value in parsed):
+        raise typer.BadParameter("give numbers from 0 on with commas between them", param_hint="--temperatures")
+    return parsed

@@ -21,7 +21,9 @@ _RATES = "Rates"
 
 
 def train_draft(
-    data: Annotated[Path, typer.Argument(help="Conversations, an .npz file (docs/training.md).")],
+    data: Annotated[
+        list[Path], typer.Argument(help="Conversations: .npz files, put end to end in this order (docs/training.md).")
+    ],
     out: Annotated[Path, typer.Option(help="Directory of the run: head, curve, checkpoints. A run in it goes on.")],
     model: options.Model = "demo",
     features: Annotated[
@@ -95,7 +97,7 @@ def train_draft(
 def _train(
     *,
     model: str,
-    data: Path,
+    data: list[Path],
     out: Path,
     features: Path | None,
     start_from: Path | None,

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from tests.training.cases import save_data
-from training.data import load_conversations, split
+from training.data import join, load_conversations, split
 
 
 def test_conversations_are_read_as_they_lie(tmp_path: Path) -> None:
@@ -51,6 +51,31 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path: Path) -> None:
             load_conversations(tmp_path / "data.npz", vocab_size=15)
     with pytest.raises(ConfigError, match=r"none\.npz: no"):
         load_conversations(tmp_path / "none.npz", vocab_size=15)
+
+
+def test_files_are_put_end_to_end_in_their_order(tmp_path: Path) -> None:
+    first = load_conversations(save_data(tmp_path / "first.npz"), vocab_size=15)
+    second = load_conversations(
+        save_data(
+            tmp_path / "second.npz",
+            tokens=np.array([7, 8, 9]),
+            offsets=np.array([0, 3]),
+            answer_start=np.array([2]),
+        ),
+        vocab_size=15,
+    )
+    both = join([second, first])
+    assert both.tokens.tolist() == [7, 8, 9, *range(15)]
+    assert both.offsets.tolist() == [0, 3, 7, 12, 18]
+    assert both.answer_start.tolist() == [2, 1, 2, 3]
+    assert both.answer_tokens(np.array([0, 1])).tolist() == [9, 1, 2, 3]
+    assert join([first, second]).digest != both.digest
+
+
+def test_one_file_has_the_digest_that_it_always_had(tmp_path: Path) -> None:
+    """Features that were computed once stay good."""
+    only = load_conversations(save_data(tmp_path / "data.npz"), vocab_size=15)
+    assert join([only]).digest == only.digest == "b3cfe59a346746e898438cf41bd9ec74"
 
 
 def test_the_split_is_one_of_all_conversations_and_depends_on_the_seed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from baton.v1 import inference_pb2
 from common.errors import ConfigError
 from common.tokenizer import TextTokenizer
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
-from tests.support.models import END_ID, VOCAB_SIZE
+from tests.support.models import END_ID, SPECIAL_TOKENS, START_ID, VOCAB_SIZE
 from tests.training.cases import quiet, save_data
 from training import generate
 from training.data import load_conversations
-from training.generate import ANSWER_TEMPERATURES, SelfChat, write_self_chat
+from training.generate import ANSWER_TEMPERATURES, SelfChat, read_openings, read_questions, write_self_chat
 
 _QUESTION_LIMIT = 128
 
@@ -50,7 +51,8 @@ class Model:
             return _completion((20 + request["seed"] % 50, END_ID), "", FinishReason.EOS)
         text = self._questions[min(len(self.asked), len(self._questions)) - 1]
         ended = FinishReason.LENGTH if text.endswith("...") else FinishReason.EOS
-        return _completion(self._encoder.encode(text), text, ended)
+        token_ids = self._encoder.encode(text)
+        return _completion(token_ids, self._encoder.decode(token_ids), ended)
 
 
 def _completion(token_ids: Sequence[int], text: str, reason: FinishReason) -> Completion:
@@ -73,8 +75,11 @@ def encoder(target_dir: Path) -> TextTokenizer:
     return TextTokenizer.from_directory(target_dir)
 
 
-def write(out: Path, model: Any, encoder: TextTokenizer, num_conversations: int, *, concurrency: int = 2) -> int:
-    self_chat = SelfChat(model, encoder, seed=3, max_answer_tokens=40)
+def write(
+    out: Path, model: Any, encoder: TextTokenizer, num_conversations: int, *, concurrency: int = 2, **changes: Any
+) -> int:
+    """`changes` are of the options."""
+    self_chat = SelfChat(model, encoder, **{"seed": 3, "max_answer_tokens": 40, **changes})
     return asyncio.run(
         write_self_chat(
             out,
@@ -155,7 +160,7 @@ def test_what_was_made_before_a_failure_is_kept(
 
     monkeypatch.setattr(generate, "_SAVE_EVERY", 5)
     written = []
-    monkeypatch.setattr(generate, "_write", lambda path, made, _: written.append(len(made)))
+    monkeypatch.setattr(generate, "_write", lambda path, made, *_: written.append(len(made)))
     write(tmp_path / "often.npz", Model(encoder), encoder, 12)
     assert written == [5, 10, 12]
 
@@ -171,6 +176,172 @@ def test_a_file_of_another_format_is_not_written_over(encoder: TextTokenizer, tm
     with pytest.raises(ConfigError, match="temperature is missing"):
         write(path, Model(encoder), encoder, 4)
     assert "temperature" not in arrays(path)
+
+
+def test_by_default_it_draws_what_it_always_drew(encoder: TextTokenizer, tmp_path: Path) -> None:
+    """Files that were begun before stay reproducible."""
+    model = Model(encoder)
+    write(tmp_path / "data.npz", model, encoder, 2, concurrency=1)
+    assert [(request["temperature"], request["seed"]) for request in model.asked] == [
+        (1.0, 789974133212406140),
+        (0.0, 7390452496230446619),
+        (1.0, 2335847356491536649),
+        (0.8, 3148560210468381428),
+    ]
+
+
+def test_a_question_goes_on_from_an_opening(encoder: TextTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "openings.txt").write_bytes("Write a\n \n  Who is \r\nWarum hört\n".encode())
+    openings = read_openings(tmp_path / "openings.txt")
+    assert openings.lines == ("Write a", "Who is", "Warum hört")
+    model = Model(encoder, [" poem. "])
+    write(tmp_path / "data.npz", model, encoder, 20, concurrency=1, source=openings)
+    write(tmp_path / "alone.npz", without := Model(encoder), encoder, 1)
+    alone, drawn = without.asked[0]["token_ids"], set()
+    for question, answer in zip(model.asked[::2], model.asked[1::2], strict=True):
+        line = encoder.decode(question["token_ids"]).removeprefix("user\n")
+        drawn.add(line)
+        assert question["token_ids"] == alone + encoder.encode(line)
+        assert (question["temperature"], question["max_tokens"]) == (1.0, _QUESTION_LIMIT)
+        assert answer["token_ids"] == encoder.encode_chat([("user", f"{line} poem.")])
+    assert drawn == set(openings.lines)
+
+
+class WithStart(TextTokenizer):
+    """Like sentencepiece's: adds a token by itself, and decodes without the first space."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return (START_ID, *super().encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return super().decode(token_ids).removeprefix(" ")
+
+
+def test_an_opening_is_followed_as_the_model_reads_it(encoder: TextTokenizer, target_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "openings.txt").write_text("Write a")
+    openings = read_openings(tmp_path / "openings.txt")
+    other = WithStart.from_directory(target_dir)
+    model = Model(other, [" poem."])
+    write(tmp_path / "data.npz", model, other, 1, source=openings)
+    question, answer = model.asked
+    write(tmp_path / "alone.npz", without := Model(encoder), encoder, 1)
+    assert question["token_ids"] == without.asked[0]["token_ids"] + encoder.encode("Write a")
+    assert answer["token_ids"] == encoder.encode_chat([("user", "Write a poem.")])
+
+
+def test_openings_that_cannot_be_used_are_refused(encoder: TextTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "openings.txt"
+    with pytest.raises(ConfigError, match=r"^--openings: .*openings\.txt: no text to read"):
+        read_openings(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"^--openings: .*openings\.txt: no text to read"):
+        read_openings(path)
+    path.write_text(" \n\n")
+    with pytest.raises(ConfigError, match=r"^--openings: .*: every line is blank"):
+        read_openings(path)
+    path.write_text(f"Write\n{SPECIAL_TOKENS[END_ID]} Write\n")
+    with pytest.raises(ConfigError, match=r"^--openings: .* Write' holds special tokens"):
+        write(tmp_path / "data.npz", Model(encoder), encoder, 1, source=read_openings(path))
+
+
+def test_questions_of_a_file_are_answered_in_order(encoder: TextTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    asked = ["Why?", "def f():\n    pass", "Où\u2028?"]
+    path.write_text("\n\n".join(json.dumps({"id": 1, "question": each}, ensure_ascii=False) for each in asked))
+    questions = read_questions(path)
+    assert questions.texts == tuple(asked)
+    model = Model(encoder)
+    write(tmp_path / "data.npz", model, encoder, 3, source=questions)
+    assert [request["max_tokens"] for request in model.asked] == [40] * 3
+    conversations = load_conversations(tmp_path / "data.npz", vocab_size=VOCAB_SIZE)
+    for number, question in enumerate(asked):
+        start = conversations.offsets[number]
+        prompt = conversations.tokens[start : start + conversations.answer_start[number]]
+        assert tuple(prompt.tolist()) == encoder.encode_chat([("user", question)])
+    again = Model(encoder)
+    with pytest.raises(ConfigError, match=r"^--conversations: 4 are more than the 3 of --questions"):
+        write(tmp_path / "data.npz", again, encoder, 4, source=questions)
+    assert not again.asked
+
+
+@pytest.mark.parametrize("line", ["what?", '"question"', "[]", "{}", '{"question": 3}', '{"question": " "}'])
+def test_a_line_without_a_question_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(f'{{"question": "Why?"}}\n\n{line}\n')
+    with pytest.raises(ConfigError, match=r"^--questions: .*\.jsonl: line 3 is no object"):
+        read_questions(path)
+    with pytest.raises(ConfigError, match=r"^--questions: .*: no text to read"):
+        read_questions(tmp_path)
+
+
+def test_answers_have_the_temperatures_asked_for(encoder: TextTokenizer, tmp_path: Path) -> None:
+    model = Model(encoder)
+    write(tmp_path / "data.npz", model, encoder, 20, temperatures=(0.25, 2.0))
+    assert set(arrays(tmp_path / "data.npz")["temperature"]) == {0.25, 2.0}
+    answers = [request for request in model.asked if request["max_tokens"] == 40]
+    assert {request["temperature"] for request in answers} == {0.25, 2.0}
+
+
+def test_a_file_is_continued_with_the_options_it_was_begun_with(encoder: TextTokenizer, tmp_path: Path) -> None:
+    out = tmp_path / "data.npz"
+    (tmp_path / "questions.jsonl").write_text('{"question": "Why?"}\n' * 3)
+    (tmp_path / "openings.txt").write_text("Write")
+    (tmp_path / "other.txt").write_text("Say")
+    openings, other = read_openings(tmp_path / "openings.txt"), read_openings(tmp_path / "other.txt")
+    write(out, Model(encoder), encoder, 2, source=openings)
+    with np.load(out, allow_pickle=False) as file:
+        assert json.loads(file["options"].item()) == {
+            "seed": 3,
+            "max_answer_tokens": 40,
+            "temperatures": [0.0, 0.5, 0.8, 1.0],
+            "openings": openings.digest,
+            "questions": None,
+        }
+    before = out.read_bytes()
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("seed: this run has 4, .*data.npz was begun with 3", {"seed": 4}),
+        ("max_answer_tokens: this run has 41", {"max_answer_tokens": 41, "temperatures": (0.0,)}),
+        (r"temperatures: this run has \[0.0\]", {"temperatures": (0.0,)}),
+        ("openings: this run has None", {"source": None}),
+        (f"openings: this run has {other.digest}", {"source": other}),
+        ("openings", {"source": read_questions(tmp_path / "questions.jsonl")}),
+    ]
+    for message, change in changes:
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            write(out, Model(encoder), encoder, 3, **{"source": openings, **change})
+    assert out.read_bytes() == before
+    assert write(out, Model(encoder), encoder, 3, source=openings) == 2
+    write(tmp_path / "asked.npz", Model(encoder), encoder, 1, source=read_questions(tmp_path / "questions.jsonl"))
+    with pytest.raises(ConfigError, match=r"^questions: this run has None"):
+        write(tmp_path / "asked.npz", Model(encoder), encoder, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (None, "the array options is missing: it cannot be told how"),
+        (np.array("no JSON"), "options is no JSON object: it cannot be told how"),
+        (np.array("3"), "options is no JSON object"),
+        (np.arange(3), "options is no JSON object"),
+        (np.array('{"top_k": 3}'), "seed: this run has 3, .* was begun with None"),
+    ],
+)
+def test_a_file_that_was_begun_elsewhere_is_not_continued(
+    options: Any, message: str, encoder: TextTokenizer, tmp_path: Path
+) -> None:
+    path = save_data(tmp_path / "data.npz", temperature=np.zeros(3), options=options)
+    with pytest.raises(ConfigError, match=message):
+        write(path, Model(encoder), encoder, 4)
+
+
+def test_an_option_that_is_not_known_here_differs(encoder: TextTokenizer, tmp_path: Path) -> None:
+    write(tmp_path / "data.npz", Model(encoder), encoder, 1)
+    with np.load(tmp_path / "data.npz") as file:
+        stored = {**file}
+    stored["options"] = np.array(json.dumps({**json.loads(stored["options"].item()), "top_k": 5}))
+    np.savez(tmp_path / "data.npz", **stored)
+    with pytest.raises(ConfigError, match=r"^top_k: this run has None, .* was begun with 5"):
+        write(tmp_path / "data.npz", Model(encoder), encoder, 2)
 
 
 def test_a_model_without_a_chat_template_is_refused(encoder: TextTokenizer) -> None:
@@ -201,8 +372,45 @@ def test_the_command_writes_the_file(server: ScriptedServer, target_dir: Path, t
     assert (result.exit_code, "3 conversations added to 0" in result.stderr) == (0, True), result.stderr
     assert len(arrays(out)["answer_start"]) == 3
     assert {server.inference.requests.get_nowait().sampling.max_tokens for _ in range(6)} == {_QUESTION_LIMIT, 9}
-    result = run(server, out, target_dir, "--conversations", "4")
+    result = run(server, out, target_dir, "--conversations", "4", "--max-answer-tokens", "9")
     assert "1 conversations added to 3" in result.stderr
+    assert json.loads(arrays(out)["options"])["temperatures"] == list(ANSWER_TEMPERATURES)
+
+
+def test_the_command_s_sources_and_temperatures(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:
+    questions, openings = tmp_path / "questions.jsonl", tmp_path / "openings.txt"
+    questions.write_text('{"question": "Why?"}\n{"question": "Why not?"}\n')
+    openings.write_text("Write")
+    result = run(
+        server,
+        tmp_path / "asked.npz",
+        target_dir,
+        *("--questions", str(questions), "--conversations", "2", "--temperatures", "0.5"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert [server.inference.requests.get_nowait().sampling.temperature for _ in range(2)] == [0.5, 0.5]
+    assert server.inference.requests.empty()
+    assert json.loads(arrays(tmp_path / "asked.npz")["options"])["questions"] == read_questions(questions).digest
+
+    result = run(server, tmp_path / "begun.npz", target_dir, "--openings", str(openings), "--conversations", "1")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(arrays(tmp_path / "begun.npz")["options"])["openings"] == read_openings(openings).digest
+
+    result = run(server, tmp_path / "new.npz", target_dir, "--questions", str(questions))
+    assert (result.exit_code, "--conversations: 1000 are more than the 2" in result.stderr) == (1, True)
+    result = run(server, tmp_path / "new.npz", target_dir, "--openings", str(tmp_path / "none.txt"))
+    assert (result.exit_code, "--openings: " in result.stderr) == (1, True)
+    both = ("--openings", str(openings), "--questions", str(questions))
+    result = run(server, tmp_path / "new.npz", target_dir, *both)
+    assert (result.exit_code, "--openings and --questions" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("temperatures", ["", "warm", "0,,1", "0,-0.5", "0,nan", "inf"])
+def test_temperatures_are_numbers_from_0_on(
+    temperatures: str, server: ScriptedServer, target_dir: Path, tmp_path: Path
+) -> None:
+    result = run(server, tmp_path / "data.npz", target_dir, "--temperatures", temperatures)
+    assert (result.exit_code, "--temperatures" in result.stderr) == (2, True)
 
 
 def test_the_command_names_what_is_wrong(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:

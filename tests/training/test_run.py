@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from common.draft.load import load_draft
 from common.errors import ConfigError
 from common.model.target import TargetModel
 from tests.support.models import SMALL_VOCAB_SIZE
-from tests.training.cases import LAYERS, quiet, save_data, tiny_config
+from tests.training.cases import LAYERS, quiet, save_data, save_sampled_data, tiny_config
 from training import curves, run, trainer
 from training.batches import BatchSource
 from training.curves import Evaluation
-from training.data import load_conversations, split
+from training.data import join, load_conversations, split
 from training.run import prepare_training
 from training.vocabulary import most_frequent
 
@@ -37,7 +37,7 @@ def train(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, featur
     def start(*, out: Path = tmp_path / "out", should_stop: Callable[[], bool] = lambda: False, **changes: Any) -> Any:
         config = tiny_config(**changes)
         prepared = prepare_training(
-            last_token_model_dir, sampled_data, out, config=config, progress=quiet(), features_dir=features_dir
+            last_token_model_dir, [sampled_data], out, config=config, progress=quiet(), features_dir=features_dir
         )
         return prepared.run(should_stop)
 
@@ -59,12 +59,13 @@ def without_time(evaluations: list[Evaluation]) -> list[tuple[Any, ...]]:
     return [(each.tokens, each.train_loss, each.accuracy, each.cumulative, each.tau) for each in evaluations]
 
 
-def cli(out: Path, data: Path, model: Path, *options: str) -> Result:
+def cli(out: Path, data: Path | Sequence[Path], model: Path, *options: str) -> Result:
+    files = [str(path) for path in ([data] if isinstance(data, Path) else data)]
     layers = ",".join(map(str, LAYERS))
     fixed = ("--model", str(model), "--layers", layers, "--draft-vocab", "48", "--batch-tokens", "128")
     sizes = ("--max-tokens", "12000", "--warmup-tokens", "800", "--eval-tokens", "3000", "--held-out", "20")
     given = ("--out", str(out), "--lr", "5e-3", "--threads", "1")
-    return CliRunner().invoke(app, ["train-draft", str(data), *fixed, *sizes, *given, *options])
+    return CliRunner().invoke(app, ["train-draft", *files, *fixed, *sizes, *given, *options])
 
 
 def test_from_nothing_to_a_head_that_drafts(
@@ -181,7 +182,7 @@ def test_what_is_held_out_is_neither_trained_on_nor_counted(
 ) -> None:
     config = tiny_config(eval_tokens=10**9)  # evaluations read what is held out
     prepared = prepare_training(
-        last_token_model_dir, sampled_data, tmp_path, config=config, progress=quiet(), features_dir=features_dir
+        last_token_model_dir, [sampled_data], tmp_path, config=config, progress=quiet(), features_dir=features_dir
     )
     conversations = load_conversations(sampled_data, vocab_size=SMALL_VOCAB_SIZE)
     train, held_out = split(conversations, num_held_out=config.num_held_out, seed=config.seed)
@@ -193,6 +194,26 @@ def test_what_is_held_out_is_neither_trained_on_nor_counted(
         patch.setattr(BatchSource, "load", lambda _, group: seen.extend(group.tolist()) or load(group))
         prepared.run(stop_after(8))
     assert seen and set(seen).isdisjoint(held_out.tolist())
+
+
+def test_several_files_are_trained_on_in_the_order_given(
+    tmp_path: Path, last_token_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [
+        save_sampled_data(tmp_path / f"{seed}.npz", last_token_model_dir, num_conversations=15, seed=seed)
+        for seed in (4, 3)
+    ]
+    monkeypatch.setattr(trainer.Trainer, "run", lambda *_: None)
+    result = cli(tmp_path / "out", files, last_token_model_dir)
+    assert result.exit_code == 0, result.stderr
+    assert "10 conversations to train on, 20 held out" in result.stderr
+    features = json.loads((tmp_path / "out" / "features" / "complete.json").read_text())
+    both = join([load_conversations(path, vocab_size=SMALL_VOCAB_SIZE) for path in files])
+    assert features["data_digest"] == both.digest
+
+    wrong = save_data(tmp_path / "wrong.npz", answer_start=None)
+    result = cli(tmp_path / "out", [files[0], wrong], last_token_model_dir)
+    assert (result.exit_code, "wrong.npz: the array answer_start is missing" in result.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -26,7 +26,7 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory, last_token_model_dir: Pat
     """A head that was trained for a while."""
     out = tmp_path_factory.mktemp("first")
     config = tiny_config(max_tokens=12000, batch_tokens=128)
-    prepare_training(last_token_model_dir, sampled_data, out, config=config, progress=quiet()).run(lambda: False)
+    prepare_training(last_token_model_dir, [sampled_data], out, config=config, progress=quiet()).run(lambda: False)
     return out / "head"
 
 
@@ -37,7 +37,7 @@ def prepare(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path) -> P
     ) -> Trainer:
         return prepare_training(
             last_token_model_dir,
-            data,
+            [data],
             tmp_path / "out",
             config=tiny_config(**changes),
             progress=quiet(),
