@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.model.cpu_kernel import Kernel, jit, number_format
+from common.model.cpu_kernel import Kernel, exp, jit, number_format
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -44,3 +44,21 @@ def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
     assert torch.equal(seen.isnan(), expected.isnan())
     kept = ~expected.isnan()
     assert torch.equal(seen[kept].view(torch.uint8), expected[kept].view(torch.uint8))
+
+
+def test_exp_is_a_float32s_for_numbers_up_to_zero() -> None:
+    numbers = torch.cat([torch.linspace(-87, 0, 200_000), torch.linspace(-1e-3, 0, 1000), torch.tensor([-1e-30, -0.0])])
+    seen = converted(exp, numbers.numpy(), np.zeros(numbers.shape[0], np.float32))
+    expected = numbers.double().exp()
+    # The product with ln 2 is rounded before it is taken away: an error that grows with the number.
+    allowed = 2e-7 + 1e-7 * numbers.abs()
+    assert bool(((seen.double() - expected).abs() <= allowed * expected).all())
+    assert float(seen[numbers == 0].min()) == 1.0
+
+
+def test_exp_of_what_is_no_number_or_too_small() -> None:
+    edge = torch.tensor([float("nan"), -float("inf"), -87.5, -1e30, -0.0] * 8)  # enough of them for vector code
+    seen = converted(exp, edge.numpy(), np.ones(40, np.float32)).view(8, 5)
+    assert bool(seen[:, 0].isnan().all())
+    assert torch.equal(seen[:, 1:4], torch.zeros(8, 3))
+    assert torch.equal(seen[:, 4], torch.ones(8))
