@@ -5,24 +5,27 @@ and takes draft(d, B) + verify(B * nodes) + extend seconds. All of these are mea
 most tokens a second is taken, 0 (decoding without drafts) included, and now and then another to see what it would take:
 one that was not measured yet, or a neighbour.
 
-At depth 0 the head is left behind (draft_backlog.py), so such a step costs what it would without a head; to begin
-drafting again takes a step of depth 0 that leaves a seed.
+At depth 0 the head is left behind (draft_backlog.py) and catches up now and then: a step is charged its part of that.
+To begin drafting again takes a step of depth 0 that leaves a seed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Collection
+from statistics import fmean
 from typing import Protocol
 
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.spec_info import SpecInfo
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
 
 _FIRST_ACCEPTANCE = 0.7
-_ACCEPTANCE_WEIGHT = 0.02  # of one row's step
+_ACCEPTANCE_WEIGHT = 0.02  # of one row's step, and of each that went by without such a draft, up to
+_MAX_STALE_STEPS = 16
 _NUM_TIMES = 8
 _FIRST_PROBE_INTERVAL = 2
-_LAST_PROBE_INTERVAL = 64
+_LAST_PROBE_INTERVAL = 128
 _CLASSES_PER_DOUBLING = 4
 
 
@@ -61,8 +64,10 @@ class AdaptiveDepth:
     def __init__(self, deepest: SpecInfo) -> None:
         self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
         self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps
+        self._stale_steps = [1] * deepest.num_steps
         self._verify_s = _Curve()  # by tokens
         self._extend_s = _Curve()  # behind drafts, by tokens
+        self._catch_up_s = _Curve(num_times=MAX_DRAFT_LAG, figure=fmean)  # without drafts, by rows
         self._draft_s = _Curve()  # one further level, by rows
         self._has_seeds = True
         self._interval = _FIRST_PROBE_INTERVAL
@@ -90,12 +95,16 @@ class AdaptiveDepth:
             reached = [accept_len for accept_len in stats.accept_lens if accept_len > level]
             if reached:
                 rate = sum(accept_len > level + 1 for accept_len in reached) / len(reached)
-                weight = 1 - (1 - _ACCEPTANCE_WEIGHT) ** len(reached)
+                weight = 1 - (1 - _ACCEPTANCE_WEIGHT) ** (len(reached) * self._stale_steps[level])
                 self._acceptance[level] += weight * (rate - self._acceptance[level])
+                self._stale_steps[level] = 0
+        self._stale_steps = [min(steps + 1, _MAX_STALE_STEPS) for steps in self._stale_steps]
         if self._verify_s.add(num_rows * spec_info.num_verify_tokens, stats.verify_s):
             self._interval = self._until_probe = _FIRST_PROBE_INTERVAL
         if spec_info.num_steps:
             self._extend_s.add(num_rows * spec_info.max_accept_len, stats.extend_s)
+        elif not spec_info.leaves_seed:
+            self._catch_up_s.add(num_rows, stats.extend_s)
         if spec_info.num_steps > 1:
             self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
 
@@ -109,6 +118,8 @@ class AdaptiveDepth:
         step_s = self._verify_s.at(num_rows * level.num_verify_tokens)
         if depth:
             step_s += self._extend_s.at(num_rows * level.max_accept_len) + (depth - 1) * self._draft_s.at(num_rows)
+        else:
+            step_s += self._catch_up_s.at(num_rows)
         return (num_rows + num_wanted * num_accepted) / step_s
 
     def _wanted_depth(self, num_rows: int, num_wanted: int) -> int:
@@ -126,13 +137,15 @@ class AdaptiveDepth:
 
 
 class _Curve:
-    """Seconds as a function of a size: of sizes within a fifth of each other the least of the last few times.
+    """Seconds as a function of a size: of sizes within a fifth of each other a figure of the last few times.
 
-    The least, because whatever else runs on the machine only ever adds; of the last few, because contexts grow. The
-    first of each such class of sizes does not count: kernels are chosen and memory is found then.
+    By default the least, because whatever else runs on the machine only ever adds; of the last few, because contexts
+    grow. The first of each such class of sizes does not count: kernels are chosen and memory is found then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_times: int = _NUM_TIMES, figure: Callable[[Collection[float]], float] = min) -> None:
+        self._num_times = num_times
+        self._figure = figure
         self._times: dict[int, deque[float]] = {}
 
     @property
@@ -146,7 +159,7 @@ class _Curve:
         """Whether such a size was not known yet."""
         place = _class_of(size)
         if place not in self._times:
-            self._times[place] = deque(maxlen=_NUM_TIMES)
+            self._times[place] = deque(maxlen=self._num_times)
             return True
         times = self._times[place]
         times.append(seconds)
@@ -159,15 +172,16 @@ class _Curve:
         """
         place = _class_of(size)
         if self.has(size):
-            return min(self._times[place])
+            return self._figure(self._times[place])
         below = max((seen for seen, times in self._times.items() if times and seen < place), default=None)
         above = min((seen for seen, times in self._times.items() if times and seen > place), default=None)
         if below is None:
-            return 0.0 if above is None else min(self._times[above])
+            return 0.0 if above is None else self._figure(self._times[above])
         if above is None:
-            return min(self._times[below]) * size / _size_of(below)
+            return self._figure(self._times[below]) * size / _size_of(below)
         share = (size - _size_of(below)) / (_size_of(above) - _size_of(below))
-        return min(self._times[below]) + share * (min(self._times[above]) - min(self._times[below]))
+        least, most = (self._figure(self._times[seen]) for seen in (below, above))
+        return least + share * (most - least)
 
 
 def _class_of(size: int) -> int:

@@ -7,6 +7,8 @@ step N    resolve_forward_inputs ◀── bootstrap ─────────
           draft-extend
           stash(tokens, seed)
 step N+1  resolve_forward_inputs
+
+A step without drafts publishes nothing: its lengths are known when it is launched (publish_nothing).
 """
 
 from __future__ import annotations

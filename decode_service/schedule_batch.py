@@ -19,7 +19,7 @@ from common.kv.pool import KvPool, RowLease
 from common.model.sampling_state import SamplingBatch
 from common.wire.handoff import PrebuiltBatch
 from decode_service.request import Request
-from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo, has_drafts
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
 
 
 class ForwardMode(Enum):
@@ -137,7 +137,7 @@ class ScheduleBatch:
         window = torch.arange(self.num_step_slots, device=self.seq_lens.device)
         positions = self.seq_lens.unsqueeze(1) + window
         self.out_cache_loc = pool.rows.req_to_token[self.req_pool_indices.unsqueeze(1), positions].flatten()
-        if not has_drafts(self.spec_info):
+        if self.spec_info is None or not self.spec_info.has_drafts:
             self.seq_lens = self.seq_lens + 1
             self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.forward_mode = ForwardMode.DECODE
@@ -207,7 +207,7 @@ class ForwardBatch:
     def snapshot(cls, batch: ScheduleBatch) -> ForwardBatch:
         assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
         num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
-        num_ahead = num_tokens if has_drafts(batch.spec_info) else 0
+        num_ahead = num_tokens if batch.spec_info is not None and batch.spec_info.has_drafts else 0
         seq_lens_cpu = tuple(length + num_ahead for length in batch.seq_lens_cpu.tolist())
         seq_lens = batch.seq_lens + num_ahead
         prefix_lens = seq_lens - num_tokens
@@ -240,7 +240,7 @@ class ForwardBatch:
     @property
     def has_drafts(self) -> bool:
         """Whether only the forward finds out how many tokens it commits."""
-        return has_drafts(self.spec_info)
+        return self.spec_info is not None and self.spec_info.has_drafts
 
     @property
     def leaves_head_behind(self) -> bool:

@@ -41,6 +41,11 @@ class SpecInfo:
         return replace(self, leaves_seed=False)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether a step commits as many tokens as its forward finds out, and not one a row."""
+        return self.num_steps > 0
+
+    @property
     def num_verify_tokens(self) -> int:
         """The bonus token of the step before, and the drafts."""
         return self.num_draft_tokens + 1
@@ -54,11 +59,6 @@ class SpecInfo:
     def num_slots(self) -> int:
         """Slots past a row's committed KV that a step writes to: it drafts in them, then verifies in them."""
         return max(self.num_verify_tokens, self.topk * (self.num_steps - 1))
-
-
-def has_drafts(spec_info: SpecInfo | None) -> bool:
-    """Whether a step commits as many tokens as its forward finds out, and not one a row."""
-    return spec_info is not None and spec_info.num_steps > 0
 
 
 def num_drafted(num_steps: int, topk: int) -> int:

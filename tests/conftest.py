@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import hypothesis
 import pytest
+import torch
 
 from common.device.factory import open_device
 from common.draft.head import DraftHead
@@ -17,6 +20,14 @@ from tests.support.models import save_last_token_model, save_tiny_model
 from tests.support.pair import InProcessPair, PairOptions
 
 MakePair = Callable[..., InProcessPair]
+
+
+def pytest_configure() -> None:
+    """Test processes share the cores, and an example may have to wait for one."""
+    hypothesis.settings.register_profile("baton", deadline=None)
+    hypothesis.settings.load_profile("baton")
+    num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
 
 
 @pytest.fixture(scope="session")

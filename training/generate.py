@@ -81,7 +81,7 @@ class SelfChat:
     """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves.
 
     `source`: where questions are from; from the model alone where it is None. Raises ConfigError for a model without a
-    chat template, and for openings that hold special tokens.
+    chat template, and for openings and questions that hold special tokens.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class SelfChat:
         self._source = source
         self._user_opening = _user_opening(encoder)
         lines = source.lines if isinstance(source, Openings) else ()
-        self._openings = [(line, _plain_tokens(encoder, line)) for line in lines]
+        self._openings = [(line, _plain_tokens(encoder, line, "--openings")) for line in lines]
+        for text in source.texts if isinstance(source, Questions) else ():
+            _plain_tokens(encoder, text, "--questions")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -215,12 +217,12 @@ def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
     return first[: next(index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])]
 
 
-def _plain_tokens(encoder: TextTokenizer, line: str) -> tuple[int, ...]:
+def _plain_tokens(encoder: TextTokenizer, line: str, option: str) -> tuple[int, ...]:
     """Without the special tokens that the tokenizer adds by itself. Raises ConfigError where the line holds others."""
     encoded = encoder.encode(line)
     plain = tuple(token_id for token_id in encoded if token_id not in encoder.special_ids)
     if len(encoded) - len(plain) != len(encoder.encode("")):
-        raise ConfigError(f"--openings: {line!r} holds special tokens of the model")
+        raise ConfigError(f"{option}: {line!r} holds special tokens of the model")
     return plain
 
 

@@ -98,7 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _package_roots(package: str) -> list[Path]:
     # To find a.b, a would be imported.
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    try:
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    except ValueError:  # a module that was not found by one
+        spec = None
     places = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
     roots = [Path(place) for place in places if place and Path(place).exists()]
     if not roots:

@@ -48,6 +48,8 @@ def prepare_training(
     for a target that cannot be used.
     """
     require_matplotlib()
+    if revises_vocab and start_from is None:
+        raise ConfigError("revises_vocab: there is no head to start from")
     device = _device(config.device)
     _make_writable(out)
     torch.manual_seed(config.seed)
@@ -93,8 +95,7 @@ def prepare_training(
         "data_digest": key.data_digest,
         "target_digest": key.target_digest,
         "layers": list(key.layers),
-        "start_from": starting.digest if starting else None,
-        "revises_vocab": revises_vocab,
+        "start_from": _identity_of(starting, revises_vocab=revises_vocab),
     }
     del target  # its decoder layers are not needed any more
     workplace = Workplace(
@@ -119,9 +120,15 @@ def _begin(
     try:
         output_rows = starting.output_rows(vocabulary, target.output_rows(token_ids))
         head.load_state_dict({**starting.weights, OUTPUT_LAYER: output_rows})
-    except (KeyError, RuntimeError) as error:
+    except RuntimeError as error:
         raise ConfigError(f"start_from: {error}") from error
     return "from the head to start from"
+
+
+def _identity_of(starting: StartingHead | None, *, revises_vocab: bool) -> str | None:
+    if starting is None:
+        return None
+    return f"{starting.digest}, vocabulary revised" if revises_vocab else starting.digest
 
 
 def _features(

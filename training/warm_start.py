@@ -34,7 +34,7 @@ class StartingHead:
         """[Vd, h]: of each token of `vocabulary` the head's row, or that of `new_rows` [Vd, h] where it has none."""
         own = torch.from_numpy(self.vocabulary.draft_ids()[vocabulary.token_ids])
         rows = self.weights[OUTPUT_LAYER]
-        return torch.where((own == UNKNOWN).unsqueeze(1), new_rows.to(rows.dtype), rows[own.clamp_min(0)])
+        return torch.where((own == UNKNOWN).unsqueeze(1), new_rows.to(rows), rows[own.clamp_min(0)])
 
 
 def read_starting_head(directory: Path, head_config: dict[str, Any]) -> StartingHead:
@@ -55,5 +55,8 @@ def read_starting_head(directory: Path, head_config: dict[str, Any]) -> Starting
     weights.pop("t2d", None)
     if offsets is None:
         raise ConfigError(f"start_from: {directory}: the head has no d2t")
+    num_rows = weights[OUTPUT_LAYER].shape[0] if OUTPUT_LAYER in weights else 0
+    if num_rows != len(offsets):
+        raise ConfigError(f"start_from: {directory}: {OUTPUT_LAYER} has {num_rows} rows for {len(offsets)} in d2t")
     token_ids = np.arange(len(offsets)) + offsets.numpy()
     return StartingHead(weights, DraftVocabulary(token_ids, head_config["vocab_size"]), digest)

@@ -81,7 +81,8 @@ def _exp(number):  # type: ignore[no-untyped-def]
     series = np.float32(1 / 6) + x * series
     series = np.float32(0.5) + x * series
     series = np.float32(1) + x * (np.float32(1) + x * series)
-    scale = np.uint32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+    whole = np.int32(power if power == power else np.float32(0))  # of a NaN an integer would be anything
+    scale = np.uint32((whole + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(0) if number < _LEAST_EXPONENT else series * scale
 
 

@@ -40,18 +40,47 @@ def assert_drafted_as_expected(outcome: Outcome) -> None:
     assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}, not {expected}"
 
 
+class RandomDepth(FixedDepth):
+    """Spells of depth 0, most without a seed, and spells of any depth; drafts only from a seed that was left."""
+
+    def __init__(self, deepest: SpecInfo, numbers: random.Random) -> None:
+        self._deepest = deepest
+        self._numbers = numbers
+        self._drafts, self._has_seeds = True, True
+        self._next = self._draw()
+
+    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+        return self._next if self._has_seeds else self._next.at_depth(0)
+
+    def launched(self, spec_info: SpecInfo) -> None:
+        self._has_seeds = spec_info.leaves_seed
+        if self._numbers.random() < 0.1:
+            self._drafts = not self._drafts
+        self._next = self._draw()
+
+    def _draw(self) -> SpecInfo:
+        if self._drafts:
+            return self._deepest.at_depth(self._numbers.randint(0, self._deepest.num_steps))
+        seeded = self._deepest.at_depth(0)
+        return seeded if self._numbers.random() < 0.1 else seeded.without_seed()
+
+
 def run_one_each(device: ScriptedDevice) -> None:
     for stream in device.ready_streams():
         stream.run_next()
 
 
-def random_run(numbers: random.Random, spec_info: SpecInfo, *, overlap: bool) -> ScriptedEngine:
+def random_run(
+    numbers: random.Random, spec_info: SpecInfo, *, overlap: bool, any_depth: bool = False
+) -> ScriptedEngine:
     def run_some(device: ScriptedDevice) -> None:
         while numbers.random() < 0.3 and (ready := device.ready_streams()):
             numbers.choice(ready).run_next()
 
     device = ScriptedDevice(on_synchronize=pick_with(numbers.choice), on_host_call=run_some)
     scripted = ScriptedEngine(device=device, max_rows=3, max_kv_tokens=80, overlap=overlap, spec_info=spec_info)
+    if any_depth:
+        scripted.engine._depth = RandomDepth(spec_info, numbers)
     for arrival in range(12):
         prompt = [numbers.randrange(1, 900) for _ in range(numbers.randint(1, 7))]
         temperature = numbers.choice([0.0, 0.0, 1.0])

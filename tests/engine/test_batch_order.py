@@ -42,7 +42,7 @@ def check_slots(out_cache_loc: torch.Tensor | None, rows: list[int]) -> None:
     assert out_cache_loc is None or out_cache_loc.tolist() == rows, "out_cache_loc outlived a filter"
 
 
-@settings(max_examples=100, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=100, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(operations=operations)
 def check_columns_follow_the_requests(operations: list[Operation]) -> None:
     batch = ScheduleBatch.empty(torch.device("cpu"))

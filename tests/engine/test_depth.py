@@ -10,13 +10,15 @@ import pytest
 
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.depth import AdaptiveDepth, FixedDepth
-from decode_service.spec_info import SpecInfo
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
 
 Seconds = Callable[[int], float]
 MEMORY_BOUND: Seconds = lambda num_tokens: 0.02 + 1e-5 * num_tokens  # noqa: E731
 COMPUTE_BOUND: Seconds = lambda num_tokens: 0.002 * num_tokens  # noqa: E731
 CPU: Seconds = lambda num_tokens: 0.018 + 0.002 * num_tokens  # noqa: E731
-DRAFT_S = 0.001
+HEAD_S = 0.001
+HEAD_SHARE = 0.04
+"""What the head's forward takes at least, and of what the target's over as many tokens would."""
 NUM_STEPS = 1500
 WARM_UP = 100
 
@@ -35,6 +37,7 @@ class Serving:
         self.sizes_met: set[int] = set()
         self.numbers = Random(3)
         self.chosen: list[SpecInfo] = []
+        self.lag = 0
         self.num_tokens = 0
         self.seconds = 0.0
 
@@ -49,9 +52,9 @@ class Serving:
         stats = SpeculationStats(
             spec_info.num_steps,
             accept_lens,
-            draft_s=DRAFT_S * max(0, spec_info.num_steps - 1),
+            draft_s=self.head_s(num_rows) * max(0, spec_info.num_steps - 1),
             verify_s=self.verify_s(num_tokens) * (1 if num_tokens in self.sizes_met else self.first_takes),
-            extend_s=DRAFT_S if spec_info.num_steps else 0.0,
+            extend_s=self._extend_s(spec_info, num_rows),
         )
         self.depth.observe(spec_info, num_rows=num_rows, stats=stats)
         self.sizes_met.add(num_tokens)
@@ -66,6 +69,17 @@ class Serving:
         for _ in range(NUM_STEPS):
             self.step(num_rows)
         return Counter(spec_info.num_steps for spec_info in self.chosen)
+
+    def head_s(self, num_tokens: int) -> float:
+        return max(HEAD_S, HEAD_SHARE * self.verify_s(num_tokens))
+
+    def _extend_s(self, spec_info: SpecInfo, num_rows: int) -> float:
+        if not spec_info.num_steps and not spec_info.leaves_seed and self.lag + 1 < MAX_DRAFT_LAG:
+            self.lag += 1
+            return 0.0
+        num_tokens = num_rows * (spec_info.max_accept_len if spec_info.num_steps else self.lag + 1)
+        self.lag = 0
+        return self.head_s(num_tokens)
 
     def _accepted(self, num_levels: int) -> int:
         accept_len = 1
@@ -100,7 +114,9 @@ def test_it_is_never_much_slower_than_any_fixed_depth(verify_s: Seconds, accepta
     measured = serving.num_tokens / serving.seconds / num_rows
     for depth in range(5):
         expected = sum(acceptance**level for level in range(depth + 1))
-        seconds = verify_s(num_rows * (depth + 1)) + DRAFT_S * depth
+        seconds = verify_s(num_rows * (depth + 1))
+        if depth:
+            seconds += serving.head_s(num_rows * (depth + 1)) + (depth - 1) * serving.head_s(num_rows)
         assert measured > 0.95 * expected / seconds, f"depth {depth} would have been faster"
 
 

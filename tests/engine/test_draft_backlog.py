@@ -5,6 +5,7 @@ The head of tags guesses nothing right when one token it should have read is mis
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog
 from tests.engine.mutants.kinds import Check, Mutant, name_of
-from tests.engine.speculating import CHAIN, NOTHING, SEED, ScriptedDepth
+from tests.engine.speculating import CHAIN, NOTHING, NUM_SEEDS, SEED, TREE, ScriptedDepth, random_run
 from tests.engine.tag_head import drafting_of
 
 
@@ -74,10 +75,25 @@ def check_a_head_left_behind_computes_nothing() -> None:
     assert run.head_forwards == [], f"the head ran: {run.head_forwards}"
 
 
+def check_tokens_are_the_oracles_at_any_depth() -> None:
+    """A dozen requests through three rows, some aborted, some retracted, in any order of streams."""
+    num_accepted = num_retractions = 0
+    for seed in range(NUM_SEEDS):
+        for spec_info, overlap in ((CHAIN, True), (CHAIN, False), (TREE, True)):
+            scripted = random_run(random.Random(seed), spec_info, overlap=overlap, any_depth=True)
+            for request_id, outcome in scripted.outcomes.items():
+                wanted = outcome.expected[: len(outcome.token_ids)] if outcome.is_abandoned else outcome.expected
+                assert outcome.token_ids == wanted, f"seed {seed}: {request_id} was decoded wrongly"
+                num_accepted += outcome.drafting.num_accepted if outcome.drafting else 0
+            num_retractions += scripted.engine.load().num_retractions
+    assert num_accepted > 100 and num_retractions > 0, "too little happened to tell anything"
+
+
 CHECKS: list[Callable[[], None]] = [
     check_the_head_catches_up_before_it_drafts,
     check_rows_catch_up_from_where_each_is,
     check_a_head_left_behind_computes_nothing,
+    check_tokens_are_the_oracles_at_any_depth,
 ]
 
 
@@ -93,6 +109,7 @@ def test_holds(check: Check) -> None:
         (check_the_head_catches_up_before_it_drafts, draft_backlog.only_the_last_token_is_read, "not those of"),
         (check_the_head_catches_up_before_it_drafts, draft_backlog.backlog_has_no_end, "decoded wrongly"),
         (check_the_head_catches_up_before_it_drafts, draft_backlog.lag_is_not_reset, "decoded wrongly"),
+        (check_tokens_are_the_oracles_at_any_depth, draft_backlog.backlog_has_no_end, "decoded wrongly"),
         (check_rows_catch_up_from_where_each_is, draft_backlog.every_row_is_as_far_behind, "not those of"),
     ],
     ids=name_of,

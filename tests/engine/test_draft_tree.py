@@ -90,19 +90,19 @@ def assert_the_walk_is_accepted(rows: list[PlainTree]) -> None:
         assert path[:accept_len] == row.accepted(), "another path was accepted"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows_of_trees())
 def test_a_node_knows_its_line(rows: list[PlainTree]) -> None:
     assert_nodes_know_their_lines(rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows_of_trees())
 def test_what_is_accepted_is_what_a_walk_takes(rows: list[PlainTree]) -> None:
     assert_the_walk_is_accepted(rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 6), st.data())
 def test_a_chain_is_the_tree_without_branches(num_drafts: int, data: st.DataObject) -> None:
     numbers = st.integers(0, NUM_TOKENS - 1)

@@ -23,6 +23,21 @@ def train(directory: Path, *, device: str) -> list[Evaluation]:
     return prepare_training(target_dir, [data], directory / "out", config=config, progress=quiet()).run()
 
 
+def test_it_begins_with_a_head(tmp_path: Path) -> None:
+    train(tmp_path, device="cpu")
+    config = tiny_config(device="cuda", max_tokens=1000)
+    begun = prepare_training(
+        tmp_path / "target",
+        [tmp_path / "data.npz"],
+        tmp_path / "more",
+        config=config,
+        progress=quiet(),
+        start_from=tmp_path / "out" / "head",
+        revises_vocab=True,
+    )
+    assert begun.run()
+
+
 def test_it_learns_what_it_learns_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     on_cuda, on_cpu = (train(tmp_path / device, device=device) for device in ("cuda", "cpu"))

@@ -108,3 +108,16 @@ def test_strided_inputs_are_read_as_they_are_shaped() -> None:
     output, kv = case.attend(case.kernel)
     assert torch.equal(output, expected)
     assert torch.equal(kv.nan_to_num(7), expected_kv.nan_to_num(7))
+
+
+@pytest.mark.parametrize("seq_len", [15, 16, 17, 33, 100])
+def test_scores_may_be_far_apart_and_the_largest_anywhere(seq_len: int) -> None:
+    """Softmax takes the largest score away first; without that the others would be out of its exponential's range."""
+    case = Case((seq_len,), heads=9, kv_heads=3, head_dim=64, dtype=torch.float32)
+    reference = TorchAttention()
+    for place in range(seq_len - 1):
+        case.kv[LAYER, 0, case.table[1, place]] = case.query[0, :3].mul(300).mean(0)
+        seen, _ = case.attend(case.kernel)
+        expected, _ = case.attend(reference)
+        torch.testing.assert_close(seen, expected, atol=1e-4, rtol=1e-4)
+        case.kv[LAYER, 0, case.table[1, place]] = -case.query[0, :3].mul(300).mean(0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,11 @@ import torch
 from common.draft.seed import Seed
 from common.model.sampling_params import ResolvedSampling
 from decode_service import speculative_worker
+from decode_service.depth import FixedDepth
+from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.draft_tree import DraftTree
 from decode_service.eagle_worker import EagleWorker
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
 from prefill_service import scheduler as prefill
 from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
@@ -56,7 +60,8 @@ def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
 
     def watched(*given: Any, **named: Any) -> Seed:
         seed = extend_draft(*given, **named)
-        left.append(Left(int(named["positions"]), {name: column[0] for name, column in seed.columns().items()}))
+        if named["positions"].numel():
+            left.append(Left(int(named["positions"]), {name: column[0] for name, column in seed.columns().items()}))
         return seed
 
     with pytest.MonkeyPatch.context() as patch:
@@ -64,14 +69,32 @@ def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
         yield left
 
 
-def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str) -> None:
+class LeftBehind(FixedDepth):
+    """Each `num_behind` steps without drafts leave their tokens for the head to read later."""
+
+    def __init__(self, spec_info: SpecInfo, num_behind: int) -> None:
+        nothing = spec_info.at_depth(0).without_seed()
+        self._steps = cycle([*[nothing] * num_behind, spec_info.at_depth(0), spec_info])
+        self._next = next(self._steps)
+
+    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+        return self._next
+
+    def launched(self, spec_info: SpecInfo) -> None:
+        self._next = next(self._steps)
+
+
+def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind: int = 0) -> None:
     num_compared = num_several = 0
     options = PairOptions(**SHAPES[shape])
+    new_tokens = NEW_TOKENS + 2 * num_behind
     with pairs_that_keep_all() as make_pair:
         pair, other = (make_pair(drafted.target, options, draft=drafted.head) for _ in range(2))
+        if num_behind:
+            pair.decode._depth = LeftBehind(options.spec_info, num_behind)
         for number in range(NUM_REQUESTS):
             prompt = [4 + (number * 11 + place * (number + 3)) % 56 for place in range(5 + 3 * number)]
-            sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS, temperature=0.7)
+            sampling = ResolvedSampling(seed=number, max_tokens=new_tokens, temperature=0.7)
             with seeds_left_in(speculative_worker) as left:
                 outcome = pair.submit(str(number), prompt, sampling)
                 pair.run()
@@ -91,12 +114,48 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str) -> None:
                 num_compared += 1
                 num_several += each.num_tokens - before > 1
                 before = each.num_tokens
-    assert num_several > NUM_REQUESTS, f"only {num_several} of {num_compared} steps accepted drafts"
+    assert num_compared > NUM_REQUESTS
+    assert num_behind or num_several > NUM_REQUESTS, f"only {num_several} of {num_compared} steps accepted drafts"
 
 
 @pytest.mark.parametrize("shape", ["chain-3", "tree-4x3-15"])
 def test_seeds_are_those_of_prefill(shape: str, random_head: Drafted) -> None:
     check_seeds_are_those_of_prefill(random_head, shape)
+
+
+@pytest.mark.parametrize("shape", ["chain-3", "tree-4x3-15"])
+@pytest.mark.parametrize("num_behind", [1, MAX_DRAFT_LAG + 1])
+def test_seeds_of_a_head_that_caught_up_are_those_of_prefill(shape: str, num_behind: int, random_head: Drafted) -> None:
+    check_seeds_are_those_of_prefill(random_head, shape, num_behind=num_behind)
+
+
+def unread_a_position_late(patch: pytest.MonkeyPatch) -> None:
+    unread = DraftBacklog.unread
+
+    def mutant(self: DraftBacklog, *given: Any) -> Unread:
+        all_unread = unread(self, *given)
+        return replace(all_unread, window=replace(all_unread.window, positions=all_unread.window.positions + 1))
+
+    patch.setattr(DraftBacklog, "unread", mutant)
+
+
+def unread_states_lost(patch: pytest.MonkeyPatch) -> None:
+    unread = DraftBacklog.unread
+
+    def mutant(self: DraftBacklog, *given: Any) -> Unread:
+        all_unread = unread(self, *given)
+        return replace(all_unread, captured=all_unread.captured.zero_())
+
+    patch.setattr(DraftBacklog, "unread", mutant)
+
+
+@pytest.mark.parametrize("mutant", [unread_a_position_late, unread_states_lost])
+def test_it_is_seen_when_the_head_catches_up_wrongly(
+    mutant: Mutant, random_head: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="is not what prefill hands over"):
+        check_seeds_are_those_of_prefill(random_head, "chain-3", num_behind=3)
 
 
 @pytest.mark.parametrize(

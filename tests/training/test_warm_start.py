@@ -94,6 +94,26 @@ def test_a_revised_vocabulary_takes_the_heads_rows_along(
     assert torch.equal(begun.head.fc.weight, weights["fc.weight"].float())
 
 
+def test_a_vocabulary_is_revised_of_a_head_only(prepare: Prepare) -> None:
+    with pytest.raises(ConfigError, match=r"^revises_vocab: there is no head to start from"):
+        prepare(None, revises_vocab=True)
+
+
+def test_another_vocabulary_is_another_run(prepare: Prepare, head_dir: Path) -> None:
+    prepare(head_dir, revises_vocab=True).run(lambda: True)
+    with pytest.raises(ConfigError, match=r"^start_from: "):
+        prepare(head_dir).run(lambda: True)
+
+
+def test_output_rows_that_are_not_the_vocabularys_are_refused(prepare: Prepare, head_dir: Path, tmp_path: Path) -> None:
+    weights = load_file(head_dir / "model.safetensors")
+    shutil.copytree(head_dir, tmp_path / "cut")
+    weights["lm_head.weight"] = weights["lm_head.weight"][:-1].contiguous()
+    save_file(weights, tmp_path / "cut" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"start_from: .*lm_head\.weight has 47 rows for 48 in d2t"):
+        prepare(tmp_path / "cut")
+
+
 def test_a_head_of_another_shape_is_refused_by_what_differs(prepare: Prepare, head_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"start_from: draft_vocab_size: the head in .* has 48, this run 40"):
         prepare(head_dir, draft_vocab=40)

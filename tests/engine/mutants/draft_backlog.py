@@ -42,7 +42,7 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_row_is_as_far_behind(patch: pytest.MonkeyPatch) -> None:
-    """As the first of its batch."""
+    """As the one that is least."""
     unread = DraftBacklog.unread
 
     def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
