@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Protocol
 
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
+from decode_service.spec_info import SpecInfo
 
 _FIRST_ACCEPTANCE = 0.7
 _ACCEPTANCE_WEIGHT = 0.02  # of one row's step, and of each that went by without such a draft, up to
@@ -67,7 +67,7 @@ class AdaptiveDepth:
         self._stale_steps = [1] * deepest.num_steps
         self._verify_s = _Curve()  # by tokens
         self._extend_s = _Curve()  # behind drafts, by tokens
-        self._catch_up_s = _Curve(num_times=MAX_DRAFT_LAG, figure=fmean)  # without drafts, by rows
+        self._catch_up_s = _Curve(num_times=deepest.max_draft_lag, figure=fmean)  # without drafts, by rows
         self._draft_s = _Curve()  # one further level, by rows
         self._has_seeds = True
         self._interval = _FIRST_PROBE_INTERVAL

@@ -20,7 +20,6 @@ from common.device.upload import upload
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from decode_service.schedule_batch import ForwardBatch
-from decode_service.spec_info import MAX_DRAFT_LAG
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,10 @@ class Unread:
 class DraftBacklog:
     """A row of buffers for each pool row; row 0 absorbs padding. Touched on the forward stream alone."""
 
-    def __init__(self, *, max_rows: int, num_values: int, dtype: torch.dtype, torch_device: torch.device) -> None:
-        shape = (max_rows + 1, MAX_DRAFT_LAG)
+    def __init__(
+        self, *, max_rows: int, max_lag: int, num_values: int, dtype: torch.dtype, torch_device: torch.device
+    ) -> None:
+        shape = (max_rows + 1, max_lag)
         self._captured = torch.zeros((*shape, num_values), dtype=dtype, device=torch_device)
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=torch_device)
 

@@ -21,7 +21,7 @@ class EagleWorker(SpeculativeWorker):
     """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        if spec_info.topk == 1 or not spec_info.num_steps:
+        if spec_info.topk == 1:
             return DraftTree.chain(self._draft_chain(batch, spec_info, inputs))
         return self._draft_branches(batch, spec_info, inputs)
 

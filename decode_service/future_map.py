@@ -133,10 +133,12 @@ class FutureMap:
             self.publish_ready.synchronize(self._wait_timeout_s)
         batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
 
-    def resolve_forward_inputs(self, req_pool_indices: Tensor) -> RelayedInputs:
-        """Gather the step's input tokens and seeds. Runs inside a piece on the forward stream, at the step's entry."""
+    def resolve_forward_inputs(self, req_pool_indices: Tensor, *, with_seeds: bool) -> RelayedInputs:
+        """Gather the step's input tokens and, if it drafts, seeds. Runs inside a piece on the forward stream, at the
+        step's entry.
+        """
         tokens = self.output_tokens[req_pool_indices]
-        seeds = {name: buffer[req_pool_indices] for name, buffer in self.seeds.items()}
+        seeds = {name: buffer[req_pool_indices] for name, buffer in self.seeds.items()} if with_seeds else {}
         if self._poisons_consumed_rows and req_pool_indices.shape[0]:
             self.output_tokens[req_pool_indices] = _POISON
         is_invalid = (tokens < 0) | (tokens >= self._vocab_size)

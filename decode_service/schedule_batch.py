@@ -19,7 +19,7 @@ from common.kv.pool import KvPool, RowLease
 from common.model.sampling_state import SamplingBatch
 from common.wire.handoff import PrebuiltBatch
 from decode_service.request import Request
-from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
+from decode_service.spec_info import SpecInfo
 
 
 class ForwardMode(Enum):
@@ -247,7 +247,7 @@ class ForwardBatch:
         """Whether what the step computes is left for the head to read later."""
         if self.spec_info is None or self.has_drafts or self.spec_info.leaves_seed:
             return False
-        return max(self.draft_lag, default=0) + 1 < MAX_DRAFT_LAG
+        return max(self.draft_lag, default=0) + 1 < self.spec_info.max_draft_lag
 
     @property
     def draft_lag_after(self) -> list[int]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MAX_DRAFT_LAG = 16
-"""Tokens of a row that the head may leave unread. More would save little of what its forwards cost, and take room."""
-
 
 @dataclass(frozen=True, slots=True)
 class SpecInfo:
@@ -14,13 +11,15 @@ class SpecInfo:
 
     A tree's nodes have `topk` children each, of every level the `topk` best are continued, and of all that were drafted
     the best are verified. No steps: nothing is drafted. `leaves_seed`: whether the next step is to draft; without it
-    the head may fall behind.
+    the head may fall behind, by less than `max_draft_lag` tokens a row. Many rows end before that, and what is put down
+    for the head takes a small part of what a row's KV may take.
     """
 
     num_steps: int
     num_draft_tokens: int
     topk: int = 1
     leaves_seed: bool = True
+    max_draft_lag: int = 128
 
     def __post_init__(self) -> None:
         if self.topk == 1:

@@ -69,6 +69,7 @@ class SpeculativeWorker(ABC):
         self._stream = stream
         self._backlog = DraftBacklog(
             max_rows=pool.rows.max_rows,
+            max_lag=spec_info.max_draft_lag,
             num_values=draft.capture.num_states * model.hidden_size,
             dtype=model.dtype,
             torch_device=model.torch_device,
@@ -92,11 +93,15 @@ class SpeculativeWorker(ABC):
         output = WorkerOutput.empty()
 
         def resolve() -> None:
-            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices))
+            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts))
 
         @torch.inference_mode()
         def draft() -> None:
-            drafted.set(self.draft_tree(batch, spec_info, relayed.get()))
+            inputs = relayed.get()
+            if batch.has_drafts:
+                drafted.set(self.draft_tree(batch, spec_info, inputs))
+            else:
+                drafted.set(DraftTree.chain(inputs.tokens.new_empty((batch.batch_size, 0))))
 
         @torch.inference_mode()
         def verify() -> None:

@@ -78,7 +78,7 @@ class PlainWorker:
         output = WorkerOutput.empty()
 
         def resolve() -> None:
-            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices))
+            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False))
 
         def decode() -> None:
             inputs = relayed.get()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.device.scripted import ScriptedDevice, pick_with
 from decode_service.depth import FixedDepth
 from decode_service.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 
-CHAIN = SpecInfo.chain(2)
-TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2)
+CHAIN = replace(SpecInfo.chain(2), max_draft_lag=16)
+TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2, max_draft_lag=5)
 SEED = CHAIN.at_depth(0)
 NOTHING = SEED.without_seed()
 NUM_SEEDS = 5

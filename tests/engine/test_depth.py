@@ -10,7 +10,7 @@ import pytest
 
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.depth import AdaptiveDepth, FixedDepth
-from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
+from decode_service.spec_info import SpecInfo
 
 Seconds = Callable[[int], float]
 MEMORY_BOUND: Seconds = lambda num_tokens: 0.02 + 1e-5 * num_tokens  # noqa: E731
@@ -74,7 +74,7 @@ class Serving:
         return max(HEAD_S, HEAD_SHARE * self.verify_s(num_tokens))
 
     def _extend_s(self, spec_info: SpecInfo, num_rows: int) -> float:
-        if not spec_info.num_steps and not spec_info.leaves_seed and self.lag + 1 < MAX_DRAFT_LAG:
+        if not spec_info.num_steps and not spec_info.leaves_seed and self.lag + 1 < spec_info.max_draft_lag:
             self.lag += 1
             return 0.0
         num_tokens = num_rows * (spec_info.max_accept_len if spec_info.num_steps else self.lag + 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
+from decode_service.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog
 from tests.engine.mutants.kinds import Check, Mutant, name_of
@@ -39,11 +39,11 @@ class _Run:
 
 def check_the_head_catches_up_before_it_drafts() -> None:
     """Alone, over more steps than the backlog has places."""
-    run = _Run([CHAIN, *[NOTHING] * (MAX_DRAFT_LAG + 5), SEED, CHAIN])
+    run = _Run([CHAIN, *[NOTHING] * (CHAIN.max_draft_lag + 5), SEED, CHAIN])
     outcome = run.scripted.submit("a", [1, 2], 56)
     run.scripted.run()
     run.check(outcome, first_step=0)
-    assert (MAX_DRAFT_LAG,) in run.head_forwards, "the backlog never filled"
+    assert (CHAIN.max_draft_lag,) in run.head_forwards, "the backlog never filled"
     assert (6,) in run.head_forwards, "the head did not catch up at once"
 
 
@@ -70,7 +70,7 @@ def check_rows_catch_up_from_where_each_is() -> None:
 
 def check_a_head_left_behind_computes_nothing() -> None:
     run = _Run([NOTHING])
-    run.scripted.submit("a", [1, 2], MAX_DRAFT_LAG)
+    run.scripted.submit("a", [1, 2], CHAIN.max_draft_lag)
     run.scripted.run()
     assert run.head_forwards == [], f"the head ran: {run.head_forwards}"
 

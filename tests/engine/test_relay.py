@@ -120,10 +120,12 @@ def check_a_row_read_twice_is_noticed() -> None:
     relay = make_relay(poisons_consumed_rows=True)
     relay.future_map.bootstrap(make_batch([1, 2], [3, 3]), payload_of([11, 12]))
     row = torch.tensor([2])
-    first = relay.future_map.resolve_forward_inputs(row)
+    first = relay.future_map.resolve_forward_inputs(row, with_seeds=True)
     assert (first.tokens.tolist(), first.is_invalid.tolist()) == ([12], [False])
-    assert relay.future_map.resolve_forward_inputs(row).is_invalid.tolist() == [True], "a stale token passed as new"
-    assert relay.future_map.resolve_forward_inputs(torch.tensor([1])).is_invalid.tolist() == [False]
+    assert relay.future_map.resolve_forward_inputs(row, with_seeds=True).is_invalid.tolist() == [True], (
+        "a stale token passed as new"
+    )
+    assert relay.future_map.resolve_forward_inputs(torch.tensor([1]), with_seeds=True).is_invalid.tolist() == [False]
 
 
 def check_a_step_that_was_not_stashed_is_noticed() -> None:
@@ -176,7 +178,7 @@ def check_rows_bootstrapped_since_keep_their_lengths() -> None:
     relay.future_map.resolve_seq_lens(running)
     assert running.seq_lens.tolist() == running.seq_lens_cpu.tolist() == [7, 8, 5], "a bootstrapped length was lost"
     relay.forward.run_all()
-    inputs = relay.future_map.resolve_forward_inputs(torch.tensor([3, 1, 2]))
+    inputs = relay.future_map.resolve_forward_inputs(torch.tensor([3, 1, 2]), with_seeds=True)
     assert inputs.tokens.tolist() == [30, 10, 20], "a bootstrapped token was lost"
     assert inputs.seeds[HIDDEN.name].tolist() == [[30, 30], [10, 10], [20, 20]], "a seed was lost"
 
@@ -235,7 +237,9 @@ def check_an_empty_batch_does_nothing() -> None:
     assert relay.forward.pending()[0] == "verify", "an empty batch waited for a fence"
     relay.future_map.bootstrap(make_batch([], []), payload_of([]))
     before = relay.future_map.output_tokens.clone()
-    assert relay.future_map.resolve_forward_inputs(torch.tensor([], dtype=torch.int64)).tokens.shape == (0,)
+    assert relay.future_map.resolve_forward_inputs(
+        torch.tensor([], dtype=torch.int64), with_seeds=True
+    ).tokens.shape == (0,)
     assert torch.equal(relay.future_map.output_tokens, before)
 
 

@@ -24,7 +24,7 @@ from decode_service.depth import FixedDepth
 from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.draft_tree import DraftTree
 from decode_service.eagle_worker import EagleWorker
-from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
+from decode_service.spec_info import SpecInfo
 from prefill_service import scheduler as prefill
 from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
@@ -124,7 +124,7 @@ def test_seeds_are_those_of_prefill(shape: str, random_head: Drafted) -> None:
 
 
 @pytest.mark.parametrize("shape", ["chain-3", "tree-4x3-15"])
-@pytest.mark.parametrize("num_behind", [1, MAX_DRAFT_LAG + 1])
+@pytest.mark.parametrize("num_behind", [1, SpecInfo.chain(1).max_draft_lag + 1])
 def test_seeds_of_a_head_that_caught_up_are_those_of_prefill(shape: str, num_behind: int, random_head: Drafted) -> None:
     check_seeds_are_those_of_prefill(random_head, shape, num_behind=num_behind)
 

@@ -57,9 +57,7 @@ def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
 
 
 @pytest.mark.timeout(600)
-def test_a_smaller_tree_over_grpc_alone_without_overlap(
-    model_dir: Path, reference: Reference, prompts: Prompts
-) -> None:
+def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Reference, prompts: Prompts) -> None:
     async def run(address: str) -> dict[str, Completion]:
         async with AsyncClient(address) as client:
             return {
@@ -67,10 +65,12 @@ def test_a_smaller_tree_over_grpc_alone_without_overlap(
                 for name, ids in prompts
             }
 
-    head = ("--draft=demo", "--draft-topk=3")
-    tree = ("--num-draft-steps=3", "--num-draft-tokens=9", "--no-adaptive-depth", "--no-overlap")
+    chain = ("--draft=demo", "--num-draft-tokens=4", "--no-adaptive-depth", "--no-overlap")
     with LocalPair(
-        model=str(model_dir), dtype="float32", prefill_args=("--chunk-tokens=512", *head), decode_args=(*head, *tree)
+        model=str(model_dir),
+        dtype="float32",
+        prefill_args=("--chunk-tokens=512", "--draft=demo"),
+        decode_args=chain,
     ) as pair:
         completions = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, {name: list(completion.token_ids) for name, completion in completions.items()})

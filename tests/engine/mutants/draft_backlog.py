@@ -8,10 +8,8 @@ import pytest
 from torch import Tensor
 
 from common.kv.pool import KvPool
-from decode_service import schedule_batch
 from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.schedule_batch import ForwardBatch
-from decode_service.spec_info import MAX_DRAFT_LAG
 
 
 def _lagging(batch: ForwardBatch, draft_lag: tuple[int, ...]) -> ForwardBatch:
@@ -56,10 +54,13 @@ def lag_is_not_reset(patch: pytest.MonkeyPatch) -> None:
     """A head that has read everything is still counted behind."""
 
     def mutant(self: ForwardBatch) -> list[int]:
-        return [min(lag + 1, MAX_DRAFT_LAG - 1) for lag in self.draft_lag]
+        return [min(lag + 1, 15) for lag in self.draft_lag]
 
     patch.setattr(ForwardBatch, "draft_lag_after", property(mutant))
 
 
 def backlog_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(schedule_batch, "MAX_DRAFT_LAG", 10**6)
+    def mutant(self: ForwardBatch) -> bool:
+        return not (self.spec_info is None or self.has_drafts or self.spec_info.leaves_seed)
+
+    patch.setattr(ForwardBatch, "leaves_head_behind", property(mutant))

@@ -44,7 +44,9 @@ def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
 
     def mutant_forward(self: PlainWorker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
         rows = current(batch.req_pool_indices)
-        ring = SimpleNamespace(resolve_forward_inputs=lambda _: resolve(future_map, rows))
+        ring = SimpleNamespace(
+            resolve_forward_inputs=lambda _, with_seeds: resolve(future_map, rows, with_seeds=with_seeds)
+        )
         return forward(self, batch, future_map=ring, **rest)  # type: ignore[arg-type]
 
     forward = PlainWorker.forward
@@ -136,8 +138,8 @@ def _inputs_taken_at_launch(patch: pytest.MonkeyPatch, worker: type[Worker]) -> 
     forward = worker.forward
 
     def mutant(self: Worker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
-        early = future_map.resolve_forward_inputs(batch.req_pool_indices)
-        taken = SimpleNamespace(resolve_forward_inputs=lambda _: early)
+        early = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
+        taken = SimpleNamespace(resolve_forward_inputs=lambda _, with_seeds: early)
         return forward(self, batch, future_map=taken, **rest)  # type: ignore[arg-type]
 
     patch.setattr(worker, "forward", mutant)
