@@ -28,7 +28,7 @@ demo: $(RUNTIME)
 	$(BIN)/baton demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

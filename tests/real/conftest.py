@@ -11,6 +11,8 @@ from tests.parity.prompts import PROMPTS
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
 
 NEW_TOKENS = 64
+ONE_THREAD = ("--num-threads=1",)
+"""For services: the other test process has the other core, and threads that wait for each other need one each."""
 Prompts = list[tuple[str, list[int]]]
 
 

@@ -16,7 +16,7 @@ from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from tests.conftest import MakePair
 from tests.parity.reference import Reference
-from tests.real.conftest import NEW_TOKENS, Prompts, check
+from tests.real.conftest import NEW_TOKENS, ONE_THREAD, Prompts, check
 from tests.support.pair import PairOptions
 
 
@@ -58,7 +58,10 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
             }
 
     with LocalPair(
-        model=str(model_dir), dtype="float32", prefill_args=("--chunk-tokens=512",), decode_args=("--no-overlap",)
+        model=str(model_dir),
+        dtype="float32",
+        prefill_args=("--chunk-tokens=512", *ONE_THREAD),
+        decode_args=("--no-overlap", *ONE_THREAD),
     ) as pair:
         outputs = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, outputs)

@@ -18,7 +18,7 @@ from common.draft_source import resolve_draft
 from common.model.sampling_params import ResolvedSampling
 from tests.conftest import MakePair
 from tests.parity.reference import Reference
-from tests.real.conftest import NEW_TOKENS, Prompts, check
+from tests.real.conftest import NEW_TOKENS, ONE_THREAD, Prompts, check
 from tests.support.drafted import Counts, Drafted, assert_same, load_drafted
 from tests.support.pair import InProcessPair, PairOptions
 
@@ -69,8 +69,8 @@ def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Ref
     with LocalPair(
         model=str(model_dir),
         dtype="float32",
-        prefill_args=("--chunk-tokens=512", "--draft=demo"),
-        decode_args=chain,
+        prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
+        decode_args=(*chain, *ONE_THREAD),
     ) as pair:
         completions = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, {name: list(completion.token_ids) for name, completion in completions.items()})

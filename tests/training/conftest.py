@@ -20,9 +20,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Digests of weights are kept there."""
+    """Digests of weights are kept there. No longer than a file's tests last: the process goes on to others'."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -40,6 +40,6 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def target(target_dir: Path) -> Target:
     return load_target(target_dir, device="cpu")
