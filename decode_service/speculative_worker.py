@@ -97,32 +97,39 @@ class SpeculativeWorker(ABC):
 
         @torch.inference_mode()
         def draft() -> None:
-            inputs = relayed.get()
-            if batch.has_drafts:
-                drafted.set(self.draft_tree(batch, spec_info, inputs))
-            else:
-                drafted.set(DraftTree.chain(inputs.tokens.new_empty((batch.batch_size, 0))))
+            drafted.set(self.draft_tree(batch, spec_info, relayed.get()))
 
         @torch.inference_mode()
         def verify() -> None:
-            result = self._verify(batch, relayed.get(), drafted.get(), output)
-            verified.set(result)
+            inputs = relayed.get()
+            tree = (
+                drafted.get() if batch.has_drafts else DraftTree.chain(batch.positions.new_empty((batch.batch_size, 0)))
+            )
+            result = self._verify(batch, inputs, tree, output)
             new_seq_lens.set(result.new_seq_lens)
+            if batch.leaves_head_behind:
+                output.payload.set(self._leave_behind(batch, result))
+            else:
+                verified.set(result)
 
         @torch.inference_mode()
         def extend() -> None:
             output.payload.set(self._extend(batch, spec_info, verified.get()))
 
-        begin = self._stream.record(scope)
+        # Each piece takes the interpreter's lock from the engine's thread once more: a step without drafts has few.
+        drafted_at = begin = self._stream.record(scope)
         self._stream.enqueue(resolve, scope)
-        self._stream.enqueue(draft, scope)
-        drafted_at = self._stream.record(scope)
+        if batch.has_drafts:
+            self._stream.enqueue(draft, scope)
+            drafted_at = self._stream.record(scope)
         self._stream.enqueue(verify, scope)
         if batch.has_drafts:
             on_publish(new_seq_lens)
-        verified_at = self._stream.record(scope)
-        self._stream.enqueue(extend, scope)
-        return replace(output, marks=(begin, drafted_at, verified_at, self._stream.record(scope)))
+        extended_at = verified_at = self._stream.record(scope)
+        if not batch.leaves_head_behind:
+            self._stream.enqueue(extend, scope)
+            extended_at = self._stream.record(scope)
+        return replace(output, marks=(begin, drafted_at, verified_at, extended_at))
 
     def _verify(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree, output: WorkerOutput) -> _Verified:
         num_rows, num_nodes = batch.batch_size, tree.num_nodes
@@ -180,9 +187,7 @@ class SpeculativeWorker(ABC):
         if batch.has_drafts:
             unread = self._accepted(batch, verified)
         else:
-            self._backlog.put(batch, verified.captured[:, 0], last_tokens)
-            if batch.leaves_head_behind:
-                return RelayPayload(last_tokens)
+            self._leave_behind(batch, verified)
             unread = self._backlog.unread(batch, self._pool, self._draft.layer_group.name)
         num_ahead = self._draft.layer_group.num_layers - 1
         num_seeded = num_rows if spec_info.leaves_seed or num_ahead else 0
@@ -201,6 +206,11 @@ class SpeculativeWorker(ABC):
             topk=self._topk,
         )
         return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
+
+    def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
+        """What a step without drafts computed, put down for the head."""
+        self._backlog.put(batch, verified.captured[:, 0], verified.tokens[:, 0])
+        return RelayPayload(verified.tokens[:, 0])
 
     def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
         """A step's own tokens, of which those past the accepted ones mean nothing."""
