@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from decode_service.schedule_batch import ScheduleBatch
 from tests.engine.mutants import batches
-from tests.engine.mutants.kinds import Mutant, name_of
+from tests.engine.mutants.kinds import Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch
 
 MAX_MERGED = 4
@@ -81,6 +81,4 @@ def test_columns_follow_the_requests() -> None:
     ids=name_of,
 )
 def test_is_broken_by(mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom):
-        check_columns_follow_the_requests()
+    see_it_fail(check_columns_follow_the_requests, mutant, symptom, monkeypatch)

@@ -13,7 +13,7 @@ import pytest
 from decode_service.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, NOTHING, NUM_SEEDS, SEED, TREE, ScriptedDepth, random_run
 from tests.engine.tag_head import drafting_of
 
@@ -115,7 +115,4 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom) as failure:
-        check()
-    print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")
+    see_it_fail(check, mutant, symptom, monkeypatch)

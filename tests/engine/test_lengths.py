@@ -17,7 +17,7 @@ from decode_service.request import Request
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
 from tests.engine.harness import ScriptedEngine, refuses
 from tests.engine.mutants import lengths
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch, make_pool
 
 ROOT = Path(__file__).parents[2]
@@ -185,9 +185,7 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom):
-        check()
+    see_it_fail(check, mutant, symptom, monkeypatch)
 
 
 @pytest.mark.parametrize("planted", ["batch.seq_lens_sum = 0", "seq_lens_sum = 1", "ForwardBatch(seq_lens_sum=3)"])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import tokens
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 
 PROMPTS = ([1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11])
 
@@ -64,6 +64,4 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom):
-        check()
+    see_it_fail(check, mutant, symptom, monkeypatch)

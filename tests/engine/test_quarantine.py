@@ -13,7 +13,7 @@ from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_pool
 from tests.engine.tags import GROUP, kv_of
 
@@ -181,6 +181,4 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom):
-        check()
+    see_it_fail(check, mutant, symptom, monkeypatch)

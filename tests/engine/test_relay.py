@@ -15,7 +15,7 @@ from common.device.stream import Event, Scope
 from common.errors import EngineFault
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
 from tests.engine.tags import VOCAB_SIZE
 
@@ -321,9 +321,7 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom):
-        check()
+    see_it_fail(check, mutant, symptom, monkeypatch)
 
 
 @pytest.mark.parametrize("planted", ["x = engine.future_map.output_tokens[3]", "future_map.seeds['topk_p'][rows]"])

@@ -16,7 +16,7 @@ from common.errors import EngineFault
 from decode_service.schedule_batch import ScheduleBatch
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows, speculation
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import (
     CHAIN,
     NOTHING,
@@ -316,7 +316,4 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom) as failure:
-        check()
-    print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")
+    see_it_fail(check, mutant, symptom, monkeypatch)

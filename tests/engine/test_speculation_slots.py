@@ -15,7 +15,7 @@ from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows, speculation
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected, random_run
 from tests.engine.tag_head import DRAFT, draft_kv_of
 
@@ -237,7 +237,4 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom) as failure:
-        check()
-    print(f"{mutant.__name__}: {str(failure.value).splitlines()[0]}")
+    see_it_fail(check, mutant, symptom, monkeypatch)

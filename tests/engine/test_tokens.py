@@ -14,7 +14,7 @@ from common.device.stream import Event
 from common.errors import EngineFault
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths, relay, rows, tokens
-from tests.engine.mutants.kinds import Check, Mutant, name_of
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 
 NUM_SEEDS = 10
 
@@ -135,6 +135,4 @@ def test_holds(check: Check) -> None:
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom):
-        check()
+    see_it_fail(check, mutant, symptom, monkeypatch)
