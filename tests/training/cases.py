@@ -18,6 +18,15 @@ LAYERS = (0, 1, 1)
 """Of a target with two layers."""
 
 
+QUESTION_LIMIT = 128
+"""Tokens of a question that `self-chat` samples."""
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    with np.load(path) as file:
+        return {name: file[name].tolist() for name in file.files}
+
+
 def save_data(path: Path, **changes: Any) -> Path:
     """Three conversations of 4, 5 and 6 tokens; `changes` replace arrays, None removes one."""
     arrays = {

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from baton.cli.main import app
 from baton.errors import Unavailable
 from baton.events import Completion, FinishReason, Timings, Usage
-from baton.v1 import inference_pb2
 from common.errors import ConfigError
 from common.tokenizer import TextTokenizer
-from tests.client.scripted_inference import ScriptedServer, delta, finished, started
 from tests.support.models import END_ID, SPECIAL_TOKENS, START_ID, VOCAB_SIZE
-from tests.training.cases import quiet, save_data
+from tests.training.cases import QUESTION_LIMIT, arrays, quiet, save_data
 from training import generate
 from training.data import load_conversations
 from training.generate import ANSWER_TEMPERATURES, SelfChat, read_openings, read_questions, write_self_chat
-
-_QUESTION_LIMIT = 128
 
 
 class Model:
@@ -47,7 +41,7 @@ class Model:
         self.active -= 1
         if len(self.asked) > self.fails_from:
             raise Unavailable("gone")
-        if request["max_tokens"] != _QUESTION_LIMIT:
+        if request["max_tokens"] != QUESTION_LIMIT:
             return _completion((20 + request["seed"] % 50, END_ID), "", FinishReason.EOS)
         text = self._questions[min(len(self.asked), len(self._questions)) - 1]
         ended = FinishReason.LENGTH if text.endswith("...") else FinishReason.EOS
@@ -92,11 +86,6 @@ def write(
     )
 
 
-def arrays(path: Path) -> dict[str, Any]:
-    with np.load(path) as file:
-        return {name: file[name].tolist() for name in file.files}
-
-
 def test_a_question_is_sampled_from_the_user_s_opening_and_answered_in_its_template(
     encoder: TextTokenizer, tmp_path: Path
 ) -> None:
@@ -104,7 +93,7 @@ def test_a_question_is_sampled_from_the_user_s_opening_and_answered_in_its_templ
     write(tmp_path / "data.npz", model, encoder, 1)
     question, answer = model.asked
     assert encoder.decode(question["token_ids"]) == "user\n"
-    assert (question["temperature"], question["top_p"], question["max_tokens"]) == (1.0, 0.95, _QUESTION_LIMIT)
+    assert (question["temperature"], question["top_p"], question["max_tokens"]) == (1.0, 0.95, QUESTION_LIMIT)
     assert answer["token_ids"] == encoder.encode_chat([("user", "How?")])
     assert answer["max_tokens"] == 40 and question["seed"] != answer["seed"]
 
@@ -202,7 +191,7 @@ def test_a_question_goes_on_from_an_opening(encoder: TextTokenizer, tmp_path: Pa
         line = encoder.decode(question["token_ids"]).removeprefix("user\n")
         drawn.add(line)
         assert question["token_ids"] == alone + encoder.encode(line)
-        assert (question["temperature"], question["max_tokens"]) == (1.0, _QUESTION_LIMIT)
+        assert (question["temperature"], question["max_tokens"]) == (1.0, QUESTION_LIMIT)
         assert answer["token_ids"] == encoder.encode_chat([("user", f"{line} poem.")])
     assert drawn == set(openings.lines)
 
@@ -242,6 +231,13 @@ def test_openings_that_cannot_be_used_are_refused(encoder: TextTokenizer, tmp_pa
     path.write_text(f"Write\n{SPECIAL_TOKENS[END_ID]} Write\n")
     with pytest.raises(ConfigError, match=r"^--openings: .* Write' holds special tokens"):
         write(tmp_path / "data.npz", Model(encoder), encoder, 1, source=read_openings(path))
+
+
+def test_questions_that_hold_special_tokens_are_refused(encoder: TextTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"question": f"Why?{SPECIAL_TOKENS[END_ID]}"}))
+    with pytest.raises(ConfigError, match=r"^--questions: .* holds special tokens"):
+        write(tmp_path / "data.npz", Model(encoder), encoder, 1, source=read_questions(path))
 
 
 def test_questions_of_a_file_are_answered_in_order(encoder: TextTokenizer, tmp_path: Path) -> None:
@@ -351,71 +347,3 @@ def test_a_model_without_a_chat_template_is_refused(encoder: TextTokenizer) -> N
 
     with pytest.raises(ConfigError, match="model: the model has no chat template"):
         SelfChat(Model(encoder), Without(), seed=0, max_answer_tokens=9)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    ended = finished(inference_pb2.FINISH_REASON_EOS, num_completion_tokens=2)
-    server.inference.script = [started(), delta([40, END_ID], "How?"), ended]
-    yield server
-    server.stop()
-
-
-def run(server: ScriptedServer, out: Path, model: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["self-chat", server.address, "--out", str(out), "--model", str(model), *options])
-
-
-def test_the_command_writes_the_file(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "data.npz"
-    result = run(server, out, target_dir, "--conversations", "3", "--max-answer-tokens", "9")
-    assert (result.exit_code, "3 conversations added to 0" in result.stderr) == (0, True), result.stderr
-    assert len(arrays(out)["answer_start"]) == 3
-    assert {server.inference.requests.get_nowait().sampling.max_tokens for _ in range(6)} == {_QUESTION_LIMIT, 9}
-    result = run(server, out, target_dir, "--conversations", "4", "--max-answer-tokens", "9")
-    assert "1 conversations added to 3" in result.stderr
-    assert json.loads(arrays(out)["options"])["temperatures"] == list(ANSWER_TEMPERATURES)
-
-
-def test_the_command_s_sources_and_temperatures(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:
-    questions, openings = tmp_path / "questions.jsonl", tmp_path / "openings.txt"
-    questions.write_text('{"question": "Why?"}\n{"question": "Why not?"}\n')
-    openings.write_text("Write")
-    result = run(
-        server,
-        tmp_path / "asked.npz",
-        target_dir,
-        *("--questions", str(questions), "--conversations", "2", "--temperatures", "0.5"),
-    )
-    assert result.exit_code == 0, result.stderr
-    assert [server.inference.requests.get_nowait().sampling.temperature for _ in range(2)] == [0.5, 0.5]
-    assert server.inference.requests.empty()
-    assert json.loads(arrays(tmp_path / "asked.npz")["options"])["questions"] == read_questions(questions).digest
-
-    result = run(server, tmp_path / "begun.npz", target_dir, "--openings", str(openings), "--conversations", "1")
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(arrays(tmp_path / "begun.npz")["options"])["openings"] == read_openings(openings).digest
-
-    result = run(server, tmp_path / "new.npz", target_dir, "--questions", str(questions))
-    assert (result.exit_code, "--conversations: 1000 are more than the 2" in result.stderr) == (1, True)
-    result = run(server, tmp_path / "new.npz", target_dir, "--openings", str(tmp_path / "none.txt"))
-    assert (result.exit_code, "--openings: " in result.stderr) == (1, True)
-    both = ("--openings", str(openings), "--questions", str(questions))
-    result = run(server, tmp_path / "new.npz", target_dir, *both)
-    assert (result.exit_code, "--openings and --questions" in result.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("temperatures", ["", "warm", "0,,1", "0,-0.5", "0,nan", "inf"])
-def test_temperatures_are_numbers_from_0_on(
-    temperatures: str, server: ScriptedServer, target_dir: Path, tmp_path: Path
-) -> None:
-    result = run(server, tmp_path / "data.npz", target_dir, "--temperatures", temperatures)
-    assert (result.exit_code, "--temperatures" in result.stderr) == (2, True)
-
-
-def test_the_command_names_what_is_wrong(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:
-    result = run(server, save_data(tmp_path / "data.npz"), target_dir)
-    assert (result.exit_code, "temperature is missing" in result.stderr) == (1, True)
-    server.stop()
-    result = run(server, tmp_path / "new.npz", target_dir)
-    assert (result.exit_code, "UNAVAILABLE" in result.stderr) == (1, True)
