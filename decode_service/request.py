@@ -9,7 +9,7 @@ from common.kv.pool import RowLease
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.messages import FinishReason, RequestTimings, SpeculationCounts, Submit
+from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts, Submit
 from decode_service.spec_info import SpecInfo
 
 
@@ -156,6 +156,26 @@ class Request:
         if self.num_output >= self.sampling.max_tokens:
             return FinishReason.LENGTH, None
         return None
+
+    def finished(
+        self,
+        reason: FinishReason,
+        num_output: int,
+        *,
+        stop_token_id: int | None = None,
+        stop_string: str | None = None,
+    ) -> Finished:
+        """Its terminal event, of an output that ends after `num_output` tokens."""
+        return Finished(
+            request_id=self.request_id,
+            reason=reason,
+            num_prompt_tokens=self.prompt_len,
+            num_completion_tokens=num_output,
+            timings=self.timings(),
+            speculation=self.speculation.counts(),
+            stop_token_id=stop_token_id,
+            stop_string=stop_string,
+        )
 
     def timings(self) -> RequestTimings:
         return RequestTimings(

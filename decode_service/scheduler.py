@@ -33,7 +33,6 @@ from decode_service.messages import (
     Event,
     Failed,
     FinishAtStop,
-    Finished,
     FinishReason,
     FrameArrived,
     ReplicasChanged,
@@ -240,7 +239,7 @@ class DecodeEngine:
         req = self._requests.get(command.request_id)
         if req is None:
             return
-        self._post_finished(req, FinishReason.STOP_STRING, command.num_output_tokens, None, command.stop_string)
+        self._post(req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string))
         self._end(req)
 
     # ---- scheduling ---------------------------------------------------------------------------------------------
@@ -410,34 +409,13 @@ class DecodeEngine:
         self._post(Tokens(req.request_id, result.token_ids[:num_new], result.logprobs[:num_new]))
         if ending is not None:
             reason, stop_token_id = ending
-            self._post_finished(req, reason, req.num_output, stop_token_id, None)
+            self._post(req.finished(reason, req.num_output, stop_token_id=stop_token_id))
             self._end(req)
 
     def _post(self, event: Event) -> None:
         self._outbox.append(event)
 
     # ---- endings ------------------------------------------------------------------------------------------------
-
-    def _post_finished(
-        self,
-        req: Request,
-        reason: FinishReason,
-        num_output: int,
-        stop_token_id: int | None,
-        stop_string: str | None,
-    ) -> None:
-        self._post(
-            Finished(
-                request_id=req.request_id,
-                reason=reason,
-                num_prompt_tokens=req.prompt_len,
-                num_completion_tokens=num_output,
-                timings=req.timings(),
-                speculation=req.speculation.counts(),
-                stop_token_id=stop_token_id,
-                stop_string=stop_string,
-            )
-        )
 
     def _fail(self, req: Request, error: BatonError) -> None:
         if req.phase is Phase.ENDED:
