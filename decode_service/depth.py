@@ -6,7 +6,8 @@ most tokens a second is taken, 0 (decoding without drafts) included, and now and
 one that was not measured yet, or a neighbour.
 
 At depth 0 the head is left behind (draft_backlog.py) and catches up now and then: a step is charged its part of that.
-To begin drafting again takes a step of depth 0 that leaves a seed.
+To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: the more that takes, the
+longer such a step is put off.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _ACCEPTANCE_WEIGHT = 0.02  # of one row's step, and of each that went by without
 _MAX_STALE_STEPS = 16
 _NUM_TIMES = 8
 _FIRST_PROBE_INTERVAL = 2
-_LAST_PROBE_INTERVAL = 128
+_LAST_PROBE_INTERVAL = 128  # and longer where beginning to draft would take more than
+_PROBE_SHARE = 0.01  # of the time
 _CLASSES_PER_DOUBLING = 4
 
 
@@ -68,15 +70,20 @@ class AdaptiveDepth:
         self._verify_s = _Curve()  # by tokens
         self._extend_s = _Curve()  # behind drafts, by tokens
         self._catch_up_s = _Curve(num_times=deepest.max_draft_lag, figure=fmean)  # without drafts, by rows
+        self._begin_s_per_row = 0.0  # to leave a seed without drafts, the last time
         self._draft_s = _Curve()  # one further level, by rows
         self._has_seeds = True
         self._interval = _FIRST_PROBE_INTERVAL
         self._until_probe = _FIRST_PROBE_INTERVAL
+        self._longest_interval = _LAST_PROBE_INTERVAL
         self._probes_deeper = True
 
     def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
         if not num_wanted:
             return self._levels[0].without_seed()
+        if self._verify_s.is_known:
+            num_steps_to_begin = num_rows * self._begin_s_per_row / self._verify_s.at(num_rows)
+            self._longest_interval = max(_LAST_PROBE_INTERVAL, round(num_steps_to_begin / _PROBE_SHARE))
         wanted = self._wanted_depth(num_rows, num_wanted)
         depth = wanted if self._has_seeds else 0
         if wanted > 0 or self._until_probe == 2:
@@ -85,9 +92,9 @@ class AdaptiveDepth:
 
     def launched(self, spec_info: SpecInfo) -> None:
         self._has_seeds = spec_info.leaves_seed
-        self._until_probe -= 1
+        self._until_probe = min(self._until_probe, self._longest_interval) - 1
         if self._until_probe == 0:
-            self._interval = self._until_probe = min(2 * self._interval, _LAST_PROBE_INTERVAL)
+            self._interval = self._until_probe = min(2 * self._interval, self._longest_interval)
             self._probes_deeper = not self._probes_deeper
 
     def observe(self, spec_info: SpecInfo, *, num_rows: int, stats: SpeculationStats) -> None:
@@ -103,7 +110,9 @@ class AdaptiveDepth:
             self._interval = self._until_probe = _FIRST_PROBE_INTERVAL
         if spec_info.num_steps:
             self._extend_s.add(num_rows * spec_info.max_accept_len, stats.extend_s)
-        elif not spec_info.leaves_seed:
+        elif spec_info.leaves_seed:
+            self._begin_s_per_row = stats.extend_s / num_rows
+        else:
             self._catch_up_s.add(num_rows, stats.extend_s)
         if spec_info.num_steps > 1:
             self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
