@@ -22,7 +22,6 @@ from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from decode_service.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.dispatcher import PrefillDispatcher
-from decode_service.eagle_worker import EagleWorker
 from decode_service.future_map import FutureMap
 from decode_service.landing import LandingZone
 from decode_service.messages import (
@@ -39,12 +38,12 @@ from decode_service.messages import (
     Submit,
     Tokens,
 )
-from decode_service.multi_layer_eagle_worker import MultiLayerEagleWorker
 from decode_service.request import Phase, Request
+from decode_service.retraction import Retraction
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
 from decode_service.spec_info import SpecInfo
 from decode_service.step_in_flight import RowResult, StepInFlight, first_token_payload
-from decode_service.worker import PlainWorker, Worker
+from decode_service.worker_factory import new_worker
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -101,7 +100,14 @@ class DecodeEngine:
             max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
         )
         self._forward_stream = device.new_stream("forward")
-        self._worker = self._new_worker(model, draft, spec_info)
+        self._worker = new_worker(
+            model=model,
+            draft=draft,
+            spec_info=spec_info,
+            pool=self.pool,
+            sampling_state=self._sampling_state,
+            stream=self._forward_stream,
+        )
         self.future_map = FutureMap(
             device=device,
             forward_stream=self._forward_stream,
@@ -122,16 +128,16 @@ class DecodeEngine:
             post=self._post,
             fail=self._fail,
         )
+        self._retraction = Retraction(pool=self.pool, dispatcher=self._dispatcher, clock=clock)
         self._requests: dict[str, Request] = {}
         self._running = ScheduleBatch.empty(device.torch_device)
-        self._unseeded: list[Request] = []
+        self._unseeded: dict[Request, None] = {}
         self._in_flight: StepInFlight | None = None
         self._outbox: list[Event] = []
         self._arrivals = itertools.count()
         self._is_draining = False
         self._is_stalled = False  # slots were short, and those coming free are still in use
         self._num_steps = 0
-        self._num_retractions = 0
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -175,7 +181,7 @@ class DecodeEngine:
             num_running=self._running.batch_size,
             num_steps=self._num_steps,
             num_row_retries=self._dispatcher.num_row_retries,
-            num_retractions=self._num_retractions,
+            num_retractions=self._retraction.num_retractions,
         )
 
     def close(self) -> None:
@@ -184,21 +190,6 @@ class DecodeEngine:
         self._in_flight = None
         self._landing.close(_STEP_TIMEOUT_S)
         self._forward_stream.close(_STEP_TIMEOUT_S)
-
-    def _new_worker(self, model: TargetModel, draft: DraftHead | None, spec_info: SpecInfo | None) -> Worker:
-        if draft is None or spec_info is None:
-            return PlainWorker(
-                model=model, pool=self.pool, sampling_state=self._sampling_state, stream=self._forward_stream
-            )
-        speculative = EagleWorker if draft.layer_group.num_layers == 1 else MultiLayerEagleWorker
-        return speculative(
-            model=model,
-            draft=draft,
-            spec_info=spec_info,
-            pool=self.pool,
-            sampling_state=self._sampling_state,
-            stream=self._forward_stream,
-        )
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
@@ -254,11 +245,11 @@ class DecodeEngine:
         if ready:
             self._merge_prebuilt(ready)
         running.spec_info = self._choose_depth()
-        self._is_stalled = not running.is_empty and not self._secure_slots()
+        self._is_stalled = not self._retraction.secure_slots(running, self._requests.values())
         if running.is_empty or self._is_stalled:
             return None
         prepared = running.prepare_for_decode(self.pool)
-        assert prepared, "_secure_slots left enough"
+        assert prepared, "enough slots were secured"
         return running
 
     def _choose_depth(self) -> SpecInfo | None:
@@ -277,7 +268,7 @@ class DecodeEngine:
         payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
         self.future_map.bootstrap(prebuilt, payload)
         self._process_prebuilt(ready)
-        self._unseeded += [req for req in prebuilt.reqs if req.wants_launch]
+        self._unseeded |= dict.fromkeys(prebuilt.reqs)
         prebuilt.filter_batch([i for i, req in enumerate(prebuilt.reqs) if req.wants_launch])
         self._running.merge_batch(prebuilt)
 
@@ -292,45 +283,6 @@ class DecodeEngine:
                 logprobs = part.columns.first_token_logprobs[entry]
                 self._append(req, RowResult((token,), logprobs=(logprobs,) if logprobs else ()))
 
-    def _secure_slots(self) -> bool:
-        """Make sure the slots of the next step are free, retracting the youngest rows as needed.
-
-        False when slots are on their way but a forward in flight still holds them: nothing is launched this time.
-        """
-        running = self._running
-        while (shortage := running.num_slots_needed(self.pool) - self.pool.num_free_slots) > 0:
-            held = set(map(id, running.reqs))
-            coming = self.pool.slot_counts().quarantined + sum(
-                req.lease.num_tokens
-                for req in self._requests.values()
-                if req.lease is not None
-                and (req.phase is Phase.RETRACTING or (req.phase is Phase.RUNNING and id(req) not in held))
-            )
-            if coming >= shortage:
-                return False
-            self._retract_youngest()
-        return not running.is_empty
-
-    def _retract_youngest(self) -> None:
-        """Of all that hold slots: what a handoff under way reserved goes before the KV of an older, running request."""
-        running = self._running
-        handed_off = [req for req in self._requests.values() if req.phase is Phase.HANDED_OFF]
-        req = max((*running.reqs, *handed_off), key=lambda req: req.arrival)
-        self._num_retractions += 1
-        req.num_retractions += 1
-        if req.phase is Phase.HANDED_OFF:
-            self._dispatcher.take_back(req)
-            return
-        running.filter_batch([i for i, other in enumerate(running.reqs) if other is not req])
-        self._unseeded = [other for other in self._unseeded if other is not req]
-        req.phase = Phase.RETRACTING
-        if not req.num_in_flight:
-            self._requeue_retracted(req)
-
-    def _requeue_retracted(self, req: Request) -> None:
-        req.clock.close("decode_s", self._clock())
-        self._dispatcher.requeue(req)
-
     # ---- launching and finishing --------------------------------------------------------------------------------
 
     def _launch(self, batch: ScheduleBatch) -> StepInFlight:
@@ -338,10 +290,9 @@ class DecodeEngine:
         forward_batch = ForwardBatch.snapshot(batch)
         batch.draft_lag = forward_batch.draft_lag_after
         self._forward_stream.wait(self._device.schedule_stream.record())
-        if self._unseeded:
-            seeds = [req.row_seed for req in self._unseeded]
+        if seeds := [req.row_seed for req in self._unseeded if req.phase is Phase.RUNNING]:
             self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
-            self._unseeded = []
+        self._unseeded.clear()
         on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
         if not forward_batch.has_drafts:
             self.future_map.publish_nothing()
@@ -381,7 +332,7 @@ class DecodeEngine:
             req.num_in_flight -= 1
             self._append(req, result, step)
             if req.phase is Phase.RETRACTING:
-                self._requeue_retracted(req)
+                self._retraction.requeue(req)
         spec_info, speculation = step.batch.spec_info, step.speculation
         if self._depth is not None and spec_info is not None and speculation is not None:
             self._depth.observe(spec_info, num_rows=len(step.reqs), stats=speculation)
@@ -429,7 +380,6 @@ class DecodeEngine:
             return
         req.phase = Phase.ENDED
         del self._requests[req.request_id]
-        self._unseeded = [other for other in self._unseeded if other is not req]
         self._dispatcher.forget(req)
         if req.lease is not None:
             self.pool.release(req.lease)

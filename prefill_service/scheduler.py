@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Device, Scope
 from common.device.stream import Event as DeviceEvent
-from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
-from common.draft.seed import Seed, column_to_numpy
+from common.draft.seed import column_to_numpy
 from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
 from common.model.logprobs import unpack_logprobs
-from common.model.sampling import Sampled, sample, sampled_to_host
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
@@ -48,6 +44,7 @@ from prefill_service.messages import (
 )
 from prefill_service.prompt import Prompt, PromptPhase
 from prefill_service.sender import KvSender
+from prefill_service.worker import Computed, PrefillWorker
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -61,8 +58,7 @@ class _StepInFlight:
     """Holds what its pieces use until `end`."""
 
     batch: ChunkBatch
-    sampled: Cell[Sampled]
-    seeds: Cell[Mapping[str, Tensor]]
+    computed: Cell[Computed]
     end: DeviceEvent
     launched_s: float
 
@@ -96,9 +92,7 @@ class PrefillEngine:
         on_step: OnStep = lambda stats: None,
         debug_checks: bool = False,
     ) -> None:
-        self._model = model
-        self._draft = draft
-        self._draft_topk = draft_topk
+        self._layer_group = model.layer_group.name
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
         assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
         self._device = device
@@ -122,6 +116,15 @@ class PrefillEngine:
             max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
         )
         self._forward_stream = device.new_stream("forward")
+        self._worker = PrefillWorker(
+            model=model,
+            draft=draft,
+            draft_topk=draft_topk,
+            device=device,
+            pool=self.pool,
+            sampling_state=self._sampling_state,
+            stream=self._forward_stream,
+        )
         self._sender = KvSender(
             device=device, pool=self.pool, budget_bytes=send_budget_bytes, max_segment_bytes=max_segment_bytes
         )
@@ -129,7 +132,7 @@ class PrefillEngine:
         self._queued: dict[Prompt, None] = {}
         self._computing: dict[Prompt, None] = {}
         self._sending: dict[Prompt, None] = {}
-        self._unseeded: list[Prompt] = []
+        self._unseeded: dict[Prompt, None] = {}
         self._in_flight: deque[_StepInFlight] = deque()
         self._outbox: list[Event] = []
         self._is_draining = False
@@ -238,7 +241,7 @@ class PrefillEngine:
             prompt.started_s = self._clock()
             del self._queued[prompt]
             self._computing[prompt] = None
-            self._unseeded.append(prompt)
+            self._unseeded[prompt] = None
 
     def _launch(self) -> _StepInFlight | None:
         chunks = cut_chunks(
@@ -252,7 +255,7 @@ class PrefillEngine:
         batch = ChunkBatch.of(
             chunks,
             pool=self.pool,
-            layer_group=self._model.layer_group.name,
+            layer_group=self._layer_group,
             num_draft_layers=self._num_draft_layers,
         )
         scope = Scope(f"prefill step {self._num_steps}")
@@ -261,25 +264,9 @@ class PrefillEngine:
         if self._unseeded:
             row_seeds = [prompt.row_seed for prompt in self._unseeded]
             stream.enqueue(partial(self._sampling_state.reset, row_seeds), scope)
-            self._unseeded = []
-        sampled: Cell[Sampled] = Cell()
-        seeds: Cell[Mapping[str, Tensor]] = Cell()
-
-        @torch.inference_mode()
-        def forward() -> None:
-            output = self._model.forward(batch.forward_input)
-            first = sample(
-                output.logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
-            )
-            sampled.set(sampled_to_host(self._device, first))
-            columns = {}
-            if self._draft is not None:
-                assert output.hidden is not None, "the target captures what the head reads"
-                columns = self._extend_draft(self._draft, batch, output.hidden, first.token_ids).columns()
-            seeds.set({name: self._device.to_host(column) for name, column in columns.items()})
-
-        stream.enqueue(forward, scope)
-        step = _StepInFlight(batch, sampled, seeds, stream.record(scope), self._clock())
+            self._unseeded.clear()
+        computed = self._worker.forward(batch, scope)
+        step = _StepInFlight(batch, computed, stream.record(scope), self._clock())
         for chunk in chunks:
             prompt = chunk.prompt
             assert prompt.lease is not None
@@ -287,25 +274,6 @@ class PrefillEngine:
             prompt.num_launched_tokens = chunk.stop
             self._sender.queue(prompt, chunk.start, chunk.stop, step.end)
         return step
-
-    def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
-        """The draft head over the chunks: its KV, and the seeds of the prompts that end with them."""
-        last, following = batch.forward_input.logits_rows, batch.next_tokens
-        assert last is not None
-        return extend_draft(
-            draft,
-            replace(batch.forward_input, kv=self.pool.buffers[draft.layer_group.name]),
-            captured,
-            next_tokens=NextTokens(
-                following.ids.index_copy(0, following.places[last], first_token_ids), following.places
-            ),
-            last=last,
-            rows=batch.sampled_rows,
-            positions=batch.sampled_positions + 1,
-            state=self._sampling_state,
-            batch=batch.sampling,
-            topk=self._draft_topk,
-        )
 
     def _finish_done(self) -> None:
         while self._in_flight and self._in_flight[0].end.is_done():
@@ -325,9 +293,9 @@ class PrefillEngine:
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
 
     def _post_first_tokens(self, step: _StepInFlight) -> None:
-        batch, sampled = step.batch, step.sampled.get()
+        batch, computed = step.batch, step.computed.get()
         prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
-        invalid = sampled.is_invalid.tolist()
+        invalid = computed.sampled.is_invalid.tolist()
         by_call: dict[str, list[int]] = {}
         for place, prompt in enumerate(prompts):
             if prompt.phase is PromptPhase.ENDED:
@@ -344,13 +312,13 @@ class PrefillEngine:
             self._sending[prompt] = None
             by_call.setdefault(prompt.call_id, []).append(place)
         for call_id, places in by_call.items():
-            columns = self._columns([prompts[place] for place in places], places, step, sampled)
+            columns = self._columns([prompts[place] for place in places], places, batch, computed)
             self._outbox.append(FrameReady(call_id, columns))
 
     def _columns(
-        self, prompts: Sequence[Prompt], places: Sequence[int], step: _StepInFlight, sampled: Sampled
+        self, prompts: Sequence[Prompt], places: Sequence[int], batch: ChunkBatch, computed: Computed
     ) -> PrebuiltBatch:
-        now_s, batch = self._clock(), step.batch
+        now_s, sampled = self._clock(), computed.sampled
         wanted = [batch.chunks[entry].prompt.row.sampling.num_logprobs for entry in batch.sampled_entries]
         logprobs = unpack_logprobs(sampled, batch.sampling, wanted)
         sizes = [self._sender.bytes_of(prompt) for prompt in prompts]
@@ -362,7 +330,7 @@ class PrefillEngine:
             queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
             compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
             first_token_logprobs=tuple(logprobs[place] for place in places),
-            seed_columns={name: column_to_numpy(seeds[list(places)]) for name, seeds in step.seeds.get().items()},
+            seed_columns={name: column_to_numpy(seeds[list(places)]) for name, seeds in computed.seeds.items()},
         )
 
     # ---- sending ------------------------------------------------------------------------------------------------
@@ -397,7 +365,7 @@ class PrefillEngine:
         self._queued.pop(prompt, None)
         self._computing.pop(prompt, None)
         self._sending.pop(prompt, None)
-        self._unseeded = [other for other in self._unseeded if other is not prompt]
+        self._unseeded.pop(prompt, None)
         self._sender.forget(prompt)
         if prompt.lease is not None:
             self.pool.release(prompt.lease)

@@ -1,0 +1,31 @@
+"""Which worker serves a draft head, and which serves none."""
+
+from __future__ import annotations
+
+from common.device.stream import Stream
+from common.draft.head import DraftHead
+from common.kv.pool import KvPool
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from decode_service.eagle_worker import EagleWorker
+from decode_service.multi_layer_eagle_worker import MultiLayerEagleWorker
+from decode_service.spec_info import SpecInfo
+from decode_service.worker import PlainWorker, Worker
+
+
+def new_worker(
+    *,
+    model: TargetModel,
+    draft: DraftHead | None,
+    spec_info: SpecInfo | None,
+    pool: KvPool,
+    sampling_state: SamplingState,
+    stream: Stream,
+) -> Worker:
+    """`draft` and `spec_info` come together."""
+    if draft is None or spec_info is None:
+        return PlainWorker(model=model, pool=pool, sampling_state=sampling_state, stream=stream)
+    speculative = EagleWorker if draft.layer_group.num_layers == 1 else MultiLayerEagleWorker
+    return speculative(
+        model=model, draft=draft, spec_info=spec_info, pool=pool, sampling_state=sampling_state, stream=stream
+    )

@@ -1,0 +1,90 @@
+"""One prefill forward on the stream: the target over the chunks, the first tokens, the draft head behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Device, Scope, Stream
+from common.draft.extend import NextTokens, extend_draft
+from common.draft.head import DraftHead
+from common.draft.seed import Seed
+from common.kv.pool import KvPool
+from common.model.sampling import Sampled, sample, sampled_to_host
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from prefill_service.chunk_batch import ChunkBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """On the host, of the chunks that end their prompt: first tokens, and the seed columns by name."""
+
+    sampled: Sampled
+    seeds: Mapping[str, Tensor]
+
+
+class PrefillWorker:
+    """Its Python runs on the engine thread and only enqueues. `draft_topk`: the best first drafts that are kept."""
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        draft: DraftHead | None,
+        draft_topk: int,
+        device: Device,
+        pool: KvPool,
+        sampling_state: SamplingState,
+        stream: Stream,
+    ) -> None:
+        self._model = model
+        self._draft = draft
+        self._draft_topk = draft_topk
+        self._device = device
+        self._pool = pool
+        self._sampling_state = sampling_state
+        self._stream = stream
+
+    def forward(self, batch: ChunkBatch, scope: Scope) -> Cell[Computed]:
+        """KV of target and head goes to the pool; the cell is filled on the stream."""
+        computed: Cell[Computed] = Cell()
+
+        @torch.inference_mode()
+        def forward() -> None:
+            output = self._model.forward(batch.forward_input)
+            first = sample(
+                output.logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
+            )
+            columns = {}
+            if self._draft is not None:
+                assert output.hidden is not None, "the target captures what the head reads"
+                columns = self._extend_draft(self._draft, batch, output.hidden, first.token_ids).columns()
+            seeds = {name: self._device.to_host(column) for name, column in columns.items()}
+            computed.set(Computed(sampled_to_host(self._device, first), seeds))
+
+        self._stream.enqueue(forward, scope)
+        return computed
+
+    def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
+        """The draft head over the chunks: its KV, and the seeds of the prompts that end with them."""
+        last, following = batch.forward_input.logits_rows, batch.next_tokens
+        assert last is not None
+        return extend_draft(
+            draft,
+            replace(batch.forward_input, kv=self._pool.buffers[draft.layer_group.name]),
+            captured,
+            next_tokens=NextTokens(
+                following.ids.index_copy(0, following.places[last], first_token_ids), following.places
+            ),
+            last=last,
+            rows=batch.sampled_rows,
+            positions=batch.sampled_positions + 1,
+            state=self._sampling_state,
+            batch=batch.sampling,
+            topk=self._draft_topk,
+        )
