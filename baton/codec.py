@@ -96,6 +96,7 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
         device=info.device,
         dtype=info.dtype,
         version=info.version,
+        weights_digest=info.fingerprint.target_weights_digest,
         layer_groups={
             group.name: group.num_layers
             * group.num_planes

@@ -14,7 +14,7 @@ class HealthStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """`layer_groups` maps each group of KV layers to its bytes per token."""
+    """`layer_groups` maps each group of KV layers to its bytes per token; `weights_digest` is of the model's weights."""
 
     model: str
     architecture: str
@@ -24,6 +24,7 @@ class ModelInfo:
     device: str
     dtype: str
     version: str
+    weights_digest: str
     layer_groups: dict[str, int]
 
 

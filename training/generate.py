@@ -78,7 +78,7 @@ def read_questions(path: Path) -> Questions:
 
 
 class SelfChat:
-    """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves.
+    """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves, `weights_digest` its own.
 
     `source`: where questions are from; from the model alone where it is None. Raises ConfigError for a model without a
     chat template, and for openings and questions that hold special tokens.
@@ -89,6 +89,7 @@ class SelfChat:
         client: AsyncClient,
         encoder: TextTokenizer,
         *,
+        weights_digest: str,
         seed: int,
         max_answer_tokens: int,
         temperatures: Sequence[float] = ANSWER_TEMPERATURES,
@@ -96,6 +97,7 @@ class SelfChat:
     ) -> None:
         self._client = client
         self._encoder = encoder
+        self._weights_digest = weights_digest
         self._seed = seed
         self._max_answer_tokens = max_answer_tokens
         self._temperatures = tuple(temperatures)
@@ -108,8 +110,9 @@ class SelfChat:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What conversations depend on, beside the model."""
+        """What conversations depend on."""
         return {
+            "model": self._weights_digest,
             "seed": self._seed,
             "max_answer_tokens": self._max_answer_tokens,
             "temperatures": list(self._temperatures),

@@ -88,12 +88,13 @@ async def _write(
 
     progress = Progress(text_console())
     async with AsyncClient(address, tls=tls) as client:
-        self_chat = SelfChat(client, encoder, **settings)
+        served = await client.model_info()
+        self_chat = SelfChat(client, encoder, weights_digest=served.weights_digest, **settings)
         num_before = await write_self_chat(
             out,
             self_chat,
             num_conversations=num_conversations,
-            vocab_size=(await client.model_info()).vocab_size,
+            vocab_size=served.vocab_size,
             concurrency=concurrency,
             progress=progress,
         )

@@ -14,6 +14,7 @@ def test_model_info_counts_the_bytes_of_a_token(client: Client) -> None:
     info = client.model_info()
     assert (info.model, info.vocab_size, info.eos_token_ids) == ("demo", 49152, (2,))
     assert info.layer_groups == {"target": 30 * 2 * 3 * 64 * 2}
+    assert info.weights_digest == "demo-weights"
 
 
 async def test_both_clients_say_the_same(client: Client, async_client: AsyncClient) -> None:

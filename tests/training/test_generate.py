@@ -73,7 +73,7 @@ def write(
     out: Path, model: Any, encoder: TextTokenizer, num_conversations: int, *, concurrency: int = 2, **changes: Any
 ) -> int:
     """`changes` are of the options."""
-    self_chat = SelfChat(model, encoder, **{"seed": 3, "max_answer_tokens": 40, **changes})
+    self_chat = SelfChat(model, encoder, **{"weights_digest": "theirs", "seed": 3, "max_answer_tokens": 40, **changes})
     return asyncio.run(
         write_self_chat(
             out,
@@ -287,6 +287,7 @@ def test_a_file_is_continued_with_the_options_it_was_begun_with(encoder: TextTok
     write(out, Model(encoder), encoder, 2, source=openings)
     with np.load(out, allow_pickle=False) as file:
         assert json.loads(file["options"].item()) == {
+            "model": "theirs",
             "seed": 3,
             "max_answer_tokens": 40,
             "temperatures": [0.0, 0.5, 0.8, 1.0],
@@ -295,6 +296,7 @@ def test_a_file_is_continued_with_the_options_it_was_begun_with(encoder: TextTok
         }
     before = out.read_bytes()
     changes: list[tuple[str, dict[str, Any]]] = [
+        ("model: this run has another, .*data.npz was begun with theirs", {"weights_digest": "another"}),
         ("seed: this run has 4, .*data.npz was begun with 3", {"seed": 4}),
         ("max_answer_tokens: this run has 41", {"max_answer_tokens": 41, "temperatures": (0.0,)}),
         (r"temperatures: this run has \[0.0\]", {"temperatures": (0.0,)}),
@@ -319,7 +321,7 @@ def test_a_file_is_continued_with_the_options_it_was_begun_with(encoder: TextTok
         (np.array("no JSON"), "options is no JSON object: it cannot be told how"),
         (np.array("3"), "options is no JSON object"),
         (np.arange(3), "options is no JSON object"),
-        (np.array('{"top_k": 3}'), "seed: this run has 3, .* was begun with None"),
+        (np.array('{"top_k": 3}'), "model: this run has theirs, .* was begun with None"),
     ],
 )
 def test_a_file_that_was_begun_elsewhere_is_not_continued(
@@ -346,4 +348,4 @@ def test_a_model_without_a_chat_template_is_refused(encoder: TextTokenizer) -> N
             raise ValueError("the model has no chat template")
 
     with pytest.raises(ConfigError, match="model: the model has no chat template"):
-        SelfChat(Model(encoder), Without(), seed=0, max_answer_tokens=9)  # type: ignore[arg-type]
+        SelfChat(Model(encoder), Without(), weights_digest="", seed=0, max_answer_tokens=9)  # type: ignore[arg-type]

@@ -38,7 +38,8 @@ def test_the_command_writes_the_file(server: ScriptedServer, target_dir: Path, t
     assert {server.inference.requests.get_nowait().sampling.max_tokens for _ in range(6)} == {QUESTION_LIMIT, 9}
     result = run(server, out, target_dir, "--conversations", "4", "--max-answer-tokens", "9")
     assert "1 conversations added to 3" in result.stderr
-    assert json.loads(arrays(out)["options"])["temperatures"] == list(ANSWER_TEMPERATURES)
+    options = json.loads(arrays(out)["options"])
+    assert (options["model"], options["temperatures"]) == ("demo-weights", list(ANSWER_TEMPERATURES))
 
 
 def test_the_command_s_sources_and_temperatures(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:
