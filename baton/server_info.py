@@ -14,7 +14,10 @@ class HealthStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """`layer_groups` maps each group of KV layers to its bytes per token; `weights_digest` is of the model's weights."""
+    """`layer_groups` maps each group of KV layers to its bytes per token.
+
+    `weights_digest`: of the model, as both services compare it.
+    """
 
     model: str
     architecture: str
