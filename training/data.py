@@ -82,13 +82,23 @@ def join(parts: Sequence[Conversations]) -> Conversations:
     )
 
 
-def split(conversations: Conversations, *, num_held_out: int, seed: int) -> tuple[Ints, Ints]:
-    """Indices of the conversations to train on, and of those held out. Raises ConfigError when either is empty."""
-    num_conversations = len(conversations.answer_start)
-    if num_conversations <= num_held_out:
-        raise ConfigError(f"num_held_out: {num_held_out} of {num_conversations} conversations leave none to train on")
-    order = np.random.RandomState(seed).permutation(num_conversations)
-    return order[num_held_out:], order[:num_held_out]
+def split(parts: Sequence[Conversations], *, num_held_out: int, seed: int) -> tuple[Ints, Ints]:
+    """Indices among all that `join` puts end to end: of those to train on, and of `num_held_out` of each part.
+
+    A part's do not depend on the others. Raises ConfigError where a part has nothing to train on.
+    """
+    train, held_out, num_before = [], [], 0
+    for part in parts:
+        num_conversations = len(part.answer_start)
+        if num_conversations <= num_held_out:
+            raise ConfigError(
+                f"num_held_out: {num_held_out} of {num_conversations} conversations leave none to train on"
+            )
+        order = num_before + np.random.RandomState(seed).permutation(num_conversations)
+        train.append(order[num_held_out:])
+        held_out.append(order[:num_held_out])
+        num_before += num_conversations
+    return np.concatenate(train), np.concatenate(held_out)
 
 
 def _integers(path: Path, arrays: Mapping[str, NDArray[np.generic]], name: str) -> Ints:

@@ -54,8 +54,9 @@ def prepare_training(
     _make_writable(out)
     torch.manual_seed(config.seed)
     target = load_target(model_dir, device=config.device)
-    conversations = join([load_conversations(path, vocab_size=target.config.vocab_size) for path in data])
-    train, held_out = split(conversations, num_held_out=config.num_held_out, seed=config.seed)
+    parts = [load_conversations(path, vocab_size=target.config.vocab_size) for path in data]
+    conversations = join(parts)
+    train, held_out = split(parts, num_held_out=config.num_held_out, seed=config.seed)
     _require_chains(conversations, held_out, config.ttt_steps)
     written_config = head_config(target.config, draft_vocab=config.draft_vocab, layers=config.layers)
     spec = head_spec(written_config, target.config, model_dir)
@@ -93,6 +94,7 @@ def prepare_training(
     identity = {
         **config.identity(),
         "data_digest": key.data_digest,
+        "num_conversations": [len(part.answer_start) for part in parts],
         "target_digest": key.target_digest,
         "layers": list(key.layers),
         "start_from": _identity_of(starting, revises_vocab=revises_vocab),

@@ -48,7 +48,7 @@ def train_draft(
     ] = 0.3,
     eval_tokens: Annotated[int, typer.Option(help="Between evaluations.", rich_help_panel=_LENGTH)] = 250_000,
     num_held_out: Annotated[
-        int, typer.Option("--held-out", help="Conversations to evaluate on.", rich_help_panel=_LENGTH)
+        int, typer.Option("--held-out", help="Conversations of each file to evaluate on.", rich_help_panel=_LENGTH)
     ] = 120,
     checkpoint_minutes: Annotated[float, typer.Option(help="Between checkpoints.", rich_help_panel=_LENGTH)] = 5.0,
     muon_lr: Annotated[float, typer.Option(help="Of the layer's matrices.", rich_help_panel=_RATES)] = 0.02,

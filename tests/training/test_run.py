@@ -185,7 +185,7 @@ def test_what_is_held_out_is_neither_trained_on_nor_counted(
         last_token_model_dir, [sampled_data], tmp_path, config=config, progress=quiet(), features_dir=features_dir
     )
     conversations = load_conversations(sampled_data, vocab_size=SMALL_VOCAB_SIZE)
-    train, held_out = split(conversations, num_held_out=config.num_held_out, seed=config.seed)
+    train, held_out = split([conversations], num_held_out=config.num_held_out, seed=config.seed)
     wanted = most_frequent(conversations.answer_tokens(train), draft_vocab=48, vocab_size=SMALL_VOCAB_SIZE)
     assert prepared.workplace.vocabulary.token_ids.tolist() == wanted.token_ids.tolist()
     seen = []
@@ -200,13 +200,13 @@ def test_several_files_are_trained_on_in_the_order_given(
     tmp_path: Path, last_token_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [
-        save_sampled_data(tmp_path / f"{seed}.npz", last_token_model_dir, num_conversations=15, seed=seed)
+        save_sampled_data(tmp_path / f"{seed}.npz", last_token_model_dir, num_conversations=25, seed=seed)
         for seed in (4, 3)
     ]
     monkeypatch.setattr(trainer.Trainer, "run", lambda *_: None)
     result = cli(tmp_path / "out", files, last_token_model_dir)
     assert result.exit_code == 0, result.stderr
-    assert "10 conversations to train on, 20 held out" in result.stderr
+    assert "10 conversations to train on, 40 held out" in result.stderr
     features = json.loads((tmp_path / "out" / "features" / "complete.json").read_text())
     both = join([load_conversations(path, vocab_size=SMALL_VOCAB_SIZE) for path in files])
     assert features["data_digest"] == both.digest
