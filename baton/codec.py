@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from grpc_health.v1 import health_pb2
 
 from baton.errors import Internal
@@ -96,7 +98,7 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
         device=info.device,
         dtype=info.dtype,
         version=info.version,
-        weights_digest=info.fingerprint.target_weights_digest,
+        digest=_digest_of(info.fingerprint),
         layer_groups={
             group.name: group.num_layers
             * group.num_planes
@@ -106,6 +108,11 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
             for group in info.fingerprint.layer_groups
         },
     )
+
+
+def _digest_of(fingerprint: types_pb2.Fingerprint) -> str:
+    parts = (fingerprint.config_digest, fingerprint.target_weights_digest, fingerprint.tokenizer_digest)
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> InferenceLoad:

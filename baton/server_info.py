@@ -16,7 +16,7 @@ class HealthStatus(Enum):
 class ModelInfo:
     """`layer_groups` maps each group of KV layers to its bytes per token.
 
-    `weights_digest`: of the model, as both services compare it.
+    `digest`: of the model's configuration, weights and tokenizer, as both services compare them.
     """
 
     model: str
@@ -27,7 +27,7 @@ class ModelInfo:
     device: str
     dtype: str
     version: str
-    weights_digest: str
+    digest: str
     layer_groups: dict[str, int]
 
 

@@ -6,8 +6,8 @@ most tokens a second is taken, 0 (decoding without drafts) included, and now and
 one that was not measured yet, or a neighbour.
 
 At depth 0 the head is left behind (draft_backlog.py) and catches up now and then: a step is charged its part of that.
-To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: the more that takes, the
-longer such a step is put off.
+To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: where only a probe wants
+it, that is put off until it takes a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection
-from statistics import fmean
+from statistics import fmean, median
 from typing import Protocol
 
 from common.telemetry.step_stats import SpeculationStats
@@ -26,8 +26,9 @@ _ACCEPTANCE_WEIGHT = 0.02  # of one row's step, and of each that went by without
 _MAX_STALE_STEPS = 16
 _NUM_TIMES = 8
 _FIRST_PROBE_INTERVAL = 2
-_LAST_PROBE_INTERVAL = 128  # and longer where beginning to draft would take more than
-_PROBE_SHARE = 0.01  # of the time
+_PROBE_INTERVAL = 128  # in steps, in the long run
+_LONGEST_PROBE_INTERVAL = 1024  # where the head would have to catch up first
+_BEGIN_SHARE = 0.01  # of the time, for that
 _CLASSES_PER_DOUBLING = 4
 
 
@@ -70,21 +71,20 @@ class AdaptiveDepth:
         self._verify_s = _Curve()  # by tokens
         self._extend_s = _Curve()  # behind drafts, by tokens
         self._catch_up_s = _Curve(num_times=deepest.max_draft_lag, figure=fmean)  # without drafts, by rows
-        self._begin_s_per_row = 0.0  # to leave a seed without drafts, the last time
+        self._begin_s_per_row: deque[float] = deque([0.0], maxlen=_NUM_TIMES)  # to leave a seed without drafts
         self._draft_s = _Curve()  # one further level, by rows
         self._has_seeds = True
         self._interval = _FIRST_PROBE_INTERVAL
         self._until_probe = _FIRST_PROBE_INTERVAL
-        self._longest_interval = _LAST_PROBE_INTERVAL
+        self._longest_interval = _PROBE_INTERVAL
         self._probes_deeper = True
 
     def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
         if not num_wanted:
             return self._levels[0].without_seed()
-        if self._verify_s.is_known:
-            num_steps_to_begin = num_rows * self._begin_s_per_row / self._verify_s.at(num_rows)
-            self._longest_interval = max(_LAST_PROBE_INTERVAL, round(num_steps_to_begin / _PROBE_SHARE))
-        wanted = self._wanted_depth(num_rows, num_wanted)
+        best = self._best_depth(num_rows, num_wanted)
+        self._longest_interval = _PROBE_INTERVAL if best > 0 else self._interval_between_begins(num_rows)
+        wanted = self._probed_depth(best, num_rows) if self._until_probe <= 1 else best
         depth = wanted if self._has_seeds else 0
         if wanted > 0 or self._until_probe == 2:
             return self._levels[depth]
@@ -111,11 +111,19 @@ class AdaptiveDepth:
         if spec_info.num_steps:
             self._extend_s.add(num_rows * spec_info.max_accept_len, stats.extend_s)
         elif spec_info.leaves_seed:
-            self._begin_s_per_row = stats.extend_s / num_rows
+            self._begin_s_per_row.append(stats.extend_s / num_rows)
         else:
             self._catch_up_s.add(num_rows, stats.extend_s)
         if spec_info.num_steps > 1:
             self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
+
+    def _interval_between_begins(self, num_rows: int) -> int:
+        """In steps; in the middle of what beginning took, so that one slow time decides nothing."""
+        step_s = self._verify_s.at(num_rows)
+        begin_s = num_rows * median(self._begin_s_per_row)
+        if begin_s >= _LONGEST_PROBE_INTERVAL * _BEGIN_SHARE * step_s:
+            return _LONGEST_PROBE_INTERVAL
+        return max(_PROBE_INTERVAL, round(begin_s / (_BEGIN_SHARE * step_s)))
 
     def _tokens_per_s(self, depth: int, num_rows: int, num_wanted: int) -> float:
         """Expected of the whole batch, from what was measured."""
@@ -131,17 +139,19 @@ class AdaptiveDepth:
             step_s += self._catch_up_s.at(num_rows)
         return (num_rows + num_wanted * num_accepted) / step_s
 
-    def _wanted_depth(self, num_rows: int, num_wanted: int) -> int:
-        deepest = len(self._levels) - 1
+    def _best_depth(self, num_rows: int, num_wanted: int) -> int:
+        depths = range(len(self._levels))
         if not self._verify_s.is_known:
-            return deepest
-        best = max(range(deepest + 1), key=lambda depth: self._tokens_per_s(depth, num_rows, num_wanted))
-        if self._until_probe > 1:
+            return depths[-1]
+        return max(depths, key=lambda depth: self._tokens_per_s(depth, num_rows, num_wanted))
+
+    def _probed_depth(self, best: int, num_rows: int) -> int:
+        if not self._verify_s.is_known:
             return best
         for depth, level in enumerate(self._levels):
             if not self._verify_s.has(num_rows * level.num_verify_tokens):
                 return depth
-        neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth <= deepest]
+        neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth < len(self._levels)]
         return neighbours[-1] if self._probes_deeper else neighbours[0]
 
 

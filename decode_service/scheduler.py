@@ -268,8 +268,8 @@ class DecodeEngine:
         payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
         self.future_map.bootstrap(prebuilt, payload)
         self._process_prebuilt(ready)
-        self._unseeded |= dict.fromkeys(prebuilt.reqs)
         prebuilt.filter_batch([i for i, req in enumerate(prebuilt.reqs) if req.wants_launch])
+        self._unseeded |= dict.fromkeys(prebuilt.reqs)
         self._running.merge_batch(prebuilt)
 
     def _process_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
@@ -380,6 +380,7 @@ class DecodeEngine:
             return
         req.phase = Phase.ENDED
         del self._requests[req.request_id]
+        self._unseeded.pop(req, None)
         self._dispatcher.forget(req)
         if req.lease is not None:
             self.pool.release(req.lease)

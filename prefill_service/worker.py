@@ -29,7 +29,7 @@ class Computed:
 
 
 class PrefillWorker:
-    """Its Python runs on the engine thread and only enqueues. `draft_topk`: the best first drafts that are kept."""
+    """`forward` runs on the engine thread and only enqueues. `draft_topk`: the best first drafts that are kept."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PrefillWorker:
         self._stream = stream
 
     def forward(self, batch: ChunkBatch, scope: Scope) -> Cell[Computed]:
-        """KV of target and head goes to the pool; the cell is filled on the stream."""
+        """KV of target and head goes to the pool. The cell is to be read behind what the stream then records."""
         computed: Cell[Computed] = Cell()
 
         @torch.inference_mode()
@@ -71,7 +71,10 @@ class PrefillWorker:
         return computed
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
-        """The draft head over the chunks: its KV, and the seeds of the prompts that end with them."""
+        """The draft head over the chunks: its KV, and the seeds of the prompts that end with them.
+
+        Runs inside a piece on the stream.
+        """
         last, following = batch.forward_input.logits_rows, batch.next_tokens
         assert last is not None
         return extend_draft(

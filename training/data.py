@@ -82,17 +82,19 @@ def join(parts: Sequence[Conversations]) -> Conversations:
     )
 
 
-def split(parts: Sequence[Conversations], *, num_held_out: int, seed: int) -> tuple[Ints, Ints]:
+def split(
+    parts: Sequence[Conversations], names: Sequence[object], *, num_held_out: int, seed: int
+) -> tuple[Ints, Ints]:
     """Indices among all that `join` puts end to end: of those to train on, and of `num_held_out` of each part.
 
-    A part's do not depend on the others. Raises ConfigError where a part has nothing to train on.
+    A part's do not depend on the others. Raises ConfigError where a part, which it names, has nothing to train on.
     """
     train, held_out, num_before = [], [], 0
-    for part in parts:
+    for part, name in zip(parts, names, strict=True):
         num_conversations = len(part.answer_start)
         if num_conversations <= num_held_out:
             raise ConfigError(
-                f"num_held_out: {num_held_out} of {num_conversations} conversations leave none to train on"
+                f"num_held_out: {num_held_out} of {num_conversations} conversations leave none of {name} to train on"
             )
         order = num_before + np.random.RandomState(seed).permutation(num_conversations)
         train.append(order[num_held_out:])

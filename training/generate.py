@@ -78,7 +78,7 @@ def read_questions(path: Path) -> Questions:
 
 
 class SelfChat:
-    """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves, `weights_digest` its own.
+    """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves, `model_digest` that model's.
 
     `source`: where questions are from; from the model alone where it is None. Raises ConfigError for a model without a
     chat template, and for openings and questions that hold special tokens.
@@ -89,7 +89,7 @@ class SelfChat:
         client: AsyncClient,
         encoder: TextTokenizer,
         *,
-        weights_digest: str,
+        model_digest: str,
         seed: int,
         max_answer_tokens: int,
         temperatures: Sequence[float] = ANSWER_TEMPERATURES,
@@ -97,7 +97,7 @@ class SelfChat:
     ) -> None:
         self._client = client
         self._encoder = encoder
-        self._weights_digest = weights_digest
+        self._model_digest = model_digest
         self._seed = seed
         self._max_answer_tokens = max_answer_tokens
         self._temperatures = tuple(temperatures)
@@ -112,7 +112,7 @@ class SelfChat:
     def options(self) -> dict[str, Any]:
         """What conversations depend on."""
         return {
-            "model": self._weights_digest,
+            "model": self._model_digest,
             "seed": self._seed,
             "max_answer_tokens": self._max_answer_tokens,
             "temperatures": list(self._temperatures),

@@ -56,7 +56,7 @@ def prepare_training(
     target = load_target(model_dir, device=config.device)
     parts = [load_conversations(path, vocab_size=target.config.vocab_size) for path in data]
     conversations = join(parts)
-    train, held_out = split(parts, num_held_out=config.num_held_out, seed=config.seed)
+    train, held_out = split(parts, data, num_held_out=config.num_held_out, seed=config.seed)
     _require_chains(conversations, held_out, config.ttt_steps)
     written_config = head_config(target.config, draft_vocab=config.draft_vocab, layers=config.layers)
     spec = head_spec(written_config, target.config, model_dir)

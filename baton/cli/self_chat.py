@@ -89,7 +89,7 @@ async def _write(
     progress = Progress(text_console())
     async with AsyncClient(address, tls=tls) as client:
         served = await client.model_info()
-        self_chat = SelfChat(client, encoder, weights_digest=served.weights_digest, **settings)
+        self_chat = SelfChat(client, encoder, model_digest=served.digest, **settings)
         num_before = await write_self_chat(
             out,
             self_chat,

@@ -55,7 +55,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             device="cpu",
             dtype="bfloat16",
             version="0.1.0",
-            fingerprint=types_pb2.Fingerprint(layer_groups=[group], target_weights_digest="demo-weights"),
+            fingerprint=types_pb2.Fingerprint(layer_groups=[group]),
         )
 
     def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:

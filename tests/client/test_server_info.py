@@ -6,7 +6,9 @@ import pytest
 
 from baton import AsyncClient, Client, errors
 from baton.client.channel import channel_options
+from baton.codec import model_info_from_wire
 from baton.server_info import HealthStatus, PoolLoad, PrefillReplica
+from baton.v1 import inference_pb2, types_pb2
 from tests.client.scripted_inference import ScriptedServer
 
 
@@ -14,7 +16,14 @@ def test_model_info_counts_the_bytes_of_a_token(client: Client) -> None:
     info = client.model_info()
     assert (info.model, info.vocab_size, info.eos_token_ids) == ("demo", 49152, (2,))
     assert info.layer_groups == {"target": 30 * 2 * 3 * 64 * 2}
-    assert info.weights_digest == "demo-weights"
+
+
+@pytest.mark.parametrize("part", ["config_digest", "target_weights_digest", "tokenizer_digest"])
+def test_a_model_s_digest_is_of_all_that_makes_it(part: str) -> None:
+    served = inference_pb2.GetModelInfoResponse(fingerprint=types_pb2.Fingerprint(target_weights_digest="a"))
+    before = model_info_from_wire(served).digest
+    setattr(served.fingerprint, part, "b")
+    assert model_info_from_wire(served).digest != before
 
 
 async def test_both_clients_say_the_same(client: Client, async_client: AsyncClient) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from baton import Completion, errors
 from baton.requests import SamplingOptions
-from baton.server_info import HealthStatus
+from baton.server_info import HealthStatus, PrefillLoad
 from baton.service_process import ServiceProcess
 from tests.e2e.running import BOUND_S, RunningPair, is_empty, running_pair, wait_until
 from tests.support.models import save_tiny_model
@@ -87,6 +87,10 @@ def is_transferring_from(pair: RunningPair, replica: int) -> Callable[[], bool]:
     return holds
 
 
+def is_sending(load: PrefillLoad) -> bool:
+    return load.unsent_bytes > 0 and load.rows.free < load.rows.total and load.slots.free < load.slots.total
+
+
 def test_requests_of_a_killed_replica_are_computed_by_the_other_and_it_is_used_again_when_it_is_back(
     pair: RunningPair, undisturbed: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +149,7 @@ def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
 ) -> None:
     (decode,) = pair.processes.decode
     with requests(pair) as completions:
-        wait_until(lambda: any(client.load().unsent_bytes > 0 for client in pair.prefills), about=pair.prefill_load)
+        wait_until(lambda: any(is_sending(client.load()) for client in pair.prefills), about=pair.prefill_load)
         kill(decode)
         ended = [outcome(completion) for completion in completions]
     assert any(isinstance(end, errors.Unavailable) for end in ended)

@@ -11,6 +11,7 @@ from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
+from decode_service.request import Request
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
@@ -55,6 +56,21 @@ def check_rows_and_slots_are_conserved() -> None:
         if arrival % 2:
             scripted.landing.run_all()
     scripted.run()
+
+
+def test_a_request_that_ended_is_kept_by_nobody() -> None:
+    """One ends with its first token and meets no forward; the other is aborted before its first one."""
+    scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
+    scripted.submit("one token", [1, 2, 3], 1)
+    scripted.run()
+    scripted.submit("aborted", [1, 2, 3], 5)
+    scripted.step()
+    scripted.hand_over("aborted")
+    scripted.abort("aborted")
+    scripted.run()
+    gc.collect()
+    held = [thing.request_id for thing in gc.get_objects() if type(thing) is Request]
+    assert not {"one token", "aborted"} & set(held)
 
 
 # ---- I10: the pool is written by its engine, for rows it holds --------------------------------------------------

@@ -61,6 +61,12 @@ def test_settings_say_how_to_draft() -> None:
     assert tree == SpecInfo(num_steps=3, num_draft_tokens=15, topk=4)
 
 
+@pytest.mark.parametrize(("max_rows", "max_lag"), [(1, 128), (32, 128), (256, 16), (10_000, 1)])
+def test_a_head_that_was_left_behind_never_has_more_than_4096_tokens_to_read(max_rows: int, max_lag: int) -> None:
+    for shape in ({}, {"draft_topk": 2, "num_draft_steps": 2, "num_draft_tokens": 3}):
+        assert speculation(max_rows=max_rows, **shape).max_draft_lag == max_lag
+
+
 def test_a_head_of_several_layers_drafts_one_token_with_each() -> None:
     assert speculation(num_layers=3) == SpecInfo.chain(3)
     assert speculation(num_layers=7) == SpecInfo.chain(4)

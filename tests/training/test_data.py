@@ -78,19 +78,19 @@ def test_one_file_has_the_digest_that_it_always_had(tmp_path: Path) -> None:
     assert join([only]).digest == only.digest == "b3cfe59a346746e898438cf41bd9ec74"
 
 
-def test_the_split_is_one_of_all_conversations_and_depends_on_the_seed(tmp_path: Path) -> None:
+def test_what_is_held_out_of_a_file_depends_on_the_seed(tmp_path: Path) -> None:
     parts = [load_conversations(save_data(tmp_path / "data.npz"), vocab_size=15)]
-    train, held_out = split(parts, num_held_out=1, seed=0)
+    train, held_out = split(parts, ["data.npz"], num_held_out=1, seed=0)
     assert sorted([*train, *held_out]) == [0, 1, 2] and len(held_out) == 1
-    assert {split(parts, num_held_out=1, seed=seed)[1].item() for seed in range(20)} == {0, 1, 2}
-    with pytest.raises(ConfigError, match="num_held_out: 3 of 3 conversations leave none"):
-        split(parts, num_held_out=3, seed=0)
+    assert {split(parts, ["data.npz"], num_held_out=1, seed=seed)[1].item() for seed in range(20)} == {0, 1, 2}
+    with pytest.raises(ConfigError, match=r"num_held_out: 3 of 3 conversations leave none of data\.npz to train on"):
+        split(parts, ["data.npz"], num_held_out=3, seed=0)
 
 
 def test_another_file_does_not_change_what_is_held_out_of_the_first(tmp_path: Path) -> None:
     part = load_conversations(save_data(tmp_path / "data.npz"), vocab_size=15)
     for seed in range(5):
-        (alone,) = split([part], num_held_out=1, seed=seed)[1].tolist()
-        train, held_out = split([part, part], num_held_out=1, seed=seed)
+        (alone,) = split([part], ["one"], num_held_out=1, seed=seed)[1].tolist()
+        train, held_out = split([part, part], ["one", "two"], num_held_out=1, seed=seed)
         assert held_out.tolist() == [alone, 3 + alone]
         assert sorted([*train, *held_out]) == [*range(6)]

@@ -73,7 +73,7 @@ def write(
     out: Path, model: Any, encoder: TextTokenizer, num_conversations: int, *, concurrency: int = 2, **changes: Any
 ) -> int:
     """`changes` are of the options."""
-    self_chat = SelfChat(model, encoder, **{"weights_digest": "theirs", "seed": 3, "max_answer_tokens": 40, **changes})
+    self_chat = SelfChat(model, encoder, **{"model_digest": "theirs", "seed": 3, "max_answer_tokens": 40, **changes})
     return asyncio.run(
         write_self_chat(
             out,
@@ -296,7 +296,7 @@ def test_a_file_is_continued_with_the_options_it_was_begun_with(encoder: TextTok
         }
     before = out.read_bytes()
     changes: list[tuple[str, dict[str, Any]]] = [
-        ("model: this run has another, .*data.npz was begun with theirs", {"weights_digest": "another"}),
+        ("model: this run has another, .*data.npz was begun with theirs", {"model_digest": "another"}),
         ("seed: this run has 4, .*data.npz was begun with 3", {"seed": 4}),
         ("max_answer_tokens: this run has 41", {"max_answer_tokens": 41, "temperatures": (0.0,)}),
         (r"temperatures: this run has \[0.0\]", {"temperatures": (0.0,)}),
@@ -348,4 +348,4 @@ def test_a_model_without_a_chat_template_is_refused(encoder: TextTokenizer) -> N
             raise ValueError("the model has no chat template")
 
     with pytest.raises(ConfigError, match="model: the model has no chat template"):
-        SelfChat(Model(encoder), Without(), weights_digest="", seed=0, max_answer_tokens=9)  # type: ignore[arg-type]
+        SelfChat(Model(encoder), Without(), model_digest="", seed=0, max_answer_tokens=9)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -159,6 +160,34 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train: Train, ch
         train(**change)
 
 
+def test_a_checkpoint_is_of_the_files_and_not_only_of_what_is_in_them(
+    tmp_path: Path, last_token_model_dir: Path
+) -> None:
+    """What is held out depends on where one file ends."""
+
+    def part(name: str, first: int, stop: int) -> Path:
+        whole = save_sampled_data(tmp_path / "whole.npz", last_token_model_dir, num_conversations=60, seed=3)
+        with np.load(whole) as arrays:
+            offsets = arrays["offsets"]
+            np.savez(
+                tmp_path / name,
+                tokens=arrays["tokens"][offsets[first] : offsets[stop]],
+                offsets=offsets[first : stop + 1] - offsets[first],
+                answer_start=arrays["answer_start"][first:stop],
+            )
+        return tmp_path / name
+
+    for stop in (30, 31):
+        files = [part("first.npz", 0, stop), part("second.npz", stop, 60)]
+        prepared = prepare_training(
+            last_token_model_dir, files, tmp_path / "out", config=tiny_config(), progress=quiet()
+        )
+        if stop == 30:
+            prepared.run(stop_after(1))
+    with pytest.raises(ConfigError, match=r"^num_conversations: this run has \[31, 29\], the checkpoint"):
+        prepared.run()
+
+
 def test_a_broken_checkpoint_is_named(train: Train, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for content in (b"", b"no archive"):
@@ -185,7 +214,7 @@ def test_what_is_held_out_is_neither_trained_on_nor_counted(
         last_token_model_dir, [sampled_data], tmp_path, config=config, progress=quiet(), features_dir=features_dir
     )
     conversations = load_conversations(sampled_data, vocab_size=SMALL_VOCAB_SIZE)
-    train, held_out = split([conversations], num_held_out=config.num_held_out, seed=config.seed)
+    train, held_out = split([conversations], [sampled_data], num_held_out=config.num_held_out, seed=config.seed)
     wanted = most_frequent(conversations.answer_tokens(train), draft_vocab=48, vocab_size=SMALL_VOCAB_SIZE)
     assert prepared.workplace.vocabulary.token_ids.tolist() == wanted.token_ids.tolist()
     seen = []
@@ -279,6 +308,6 @@ def test_what_is_wrong_is_said_before_anything_is_computed(
         train()
     assert not (tmp_path / "out" / "features").exists()
     result = cli(tmp_path / "out", save_data(tmp_path / "few.npz"), last_token_model_dir)
-    assert (result.exit_code, "num_held_out: 20 of 3 conversations" in result.stderr) == (1, True)
+    assert (result.exit_code, "num_held_out: 20 of 3 conversations leave none of" in result.stderr) == (1, True)
     result = cli(tmp_path / "out", sampled_data, tmp_path)
     assert (result.exit_code, "cannot be loaded as a target" in result.stderr) == (1, True)

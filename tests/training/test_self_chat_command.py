@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cli.main import app
+from baton.client import Client
 from baton.v1 import inference_pb2
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
 from tests.support.models import END_ID
@@ -39,7 +40,9 @@ def test_the_command_writes_the_file(server: ScriptedServer, target_dir: Path, t
     result = run(server, out, target_dir, "--conversations", "4", "--max-answer-tokens", "9")
     assert "1 conversations added to 3" in result.stderr
     options = json.loads(arrays(out)["options"])
-    assert (options["model"], options["temperatures"]) == ("demo-weights", list(ANSWER_TEMPERATURES))
+    with Client(server.address) as client:
+        assert options["model"] == client.model_info().digest
+    assert options["temperatures"] == list(ANSWER_TEMPERATURES)
 
 
 def test_the_command_s_sources_and_temperatures(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:
