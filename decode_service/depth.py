@@ -6,8 +6,8 @@ most tokens a second is taken, 0 (decoding without drafts) included, and now and
 one that was not measured yet, or a neighbour.
 
 At depth 0 the head is left behind (draft_backlog.py) and catches up now and then: a step is charged its part of that.
-To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: where only a probe wants
-it, that is put off until it takes a hundredth of the time.
+To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: drafts must pay for that
+too, and where only a probe wants it, it is put off until it takes a two-hundredth of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _NUM_TIMES = 8
 _FIRST_PROBE_INTERVAL = 2
 _PROBE_INTERVAL = 128  # in steps, in the long run
 _LONGEST_PROBE_INTERVAL = 1024  # where the head would have to catch up first
-_BEGIN_SHARE = 0.01  # of the time, for that
+_BEGIN_SHARE = 0.005  # of the time, for that
+_BEGIN_STEPS = 64  # with drafts, in which they are to pay for having begun
+_MARGIN = 1.02  # what drafts are to bring at least: times measured are off by as much
 _CLASSES_PER_DOUBLING = 4
 
 
@@ -120,10 +122,13 @@ class AdaptiveDepth:
     def _interval_between_begins(self, num_rows: int) -> int:
         """In steps; in the middle of what beginning took, so that one slow time decides nothing."""
         step_s = self._verify_s.at(num_rows)
-        begin_s = num_rows * median(self._begin_s_per_row)
+        begin_s = self._begin_s(num_rows)
         if begin_s >= _LONGEST_PROBE_INTERVAL * _BEGIN_SHARE * step_s:
             return _LONGEST_PROBE_INTERVAL
         return max(_PROBE_INTERVAL, round(begin_s / (_BEGIN_SHARE * step_s)))
+
+    def _begin_s(self, num_rows: int) -> float:
+        return num_rows * median(self._begin_s_per_row)
 
     def _tokens_per_s(self, depth: int, num_rows: int, num_wanted: int) -> float:
         """Expected of the whole batch, from what was measured."""
@@ -135,6 +140,8 @@ class AdaptiveDepth:
         step_s = self._verify_s.at(num_rows * level.num_verify_tokens)
         if depth:
             step_s += self._extend_s.at(num_rows * level.max_accept_len) + (depth - 1) * self._draft_s.at(num_rows)
+            if not self._has_seeds:
+                step_s += self._begin_s(num_rows) / _BEGIN_STEPS
         else:
             step_s += self._catch_up_s.at(num_rows)
         return (num_rows + num_wanted * num_accepted) / step_s
@@ -143,7 +150,9 @@ class AdaptiveDepth:
         depths = range(len(self._levels))
         if not self._verify_s.is_known:
             return depths[-1]
-        return max(depths, key=lambda depth: self._tokens_per_s(depth, num_rows, num_wanted))
+        without = self._tokens_per_s(0, num_rows, num_wanted)
+        best = max(depths[1:], key=lambda depth: self._tokens_per_s(depth, num_rows, num_wanted))
+        return best if self._tokens_per_s(best, num_rows, num_wanted) > _MARGIN * without else 0
 
     def _probed_depth(self, best: int, num_rows: int) -> int:
         if not self._verify_s.is_known:

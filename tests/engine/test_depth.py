@@ -172,6 +172,31 @@ def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Second
     assert serving.tokens_per_s > 0.98 * serving.tokens_per_s_at(0, num_rows)
 
 
+@pytest.mark.parametrize(
+    ("drafting_s", "begin_s", "begins"),
+    [(0.046, 0.0, True), (0.049, 0.0, True), (0.0505, 0.0, False), (0.046, 0.1, True), (0.046, 0.4, False)],
+)
+def test_drafts_bring_some_hundredths_and_pay_for_beginning_within_64_steps(
+    drafting_s: float, begin_s: float, begins: bool
+) -> None:
+    """A step of 34 ms is as good as one of 51 ms that drafts."""
+    depth = AdaptiveDepth(SpecInfo.chain(1))
+    without, drafting = (SpecInfo.chain(1).at_depth(levels) for levels in (0, 1))
+    half = (2, 2, 2, 2, 1, 1, 1, 1)
+    for _ in range(200):
+        begun = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.034, extend_s=begin_s)
+        depth.observe(without, num_rows=8, stats=begun)
+        drafted = SpeculationStats(1, half, draft_s=0.0, verify_s=drafting_s, extend_s=0.0)
+        depth.observe(drafting, num_rows=8, stats=drafted)
+        depth.launched(without.without_seed())
+    num_seeds = 0
+    for _ in range(100):
+        spec_info = depth.choose(num_rows=8, num_wanted=8)
+        depth.launched(spec_info)
+        num_seeds += spec_info.leaves_seed
+    assert num_seeds > 95 if begins else num_seeds < 5
+
+
 def test_a_head_that_took_long_to_catch_up_once_is_tried_again() -> None:
     serving = Serving(CPU, 0.2)
     serving.run(8)
