@@ -25,7 +25,7 @@ from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.draft_tree import DraftTree
 from decode_service.eagle_worker import EagleWorker
 from decode_service.spec_info import SpecInfo
-from prefill_service import scheduler as prefill
+from prefill_service import worker as prefill
 from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
