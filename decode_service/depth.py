@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Collection
 from statistics import fmean, median
 from typing import Protocol
 
@@ -71,7 +72,7 @@ class AdaptiveDepth:
         self._stale_steps = [1] * deepest.num_steps
         self._verify_s = _Curve()  # by tokens
         self._extend_s = _Curve()  # behind drafts, by tokens
-        self._catch_up_s_per_row: deque[float] = deque([0.0], maxlen=deepest.max_draft_lag)  # without drafts or seed
+        self._catch_up_s = _Curve(num_times=deepest.max_draft_lag, figure=fmean)  # without drafts, by rows
         self._begin_s_per_row: deque[float] = deque([0.0], maxlen=_NUM_TIMES)  # to leave a seed without drafts
         self._draft_s = _Curve()  # one further level, by rows
         self._has_seeds = True
@@ -114,7 +115,7 @@ class AdaptiveDepth:
         elif spec_info.leaves_seed:
             self._begin_s_per_row.append(stats.extend_s / num_rows)
         else:
-            self._catch_up_s_per_row.append(stats.extend_s / num_rows)
+            self._catch_up_s.add(num_rows, stats.extend_s)
         if spec_info.num_steps > 1:
             self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
 
@@ -142,7 +143,7 @@ class AdaptiveDepth:
             if not self._has_seeds:
                 step_s += self._begin_s(num_rows) / _BEGIN_STEPS
         else:
-            step_s += num_rows * fmean(self._catch_up_s_per_row)
+            step_s += self._catch_up_s.at(num_rows)
         return (num_rows + num_wanted * num_accepted) / step_s
 
     def _best_depth(self, num_rows: int, num_wanted: int) -> int:
@@ -164,15 +165,15 @@ class AdaptiveDepth:
 
 
 class _Curve:
-    """Seconds as a function of a size: of sizes within a fifth of each other the least of the last few times.
+    """Seconds as a function of a size: of sizes within a fifth of each other a figure of the last few times.
 
-    The least, because whatever else runs on the machine only ever adds; of the last few, because contexts grow. More
-    work never takes less: a size is charged no more than any larger one took, so that one which was only seen beside
-    other work does not look slow. The first of each such class of sizes does not count: kernels are chosen and memory
-    is found then.
+    By default the least, because whatever else runs on the machine only ever adds; of the last few, because contexts
+    grow. The first of each such class of sizes does not count: kernels are chosen and memory is found then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_times: int = _NUM_TIMES, figure: Callable[[Collection[float]], float] = min) -> None:
+        self._num_times = num_times
+        self._figure = figure
         self._times: dict[int, deque[float]] = {}
 
     @property
@@ -186,7 +187,7 @@ class _Curve:
         """Whether such a size was not known yet."""
         place = _class_of(size)
         if place not in self._times:
-            self._times[place] = deque(maxlen=_NUM_TIMES)
+            self._times[place] = deque(maxlen=self._num_times)
             return True
         times = self._times[place]
         times.append(seconds)
@@ -199,19 +200,16 @@ class _Curve:
         """
         place = _class_of(size)
         if self.has(size):
-            return self._least_from(place)
+            return self._figure(self._times[place])
         below = max((seen for seen, times in self._times.items() if times and seen < place), default=None)
         above = min((seen for seen, times in self._times.items() if times and seen > place), default=None)
         if below is None:
-            return 0.0 if above is None else self._least_from(above)
+            return 0.0 if above is None else self._figure(self._times[above])
         if above is None:
-            return self._least_from(below) * size / _size_of(below)
+            return self._figure(self._times[below]) * size / _size_of(below)
         share = (size - _size_of(below)) / (_size_of(above) - _size_of(below))
-        least, most = self._least_from(below), self._least_from(above)
+        least, most = (self._figure(self._times[seen]) for seen in (below, above))
         return least + share * (most - least)
-
-    def _least_from(self, place: int) -> float:
-        return min(seconds for seen, times in self._times.items() if seen >= place for seconds in times)
 
 
 def _class_of(size: int) -> int:

@@ -197,19 +197,6 @@ def test_drafts_bring_some_hundredths_and_pay_for_beginning_within_64_steps(
     assert num_seeds > 95 if begins else num_seeds < 5
 
 
-def test_a_size_that_was_only_seen_beside_other_work_does_not_look_slow() -> None:
-    """28 rows took 80 ms while prompts were computed; 32 took 40 since."""
-    depth = AdaptiveDepth(SpecInfo.chain(1))
-    for num_rows, num_levels, verify_s in [(28, 0, 0.08), (32, 0, 0.04), (28, 1, 0.065)]:
-        spec_info = SpecInfo.chain(1).at_depth(num_levels)
-        accept_lens = (1,) * num_rows if not num_levels else (1, 2) * (num_rows // 2)
-        for _ in range(40):
-            stats = SpeculationStats(num_levels, accept_lens, draft_s=0.0, verify_s=verify_s, extend_s=0.0)
-            depth.observe(spec_info, num_rows=num_rows, stats=stats)
-            depth.launched(spec_info)
-    assert sum(depth.choose(num_rows=28, num_wanted=28).num_steps for _ in range(3)) == 0
-
-
 def test_a_head_that_took_long_to_catch_up_once_is_tried_again() -> None:
     serving = Serving(CPU, 0.2)
     serving.run(8)
