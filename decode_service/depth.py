@@ -150,9 +150,9 @@ class AdaptiveDepth:
         depths = range(len(self._levels))
         if not self._verify_s.is_known:
             return depths[-1]
-        without = self._tokens_per_s(0, num_rows, num_wanted)
-        best = max(depths[1:], key=lambda depth: self._tokens_per_s(depth, num_rows, num_wanted))
-        return best if self._tokens_per_s(best, num_rows, num_wanted) > _MARGIN * without else 0
+        without, *rates = (self._tokens_per_s(depth, num_rows, num_wanted) for depth in depths)
+        best = max(rates)
+        return 1 + rates.index(best) if best > _MARGIN * without else 0
 
     def _probed_depth(self, best: int, num_rows: int) -> int:
         if not self._verify_s.is_known:

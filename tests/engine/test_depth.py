@@ -197,15 +197,37 @@ def test_drafts_bring_some_hundredths_and_pay_for_beginning_within_64_steps(
     assert num_seeds > 95 if begins else num_seeds < 5
 
 
-def test_a_head_that_took_long_to_catch_up_once_is_tried_again() -> None:
-    serving = Serving(CPU, 0.2)
+def steps_between_probes(serving: Serving, num_probes: int, *, slow_begins: int) -> list[int]:
+    """At 8 rows, where the first `slow_begins` times that the head catches up take it a thousand seconds."""
+    gaps, steps = [], 0
+    while len(gaps) < num_probes:
+        spec_info = serving.depth.choose(num_rows=8, num_wanted=8)
+        begins = spec_info.leaves_seed and not spec_info.num_steps
+        if spec_info.num_steps:
+            gaps.append(steps)
+            steps = 0
+        steps += 1
+        if begins and slow_begins > 0:
+            slow_begins -= 1
+            serving.depth.launched(spec_info)
+            begun = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=CPU(8), extend_s=1000.0)
+            serving.depth.observe(spec_info, num_rows=8, stats=begun)
+        else:
+            serving.step(8)
+    return gaps[1:]
+
+
+def test_one_slow_time_to_catch_up_does_not_put_off_the_next_probe() -> None:
+    serving = Serving(CPU, 0.0)
     serving.run(8)
-    without = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=CPU(8), extend_s=1000.0)
-    serving.depth.observe(SpecInfo.chain(4).at_depth(0), num_rows=8, stats=without)
-    serving.acceptance = 0.9
+    usual = steps_between_probes(serving, 4, slow_begins=0)
+    assert max(steps_between_probes(serving, 4, slow_begins=1)) <= max(usual)
+
+
+def test_a_head_that_always_takes_long_to_catch_up_is_tried_every_1024_steps() -> None:
+    serving = Serving(CPU, 0.0)
     serving.run(8)
-    serving.run(8)
-    assert serving.tokens_per_s > 0.95 * serving.tokens_per_s_at(2, 8)
+    assert steps_between_probes(serving, 12, slow_begins=12)[-3:] == [1024] * 3
 
 
 def test_it_follows_a_change_of_load_and_of_text() -> None:
