@@ -6,13 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from common.errors import ConfigError
 from training.schedule import Schedule
 
 DEVICES = ("cpu", "cuda")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

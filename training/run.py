@@ -11,7 +11,7 @@ import torch
 
 from common.errors import ConfigError
 from training.batches import BatchSource
-from training.config import DTYPES, TrainConfig
+from training.config import TrainConfig
 from training.curves import require_matplotlib
 from training.data import Conversations, Ints, join, load_conversations, split
 from training.features import Features, FeaturesKey, compute_features, features_key, is_complete, open_features
@@ -41,8 +41,7 @@ def prepare_training(
 
     `data`: files, one at least, whose conversations are put end to end.
     `start_from`: a directory with a head of the same shape, whose weights and draft vocabulary the run begins with;
-    `revises_vocab`: with the data's draft vocabulary instead, the target's output rows standing in for tokens that the
-    head did not know.
+    `revises_vocab`: with the data's draft vocabulary instead; output rows of its new tokens are made of the target's.
 
     Raises ConfigError, naming the setting that is wrong, or the file and its array, StartupError and UnsupportedModel
     for a target that cannot be used.
@@ -71,7 +70,7 @@ def prepare_training(
     key = features_key(conversations, target, spec.captured_layers)
     features = _features(features_dir or out / "features", key, conversations, target, progress)
 
-    dtype = DTYPES[config.dtype]
+    dtype: torch.dtype = getattr(torch, config.dtype)
     token_ids = torch.from_numpy(vocabulary.token_ids)
     head = TrainableHead(spec, max_length=int(conversations.lengths.max()) + config.ttt_steps, dtype=dtype)
     origin = _begin(head, starting, target, vocabulary, seed=config.seed)

@@ -30,11 +30,19 @@ class StartingHead:
     vocabulary: DraftVocabulary
     digest: str
 
-    def output_rows(self, vocabulary: DraftVocabulary, new_rows: Tensor) -> Tensor:
-        """[Vd, h]: of each token of `vocabulary` the head's row, or that of `new_rows` [Vd, h] where it has none."""
+    def output_rows(self, vocabulary: DraftVocabulary, target_rows: Tensor) -> Tensor:
+        """[Vd, h] float32: of each token of `vocabulary` the head's row, or where it has none one made of `target_rows`
+        [Vd, h].
+
+        Training moves all rows far from the target's, which beside them would be drafted far too often. So the target's
+        row of a new token is moved as those of the known tokens were, by the affine map that fits their moves best.
+        """
         own = torch.from_numpy(self.vocabulary.draft_ids()[vocabulary.token_ids])
-        rows = self.weights[OUTPUT_LAYER]
-        return torch.where((own == UNKNOWN).unsqueeze(1), new_rows.to(rows), rows[own.clamp_min(0)])
+        is_known = own != UNKNOWN
+        rows, target_rows = self.weights[OUTPUT_LAYER].float()[own.clamp_min(0)], target_rows.float()
+        bases = torch.nn.functional.pad(target_rows, (0, 1), value=1.0)
+        moves = torch.linalg.lstsq(bases[is_known], (rows - target_rows)[is_known], driver="gelsd").solution
+        return torch.where(is_known.unsqueeze(1), rows, target_rows + bases @ moves)
 
 
 def read_starting_head(directory: Path, head_config: dict[str, Any]) -> StartingHead:

@@ -14,7 +14,9 @@ from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.prepare_model import prepare_model
 from baton.errors import FailedPrecondition
+from training.config import TrainConfig
 
+_DEFAULTS = TrainConfig()
 _HEAD = "Head"
 _LENGTH = "Length"
 _RATES = "Rates"
@@ -39,24 +41,38 @@ def train_draft(
         str | None,
         typer.Option(help="Layers whose entering streams the head reads; 2, n/2, n-3.", rich_help_panel=_HEAD),
     ] = None,
-    draft_vocab: Annotated[int, typer.Option(help="Most frequent answer tokens.", rich_help_panel=_HEAD)] = 8192,
-    ttt_steps: Annotated[int, typer.Option(help="Steps of the training-time test.", rich_help_panel=_HEAD)] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Answer tokens to train on.", rich_help_panel=_LENGTH)] = 5_000_000,
-    warmup_tokens: Annotated[int, typer.Option(rich_help_panel=_LENGTH)] = 50_000,
+    draft_vocab: Annotated[
+        int, typer.Option(help="Most frequent answer tokens.", rich_help_panel=_HEAD)
+    ] = _DEFAULTS.draft_vocab,
+    ttt_steps: Annotated[
+        int, typer.Option(help="Steps of the training-time test.", rich_help_panel=_HEAD)
+    ] = _DEFAULTS.ttt_steps,
+    max_tokens: Annotated[
+        int, typer.Option(help="Answer tokens to train on.", rich_help_panel=_LENGTH)
+    ] = _DEFAULTS.max_tokens,
+    warmup_tokens: Annotated[int, typer.Option(rich_help_panel=_LENGTH)] = _DEFAULTS.warmup_tokens,
     decay_fraction: Annotated[
         float, typer.Option(help="Of max-tokens, over which rates decay.", rich_help_panel=_LENGTH)
-    ] = 0.3,
-    eval_tokens: Annotated[int, typer.Option(help="Between evaluations.", rich_help_panel=_LENGTH)] = 250_000,
+    ] = _DEFAULTS.decay_fraction,
+    eval_tokens: Annotated[
+        int, typer.Option(help="Between evaluations.", rich_help_panel=_LENGTH)
+    ] = _DEFAULTS.eval_tokens,
     num_held_out: Annotated[
         int, typer.Option("--held-out", help="Conversations of each file to evaluate on.", rich_help_panel=_LENGTH)
-    ] = 120,
-    checkpoint_minutes: Annotated[float, typer.Option(help="Between checkpoints.", rich_help_panel=_LENGTH)] = 5.0,
-    muon_lr: Annotated[float, typer.Option(help="Of the layer's matrices.", rich_help_panel=_RATES)] = 0.02,
-    lr: Annotated[float, typer.Option(help="Of norms and output layer.", rich_help_panel=_RATES)] = 6e-4,
-    batch_tokens: Annotated[int, typer.Option(help="Of a step, padding included.", rich_help_panel=_RATES)] = 2048,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of the computation: bfloat16 or float32.")] = "bfloat16",
+    ] = _DEFAULTS.num_held_out,
+    checkpoint_minutes: Annotated[
+        float, typer.Option(help="Between checkpoints.", rich_help_panel=_LENGTH)
+    ] = _DEFAULTS.checkpoint_minutes,
+    muon_lr: Annotated[
+        float, typer.Option(help="Of the layer's matrices.", rich_help_panel=_RATES)
+    ] = _DEFAULTS.muon_lr,
+    lr: Annotated[float, typer.Option(help="Of norms and output layer.", rich_help_panel=_RATES)] = _DEFAULTS.lr,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Of a step, padding included.", rich_help_panel=_RATES)
+    ] = _DEFAULTS.batch_tokens,
+    seed: Annotated[int, typer.Option(min=0)] = _DEFAULTS.seed,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = _DEFAULTS.device,
+    dtype: Annotated[str, typer.Option(help="Of the computation: bfloat16 or float32.")] = _DEFAULTS.dtype,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores.")] = None,
 ) -> None:
     """Train an EAGLE-3 head on the target's own conversations. Ctrl-C stops, the same command goes on."""
@@ -111,7 +127,6 @@ def _train(
     import torch
 
     from common.model_source import resolve_model
-    from training.config import TrainConfig
     from training.progress import Progress
     from training.run import prepare_training
 
