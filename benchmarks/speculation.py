@@ -199,12 +199,15 @@ def render(result: dict[str, Any]) -> tuple[str, bool]:
         "",
         f"{result['machine']}; SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['new_tokens']} new tokens. "
         f"`{result['command']}`",
-        "",
-        f"Acceptance of a chain of {result['chain']}, first turns; bound {MIN_TOKENS_PER_FORWARD} tokens per forward:",
-        "",
-        f"| prompts | tokens | tokens per forward of the target | | {positions} |",
-        "|" + "---|" * (4 + result["chain"]),
     ]
+    if result["acceptance"]:
+        lines += [
+            "",
+            f"Acceptance of a chain of {result['chain']}, first turns; bound {MIN_TOKENS_PER_FORWARD}:",
+            "",
+            f"| prompts | tokens | tokens per forward of the target | | {positions} |",
+            "|" + "---|" * (4 + result["chain"]),
+        ]
     for name, measured in result["acceptance"].items():
         met = measured["tokens_per_forward"] >= MIN_TOKENS_PER_FORWARD
         is_met &= met
@@ -213,26 +216,30 @@ def render(result: dict[str, Any]) -> tuple[str, bool]:
             f"| {name}, {measured['num_prompts']} | {measured['num_tokens']} | {measured['tokens_per_forward']:.2f} "
             f"| {'met' if met else 'MISSED'} | {rates} |"
         )
-    lines += [
-        "",
-        "Speed with the head, its depth adapting, against without; medians, ratios within a round:",
-        "",
-        "| at a time | decode tokens/s with | without | ratio | bound | end to end with | without | ratio "
-        "| drafts a step | tokens per forward |",
-        "|" + "---|" * 10,
-    ]
+    if result["speed"]:
+        lines += [
+            "",
+            "Speed with the head, its depth adapting, against without; medians, ratios within a round:",
+            "",
+            "| at a time | decode tokens/s with | without | ratio (of rounds) | bound | end to end with | without "
+            "| ratio | drafts a step | tokens per forward |",
+            "|" + "---|" * 10,
+        ]
     for level in dict.fromkeys(entry["concurrency"] for entry in result["speed"]):
         entries = [entry for entry in result["speed"] if entry["concurrency"] == level]
-        ratio = _median_ratio(entries, "decode_tokens_per_s")
+        ratios = _ratios(entries, "decode_tokens_per_s")
+        ratio = statistics.median(ratios)
         bound = LIMITS.get(level)
         met = bound is None or ratio >= bound
         is_met &= met
         verdict = "" if bound is None else f">= {bound}: {'met' if met else 'MISSED'}"
         lines.append(
             f"| {level} | {_median(entries, 'on', 'decode_tokens_per_s'):.1f} "
-            f"| {_median(entries, 'off', 'decode_tokens_per_s'):.1f} | {ratio:.2f} | {verdict} "
+            f"| {_median(entries, 'off', 'decode_tokens_per_s'):.1f} "
+            f"| {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {verdict} "
             f"| {_median(entries, 'on', 'tokens_per_s'):.1f} | {_median(entries, 'off', 'tokens_per_s'):.1f} "
-            f"| {_median_ratio(entries, 'tokens_per_s'):.2f} | {_median(entries, 'on', 'drafted_per_step'):.2f} "
+            f"| {statistics.median(_ratios(entries, 'tokens_per_s')):.2f} "
+            f"| {_median(entries, 'on', 'drafted_per_step'):.2f} "
             f"| {_median(entries, 'on', 'tokens_per_forward'):.2f} |"
         )
     return "\n".join(lines), is_met
@@ -242,8 +249,8 @@ def _median(entries: Sequence[dict[str, Any]], side: str, figure: str) -> float:
     return float(statistics.median(entry[side][figure] for entry in entries))
 
 
-def _median_ratio(entries: Sequence[dict[str, Any]], figure: str) -> float:
-    return float(statistics.median(entry["on"][figure] / entry["off"][figure] for entry in entries))
+def _ratios(entries: Sequence[dict[str, Any]], figure: str) -> list[float]:
+    return [entry["on"][figure] / entry["off"][figure] for entry in entries]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How deep each step drafts: as deep as its drafts pay for themselves.
 
 A step that drafts d levels for B rows commits 1 + a1 + … + ad tokens a row, where ai is how often draft i is accepted,
-and takes draft(d, B) + verify(B * nodes) + extend seconds. All of these are measured while serving; the depth with the
+and takes draft(d, B) + verify(B * nodes) + extend seconds, and those for which the stream then waits for the next step,
+which cannot be prepared before verify has ended. All of these are measured while serving; the depth with the
 most tokens a second is taken, 0 (decoding without drafts) included, and now and then another to see what it would take:
 one that was not measured yet, or a neighbour.
 
@@ -74,7 +75,10 @@ class AdaptiveDepth:
         self._extend_s = _Curve()  # behind drafts, by tokens
         self._catch_up_s = _Curve(num_times=deepest.max_draft_lag, figure=fmean)  # without drafts, by rows
         self._begin_s_per_row: deque[float] = deque([0.0], maxlen=_NUM_TIMES)  # to leave a seed without drafts
+        self._seed_s = _Curve()  # the first level, from seeds, by rows
         self._draft_s = _Curve()  # one further level, by rows
+        self._idle_s = {False: _Curve(), True: _Curve()}  # behind steps without and with drafts, by rows
+        self._last: tuple[bool, int] | None = None  # of the step before: with drafts, rows
         self._has_seeds = True
         self._interval = _FIRST_PROBE_INTERVAL
         self._until_probe = _FIRST_PROBE_INTERVAL
@@ -116,8 +120,15 @@ class AdaptiveDepth:
             self._begin_s_per_row.append(stats.extend_s / num_rows)
         else:
             self._catch_up_s.add(num_rows, stats.extend_s)
-        if spec_info.num_steps > 1:
-            self._draft_s.add(num_rows, stats.draft_s / (spec_info.num_steps - 1))
+        if spec_info.num_steps == 1:
+            self._seed_s.add(num_rows, stats.draft_s)
+        elif spec_info.num_steps > 1:
+            further_s = max(0.0, stats.draft_s - self._seed_s.at(num_rows))
+            self._draft_s.add(num_rows, further_s / (spec_info.num_steps - 1))
+        if self._last is not None and stats.idle_s is not None:
+            had_drafts, had_rows = self._last
+            self._idle_s[had_drafts].add(had_rows, stats.idle_s)
+        self._last = (spec_info.has_drafts, num_rows)
 
     def _interval_between_begins(self, num_rows: int) -> int:
         """In steps; in the middle of what beginning took, so that one slow time decides nothing."""
@@ -139,11 +150,13 @@ class AdaptiveDepth:
         level = self._levels[depth]
         step_s = self._verify_s.at(num_rows * level.num_verify_tokens)
         if depth:
-            step_s += self._extend_s.at(num_rows * level.max_accept_len) + (depth - 1) * self._draft_s.at(num_rows)
+            step_s += self._seed_s.at(num_rows) + (depth - 1) * self._draft_s.at(num_rows)
+            step_s += self._extend_s.at(num_rows * level.max_accept_len)
             if not self._has_seeds:
                 step_s += self._begin_s(num_rows) / _BEGIN_STEPS
         else:
             step_s += self._catch_up_s.at(num_rows)
+        step_s += self._idle_s[depth > 0].at(num_rows)
         return (num_rows + num_wanted * num_accepted) / step_s
 
     def _best_depth(self, num_rows: int, num_wanted: int) -> int:

@@ -131,7 +131,7 @@ class DecodeEngine:
         self._retraction = Retraction(pool=self.pool, dispatcher=self._dispatcher, clock=clock)
         self._requests: dict[str, Request] = {}
         self._running = ScheduleBatch.empty(device.torch_device)
-        self._unseeded: dict[Request, None] = {}
+        self._unseeded: list[Request] = []
         self._in_flight: StepInFlight | None = None
         self._outbox: list[Event] = []
         self._arrivals = itertools.count()
@@ -269,7 +269,7 @@ class DecodeEngine:
         self.future_map.bootstrap(prebuilt, payload)
         self._process_prebuilt(ready)
         prebuilt.filter_batch([i for i, req in enumerate(prebuilt.reqs) if req.wants_launch])
-        self._unseeded |= dict.fromkeys(prebuilt.reqs)
+        self._unseeded += prebuilt.reqs
         self._running.merge_batch(prebuilt)
 
     def _process_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
@@ -306,6 +306,7 @@ class DecodeEngine:
             reqs=tuple(batch.reqs),
             output=output,
             launched_s=self._clock(),
+            previous=self._in_flight,
         )
         if self._depth is not None and forward_batch.spec_info is not None:
             self._depth.launched(forward_batch.spec_info)
@@ -380,7 +381,6 @@ class DecodeEngine:
             return
         req.phase = Phase.ENDED
         del self._requests[req.request_id]
-        self._unseeded.pop(req, None)
         self._dispatcher.forget(req)
         if req.lease is not None:
             self.pool.release(req.lease)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+MAX_DRAFT_LAG = 128
+
 
 @dataclass(frozen=True, slots=True)
 class SpecInfo:
@@ -19,7 +21,7 @@ class SpecInfo:
     num_draft_tokens: int
     topk: int = 1
     leaves_seed: bool = True
-    max_draft_lag: int = 128
+    max_draft_lag: int = MAX_DRAFT_LAG
 
     def __post_init__(self) -> None:
         if self.topk == 1:

@@ -7,17 +7,16 @@ from dataclasses import replace
 from common.config.settings import DecodeSettings
 from common.draft.head import DraftHead
 from common.errors import StartupError
-from decode_service.spec_info import SpecInfo, num_drafted
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo, num_drafted
 
 _DEFAULT_CHAIN = 4
-_MAX_DRAFT_LAG = 128
 _MAX_CATCH_UP_TOKENS = 4096
 """That the head reads in one forward when it was left behind: what the target prefills in two or so, by default."""
 
 
 def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
     """Raises StartupError, which names the setting, when they do not go together."""
-    max_lag = max(1, min(_MAX_DRAFT_LAG, _MAX_CATCH_UP_TOKENS // settings.max_rows))
+    max_lag = max(1, min(MAX_DRAFT_LAG, _MAX_CATCH_UP_TOKENS // settings.max_rows))
     return replace(_shape_of(settings, head), max_draft_lag=max_lag)
 
 

@@ -48,6 +48,7 @@ class StepInFlight:
     """Holds every tensor and cell handed to the stream until `end`, after stash and the results' copy to the host.
 
     `leases[i]` is the row `reqs[i]` ran with: a request that no longer holds it has no part in the results.
+    `previous_end` is that of the step in flight at the launch.
     """
 
     batch: ForwardBatch
@@ -57,6 +58,7 @@ class StepInFlight:
     host: Cell[_HostResults]
     end: Event
     launched_s: float
+    previous_end: Event | None
 
     @classmethod
     def seal(
@@ -69,6 +71,7 @@ class StepInFlight:
         reqs: tuple[Request, ...],
         output: WorkerOutput,
         launched_s: float,
+        previous: StepInFlight | None,
     ) -> StepInFlight:
         """Enqueue the copy of the results behind the step's other pieces, and its end event."""
         host: Cell[_HostResults] = Cell()
@@ -86,7 +89,8 @@ class StepInFlight:
         stream.enqueue(copy_results, scope)
         leases = tuple(req.lease for req in reqs if req.lease is not None)
         assert len(leases) == len(reqs)
-        return cls(batch, reqs, leases, output, host, stream.record(scope), launched_s)
+        previous_end = None if previous is None else previous.end
+        return cls(batch, reqs, leases, output, host, stream.record(scope), launched_s, previous_end)
 
     @cached_property
     def speculation(self) -> SpeculationStats | None:
@@ -101,6 +105,7 @@ class StepInFlight:
             draft_s=drafted.seconds_since(begin),
             verify_s=verified.seconds_since(drafted),
             extend_s=extended.seconds_since(verified),
+            idle_s=None if self.previous_end is None else begin.seconds_since(self.previous_end),
         )
 
     def results(self) -> list[RowResult]:

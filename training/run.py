@@ -118,8 +118,8 @@ def _begin(
     token_ids = torch.from_numpy(vocabulary.token_ids)
     if starting is None:
         return "from the target's last layer" if initialize(head, target, token_ids, seed=seed) else "from scratch"
+    output_rows = starting.output_rows(vocabulary, target.output_rows(token_ids))
     try:
-        output_rows = starting.output_rows(vocabulary, target.output_rows(token_ids))
         head.load_state_dict({**starting.weights, OUTPUT_LAYER: output_rows})
     except RuntimeError as error:
         raise ConfigError(f"start_from: {error}") from error

@@ -18,6 +18,7 @@ from common.errors import ConfigError
 from training.vocabulary import UNKNOWN, DraftVocabulary
 
 OUTPUT_LAYER = "lm_head.weight"
+_RIDGE = 0.1  # of the mean square of an input's column
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,30 @@ class StartingHead:
         [Vd, h].
 
         Training moves all rows far from the target's, which beside them would be drafted far too often. So the target's
-        row of a new token is moved as those of the known tokens were, by the affine map that fits their moves best.
+        row of a new token is moved as those of the known tokens were: by the affine map that fits their moves best, and
+        by less the fewer there are.
         """
         own = torch.from_numpy(self.vocabulary.draft_ids()[vocabulary.token_ids])
         is_known = own != UNKNOWN
-        rows, target_rows = self.weights[OUTPUT_LAYER].float()[own.clamp_min(0)], target_rows.float()
-        bases = torch.nn.functional.pad(target_rows, (0, 1), value=1.0)
-        moves = torch.linalg.lstsq(bases[is_known], (rows - target_rows)[is_known], driver="gelsd").solution
-        return torch.where(is_known.unsqueeze(1), rows, target_rows + bases @ moves)
+        rows = self.weights[OUTPUT_LAYER].float()[own.clamp_min(0)]
+        if is_known.all():
+            return rows
+        target_rows = target_rows.to("cpu", torch.float32)
+        moves = _affine_fit(target_rows[is_known], (rows - target_rows)[is_known])
+        return torch.where(is_known.unsqueeze(1), rows, target_rows + _with_ones(target_rows) @ moves)
+
+
+def _affine_fit(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The map [H + 1, h] from `inputs` [N, H] and a one to `outputs` [N, h], by least squares with a small ridge."""
+    bases = _with_ones(inputs).double()
+    gram = bases.T @ bases
+    ridge = _RIDGE * max(1.0, gram.diagonal().mean().item())
+    solution: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(gram)), bases.T @ outputs.double())
+    return solution.float()
+
+
+def _with_ones(rows: Tensor) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, 1), value=1.0)
 
 
 def read_starting_head(directory: Path, head_config: dict[str, Any]) -> StartingHead:

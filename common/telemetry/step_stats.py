@@ -8,13 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """A speculative step: levels drafted, tokens committed of each row drafted for, seconds of its parts."""
+    """A speculative step: levels drafted, tokens committed of each row drafted for, seconds of its parts.
+
+    `idle_s`: what the stream waited for this step behind the one before; None where that one had ended at its launch.
+    """
 
     num_levels: int
     accept_lens: tuple[int, ...]
     draft_s: float
     verify_s: float
     extend_s: float
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

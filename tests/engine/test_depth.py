@@ -173,20 +173,30 @@ def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Second
 
 
 @pytest.mark.parametrize(
-    ("drafting_s", "begin_s", "begins"),
-    [(0.046, 0.0, True), (0.049, 0.0, True), (0.0505, 0.0, False), (0.046, 0.1, True), (0.046, 0.4, False)],
+    ("drafting_s", "seed_s", "idle_s", "begin_s", "begins"),
+    [
+        (0.046, 0.0, 0.0, 0.0, True),
+        (0.049, 0.0, 0.0, 0.0, True),
+        (0.0505, 0.0, 0.0, 0.0, False),
+        (0.046, 0.003, 0.0, 0.0, True),
+        (0.046, 0.006, 0.0, 0.0, False),
+        (0.046, 0.0, 0.003, 0.0, True),
+        (0.046, 0.0, 0.006, 0.0, False),
+        (0.046, 0.0, 0.0, 0.1, True),
+        (0.046, 0.0, 0.0, 0.4, False),
+    ],
 )
-def test_drafts_bring_some_hundredths_and_pay_for_beginning_within_64_steps(
-    drafting_s: float, begin_s: float, begins: bool
+def test_drafts_pay_for_all_that_comes_with_them_and_for_beginning_within_64_steps(
+    drafting_s: float, seed_s: float, idle_s: float, begin_s: float, begins: bool
 ) -> None:
-    """A step of 34 ms is as good as one of 51 ms that drafts."""
+    """A step of 34 ms is as good as one of 51 ms that drafts. Behind that one the stream waits for `idle_s`."""
     depth = AdaptiveDepth(SpecInfo.chain(1))
     without, drafting = (SpecInfo.chain(1).at_depth(levels) for levels in (0, 1))
     half = (2, 2, 2, 2, 1, 1, 1, 1)
     for _ in range(200):
-        begun = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.034, extend_s=begin_s)
+        begun = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.034, extend_s=begin_s, idle_s=idle_s)
         depth.observe(without, num_rows=8, stats=begun)
-        drafted = SpeculationStats(1, half, draft_s=0.0, verify_s=drafting_s, extend_s=0.0)
+        drafted = SpeculationStats(1, half, draft_s=seed_s, verify_s=drafting_s, extend_s=0.0, idle_s=0.0)
         depth.observe(drafting, num_rows=8, stats=drafted)
         depth.launched(without.without_seed())
     num_seeds = 0

@@ -64,7 +64,7 @@ def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:
     launch = DecodeEngine._launch
 
     def mutant(self: DecodeEngine, batch: ScheduleBatch) -> StepInFlight:
-        self._unseeded = {req: None for req in self._unseeded if req.lease and req.lease.row not in seen}
+        self._unseeded = [req for req in self._unseeded if req.lease and req.lease.row not in seen]
         seen.update(batch.req_pool_indices_cpu.tolist())
         return launch(self, batch)
 
