@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from training.vocabulary import UNKNOWN, DraftVocabulary
 
 OUTPUT_LAYER = "lm_head.weight"
-_RIDGE = 0.1  # of the mean square of an input's column
+_RIDGE = 0.1  # of an input's sum of squares, in the mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ it should be. So beside the tokens the drafts that are accepted are known before
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
 from decode_service.schedule_batch import ScheduleBatch
+from decode_service.step_in_flight import StepInFlight
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows, speculation
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
@@ -100,6 +102,34 @@ def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
     assert num_waits == [2, 1, 2, 1, 1, 1, 1, 1, 1], f"waits a step: {num_waits}"
     scripted.run()
     assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where that one was in flight at the launch: else nobody had anything to compute."""
+    scripted = ScriptedEngine(spec_info=CHAIN, overlap=overlap)
+    idle: list[float | None] = []
+    monkeypatch.setattr(
+        scripted.engine._depth, "observe", lambda spec_info, *, num_rows, stats: idle.append(stats.idle_s)
+    )
+    ends: list[Event] = []
+    begins: list[Event] = []
+    seal = StepInFlight.seal.__func__  # type: ignore[attr-defined]
+
+    def noting(cls: type[StepInFlight], **kwargs: Any) -> StepInFlight:
+        step: StepInFlight = seal(cls, **kwargs)
+        ends.append(step.end)
+        begins.append(step.output.marks[0])
+        return step
+
+    monkeypatch.setattr(StepInFlight, "seal", classmethod(noting))
+    scripted.submit("a", [1, 2], 12)
+    scripted.run()
+    assert len(idle) > 3
+    waits = [begin.seconds_since(end) for end, begin in zip(ends, begins[1:], strict=False)]
+    assert idle == [None, *(waits if overlap else [None] * len(waits))]
 
 
 def check_seeds_reach_the_next_forward_by_stream_order() -> None:
