@@ -245,9 +245,7 @@ class ForwardBatch:
     @property
     def leaves_head_behind(self) -> bool:
         """Whether what the step computes is left for the head to read later."""
-        if self.spec_info is None or self.has_drafts or self.spec_info.leaves_seed:
-            return False
-        return max(self.draft_lag, default=0) + 1 < self.spec_info.max_draft_lag
+        return self.spec_info is not None and not self.spec_info.num_head_tokens(self.draft_lag)
 
     @property
     def draft_lag_after(self) -> list[int]:

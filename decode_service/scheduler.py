@@ -258,7 +258,7 @@ class DecodeEngine:
         if self._depth is None or running.is_empty:
             return None
         num_wanted = sum(req.wants_drafts for req in running.reqs)
-        running.spec_info = self._depth.choose(num_rows=running.batch_size, num_wanted=num_wanted)
+        running.spec_info = self._depth.choose(draft_lag=running.draft_lag, num_wanted=num_wanted)
         if running.num_slots_needed(self.pool) > self.pool.num_free_slots:
             return running.spec_info.at_depth(0)
         return running.spec_info
@@ -336,7 +336,7 @@ class DecodeEngine:
                 self._retraction.requeue(req)
         spec_info, speculation = step.batch.spec_info, step.speculation
         if self._depth is not None and spec_info is not None and speculation is not None:
-            self._depth.observe(spec_info, num_rows=len(step.reqs), stats=speculation)
+            self._depth.observe(spec_info, draft_lag=step.batch.draft_lag, stats=speculation)
         num_tokens = len(step.reqs) * step.batch.num_tokens
         self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
 

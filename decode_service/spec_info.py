@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 MAX_DRAFT_LAG = 128
@@ -40,6 +41,16 @@ class SpecInfo:
 
     def without_seed(self) -> SpecInfo:
         return replace(self, leaves_seed=False)
+
+    def must_catch_up(self, draft_lag: Sequence[int]) -> bool:
+        """Whether a row has no room for one token more that the head has not read; `draft_lag` [B]: those it has."""
+        return max(draft_lag, default=0) + 1 >= self.max_draft_lag
+
+    def num_head_tokens(self, draft_lag: Sequence[int]) -> int:
+        """Tokens that the head reads behind a step: as many as it may commit, and those of steps before. Or none."""
+        if not self.leaves_seed and not self.has_drafts and not self.must_catch_up(draft_lag):
+            return 0
+        return sum(draft_lag) + len(draft_lag) * self.max_accept_len
 
     @property
     def has_drafts(self) -> bool:

@@ -25,7 +25,7 @@ class ScriptedDepth(FixedDepth):
         self._left = list(spec_infos)
         self.launches: list[SpecInfo] = []
 
-    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
         return self._left[0]
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -50,7 +50,7 @@ class RandomDepth(FixedDepth):
         self._drafts, self._has_seeds = True, True
         self._next = self._draw()
 
-    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
         return self._next if self._has_seeds else self._next.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:

@@ -112,7 +112,7 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     scripted = ScriptedEngine(spec_info=CHAIN, overlap=overlap)
     idle: list[float | None] = []
     monkeypatch.setattr(
-        scripted.engine._depth, "observe", lambda spec_info, *, num_rows, stats: idle.append(stats.idle_s)
+        scripted.engine._depth, "observe", lambda spec_info, *, draft_lag, stats: idle.append(stats.idle_s)
     )
     ends: list[Event] = []
     begins: list[Event] = []

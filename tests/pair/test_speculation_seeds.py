@@ -6,7 +6,7 @@ guesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -77,7 +77,7 @@ class LeftBehind(FixedDepth):
         self._steps = cycle([*[nothing] * num_behind, spec_info.at_depth(0), spec_info])
         self._next = next(self._steps)
 
-    def choose(self, *, num_rows: int, num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
         return self._next
 
     def launched(self, spec_info: SpecInfo) -> None:

@@ -1,0 +1,143 @@
+"""What a step takes, from steps that were measured: with drafts, by how many times as long as without.
+
+The machine is faster at one time and slower at another: others run on it, prompts are computed beside, contexts grow.
+So a step with drafts is compared with the step next to it. Where the depth changes and the number of rows does not, the
+quotient counts; absolute times serve where a rough figure does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from common.telemetry.step_stats import SpeculationStats
+from decode_service.spec_info import SpecInfo
+
+_NUM_TIMES = 8
+_CLASSES_PER_DOUBLING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    depth: int
+    num_rows: int
+    seconds: float
+    is_first: bool
+
+
+class StepTimes:
+    def __init__(self, *, num_levels: int, max_draft_lag: int) -> None:
+        self._plain_s = _Curve(min)  # without drafts, by rows
+        self._read_s_per_token = _Curve(min)  # without drafts, by tokens that the head reads
+        self._quotients = [_Curve(median) for _ in range(num_levels)]  # with one level more, by rows
+        self._parts_s: deque[tuple[float, float]] = deque(maxlen=max_draft_lag)  # without drafts: the head's, all else
+        self._met: set[tuple[int, int]] = set()
+        self._before: _Step | None = None
+        self._latest: _Step | None = None
+        self._num_alike = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is for steps without drafts, of some number of rows."""
+        return self._plain_s.is_known
+
+    def has(self, depth: int, num_rows: int) -> bool:
+        """Whether that is known of about as many rows."""
+        return (self._quotients[depth - 1] if depth else self._plain_s).has(num_rows)
+
+    def step_s(self, depth: int, num_rows: int) -> float:
+        """Until the next step can begin; infinite for a depth that was never compared."""
+        plain_s = self._plain_s.at(num_rows)
+        if depth == 0:
+            all_else_s = sum(all_else for _, all_else in self._parts_s)
+            return plain_s * (1 + sum(head for head, _ in self._parts_s) / all_else_s if all_else_s else 1)
+        curve = self._quotients[depth - 1]
+        return plain_s * curve.at(num_rows) if curve.is_known else math.inf
+
+    def read_s(self, num_tokens: int) -> float:
+        """The head's forward over tokens that it has not read."""
+        return num_tokens * self._read_s_per_token.at(num_tokens)
+
+    def add(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
+        """A step; `draft_lag` [B]: tokens that the head had not read before."""
+        num_rows, depth = len(draft_lag), spec_info.num_steps
+        seconds = stats.draft_s + stats.verify_s
+        if depth:
+            seconds += stats.extend_s
+        is_first = (depth, _class_of(num_rows)) not in self._met
+        self._met.add((depth, _class_of(num_rows)))
+        if not depth:
+            num_read = spec_info.num_head_tokens(draft_lag)
+            if num_read:
+                self._read_s_per_token.add(num_read, stats.extend_s / num_read)
+            if not spec_info.leaves_seed or spec_info.must_catch_up(draft_lag):
+                self._parts_s.append((stats.extend_s, stats.verify_s))
+            if not is_first:
+                self._plain_s.add(num_rows, stats.verify_s)
+        self._finish(idle_s=stats.idle_s or 0.0)
+        self._latest = _Step(depth, num_rows, seconds, is_first)
+
+    def _finish(self, *, idle_s: float) -> None:
+        """The latest step, behind which the stream waited for `idle_s`."""
+        before, step = self._before, self._latest
+        if step is None:
+            return
+        self._before = step = replace(step, seconds=step.seconds + idle_s)
+        if before is None or before.depth == step.depth:
+            self._num_alike += 1
+            return
+        num_alike, self._num_alike = self._num_alike, 1
+        if before.is_first or step.is_first or _class_of(before.num_rows) != _class_of(step.num_rows):
+            return
+        # Of two depths with drafts the one that was looked at for a step or two is measured by the other.
+        looked_at, other = (before, step) if before.depth and (not step.depth or num_alike <= 2) else (step, before)
+        if other.depth and not self.has(other.depth, other.num_rows):
+            return
+        times_plain = self._quotients[other.depth - 1].at(other.num_rows) if other.depth else 1.0
+        self._quotients[looked_at.depth - 1].add(looked_at.num_rows, times_plain * looked_at.seconds / other.seconds)
+
+
+class _Curve:
+    """A figure as a function of a size: of sizes within a fifth of each other `figure` of the last few values.
+
+    Of the last few, because contexts grow and text changes.
+    """
+
+    def __init__(self, figure: Callable[[Sequence[float]], float]) -> None:
+        self._figure = figure
+        self._values: dict[int, deque[float]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._values)
+
+    def has(self, size: int) -> bool:
+        return _class_of(size) in self._values
+
+    def add(self, size: int, value: float) -> None:
+        self._values.setdefault(_class_of(size), deque(maxlen=_NUM_TIMES)).append(value)
+
+    def at(self, size: int) -> float:
+        """Between sizes that were seen on a line; beyond them that of the nearest. 0 when nothing was seen."""
+        place = _class_of(size)
+        below = max((seen for seen in self._values if seen <= place), default=None)
+        above = min((seen for seen in self._values if seen >= place), default=None)
+        if below is None or above is None:
+            nearest = above if below is None else below
+            return 0.0 if nearest is None else self._figure(self._values[nearest])
+        least, most = (self._figure(self._values[seen]) for seen in (below, above))
+        if below == above:
+            return least
+        share = (size - _size_of(below)) / (_size_of(above) - _size_of(below))
+        return least + share * (most - least)
+
+
+def _class_of(size: int) -> int:
+    return round(_CLASSES_PER_DOUBLING * math.log2(size))
+
+
+def _size_of(place: int) -> float:
+    return float(2 ** (place / _CLASSES_PER_DOUBLING))
