@@ -7,6 +7,7 @@ tokens a second is taken, 0 (decoding without drafts) included, and now and then
 that was not measured yet, or a neighbour.
 
 At depth 0 the head is left behind (draft_backlog.py) and catches up now and then: a step is charged its part of that.
+A probe comes behind a step without drafts, by which it is measured, and so is the depth that was taken until then.
 To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: drafts must pay for that
 too. Where only a probe wants it, it is put off until the probe takes less than a hundredth of the time since the last
 one, which is soon where the head has to catch up anyway for want of room.
@@ -25,8 +26,9 @@ from decode_service.step_times import StepTimes
 _FIRST_ACCEPTANCE = 0.7
 _ACCEPTANCE_WEIGHT = 0.02  # of one row's step, and of each that went by without such a draft, up to
 _MAX_STALE_STEPS = 16
-_NEW_PROBE_INTERVAL = 2  # in steps at least, of a depth that is to be measured; more with each in a row
-_PROBE_INTERVAL = 32  # at least, of any other
+_NEW_PROBE_INTERVAL = 2  # in steps at least, where much is to be measured; more with each in a row
+_LONGEST_NEW_PROBE_INTERVAL = 16
+_PROBE_INTERVAL = 64  # at least, of any other
 _PROBE_SHARE = 0.0075  # of the time, in the long run
 _LONGEST_PROBE_INTERVAL = 1024  # in steps
 _BEGIN_STEPS = 64  # with drafts, in which they are to pay for having begun
@@ -91,10 +93,11 @@ class AdaptiveDepth:
         self._stale_steps = [1] * deepest.num_steps
         self._times = StepTimes(num_levels=deepest.num_steps, max_draft_lag=deepest.max_draft_lag)
         self._has_seeds = True
+        self._is_plain = False  # the step launched last
         self._probe_is_new: bool | None = None  # None: what was chosen last is no probe
         self._num_since_probe = 0
-        self._num_new = 0  # probes of something not measured yet, in a row
-        self._probes_deeper = True
+        self._num_new = 0  # probes of what was not measured well, in a row
+        self._num_probes = 0
 
     def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
         self._probe_is_new = None
@@ -107,22 +110,25 @@ class AdaptiveDepth:
         steps = [self._expected(depth, num_rows, num_wanted, begin_s) for depth in range(len(self._levels))]
         best = self._best_depth(steps)
         probed = self._probed_depth(best, num_rows, steps)
-        is_new = not self._times.has(probed, num_rows)
-        probe_s = steps[probed].loss_s(steps[best]) + (begin_s if best == 0 else 0.0)
-        if self._is_due(is_new=is_new, probe_s=probe_s, step_s=steps[best].seconds):
-            self._probe_is_new = is_new if self._has_seeds else None
-            return self._levels[probed if self._has_seeds else 0]
+        is_new = not (self._times.has(probed, num_rows) and (best == 0 or self._times.has_all(best, num_rows)))
+        plain_s = steps[0].loss_s(steps[best]) if best > 0 else begin_s
+        if self._is_due(is_new=is_new, probe_s=plain_s + steps[probed].loss_s(steps[best]), step_s=steps[best].seconds):
+            if probed > 0 and not (self._is_plain and self._has_seeds):
+                return self._levels[0]
+            self._probe_is_new = is_new
+            return self._levels[probed]
         if best > 0:
             return self._levels[best if self._has_seeds else 0]
         return self._levels[0].without_seed()
 
     def launched(self, spec_info: SpecInfo) -> None:
         self._has_seeds = spec_info.leaves_seed
+        self._is_plain = not spec_info.has_drafts
         self._num_since_probe += 1
         if self._probe_is_new is not None:
             self._num_since_probe = 0
             self._num_new = self._num_new + 1 if self._probe_is_new else 0
-            self._probes_deeper = not self._probes_deeper
+            self._num_probes += 1
 
     def observe(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
         for level in range(spec_info.num_steps):
@@ -145,7 +151,7 @@ class AdaptiveDepth:
         """Whether to probe, once there is a seed; `probe_s` is what that would lose."""
         num_steps = self._num_since_probe
         if is_new:
-            return num_steps >= _NEW_PROBE_INTERVAL + self._num_new
+            return num_steps >= min(_NEW_PROBE_INTERVAL + self._num_new, _LONGEST_NEW_PROBE_INTERVAL)
         can_afford = probe_s <= _PROBE_SHARE * num_steps * step_s
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
@@ -164,12 +170,10 @@ class AdaptiveDepth:
         return 1 + rates.index(best) if best > _MARGIN * without else 0
 
     def _probed_depth(self, best: int, num_rows: int, steps: Sequence[_Expected]) -> int:
-        """One that was never measured, or not for so many rows and might be the best; or else a neighbour of `best`."""
-        if best > 0 and not self._times.has(best, num_rows):
-            return 0  # by which the others are measured
-        neighbours = [depth for depth in (best - 1, best + 1) if 0 <= depth < len(steps)]
-        for depth, step in enumerate(steps):
+        """One not measured with so many rows that might be the best; or in turn a neighbour of `best`; or else 0."""
+        for depth, step in enumerate(steps[1:], start=1):
             is_hopeless = 0 < step.tokens_per_s < _HOPELESS * steps[best].tokens_per_s
-            if depth != best and not self._times.has(depth, num_rows) and not is_hopeless:
+            if not self._times.has(depth, num_rows) and not is_hopeless:
                 return depth
-        return neighbours[-1] if self._probes_deeper else neighbours[0]
+        neighbours = [depth for depth in (best - 1, best + 1) if 0 < depth < len(steps)] or [0]
+        return neighbours[self._num_probes % len(neighbours)]

@@ -1,8 +1,8 @@
 """What a step takes, from steps that were measured: with drafts, by how many times as long as without.
 
 The machine is faster at one time and slower at another: others run on it, prompts are computed beside, contexts grow.
-So a step with drafts is compared with the step next to it. Where the depth changes and the number of rows does not, the
-quotient counts; absolute times serve where a rough figure does.
+So a step with drafts is compared with a step without that is next to it and has about as many rows: the quotient
+counts. Absolute times serve where a rough figure does.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median_high
 
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.spec_info import SpecInfo
 
 _NUM_TIMES = 8
-_CLASSES_PER_DOUBLING = 4
+_NUM_ENOUGH = 3
+_CLASSES_PER_DOUBLING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,11 @@ class StepTimes:
     def __init__(self, *, num_levels: int, max_draft_lag: int) -> None:
         self._plain_s = _Curve(min)  # without drafts, by rows
         self._read_s_per_token = _Curve(min)  # without drafts, by tokens that the head reads
-        self._quotients = [_Curve(median) for _ in range(num_levels)]  # with one level more, by rows
+        self._quotients = [_Curve(median_high) for _ in range(num_levels)]  # with one level more, by rows
         self._parts_s: deque[tuple[float, float]] = deque(maxlen=max_draft_lag)  # without drafts: the head's, all else
         self._met: set[tuple[int, int]] = set()
         self._before: _Step | None = None
         self._latest: _Step | None = None
-        self._num_alike = 0
 
     @property
     def is_known(self) -> bool:
@@ -45,8 +45,12 @@ class StepTimes:
         return self._plain_s.is_known
 
     def has(self, depth: int, num_rows: int) -> bool:
-        """Whether that is known of about as many rows."""
-        return (self._quotients[depth - 1] if depth else self._plain_s).has(num_rows)
+        """Whether enough is known of about as many rows to compare by."""
+        return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
+
+    def has_all(self, depth: int, num_rows: int) -> bool:
+        """Whether as much is known as is ever kept."""
+        return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) == _NUM_TIMES
 
     def step_s(self, depth: int, num_rows: int) -> float:
         """Until the next step can begin; infinite for a depth that was never compared."""
@@ -86,22 +90,16 @@ class StepTimes:
         if step is None:
             return
         self._before = step = replace(step, seconds=step.seconds + idle_s)
-        if before is None or before.depth == step.depth:
-            self._num_alike += 1
+        if before is None or before.is_first or step.is_first or _class_of(before.num_rows) != _class_of(step.num_rows):
             return
-        num_alike, self._num_alike = self._num_alike, 1
-        if before.is_first or step.is_first or _class_of(before.num_rows) != _class_of(step.num_rows):
-            return
-        # Of two depths with drafts the one that was looked at for a step or two is measured by the other.
-        looked_at, other = (before, step) if before.depth and (not step.depth or num_alike <= 2) else (step, before)
-        if other.depth and not self.has(other.depth, other.num_rows):
-            return
-        times_plain = self._quotients[other.depth - 1].at(other.num_rows) if other.depth else 1.0
-        self._quotients[looked_at.depth - 1].add(looked_at.num_rows, times_plain * looked_at.seconds / other.seconds)
+        if (before.depth == 0) != (step.depth == 0):
+            plain, drafting = (step, before) if before.depth else (before, step)
+            quotient = max(1.0, drafting.seconds / plain.seconds)
+            self._quotients[drafting.depth - 1].add(drafting.num_rows, quotient)
 
 
 class _Curve:
-    """A figure as a function of a size: of sizes within a fifth of each other `figure` of the last few values.
+    """A figure as a function of a size: of sizes within a half of each other `figure` of the last few values.
 
     Of the last few, because contexts grow and text changes.
     """
@@ -114,8 +112,8 @@ class _Curve:
     def is_known(self) -> bool:
         return bool(self._values)
 
-    def has(self, size: int) -> bool:
-        return _class_of(size) in self._values
+    def num_values(self, size: int) -> int:
+        return len(self._values.get(_class_of(size), ()))
 
     def add(self, size: int, value: float) -> None:
         self._values.setdefault(_class_of(size), deque(maxlen=_NUM_TIMES)).append(value)

@@ -68,6 +68,9 @@ def test_the_first_step_of_a_depth_with_so_many_rows_does_not_count() -> None:
     assert times.step_s(1, 8) == math.inf
     measured([1, 0, 0], times=times)
     assert quotient(times, 1) == pytest.approx(1.5)
+    assert not times.has(1, 8)
+    measured([1, 0, 0], times=times)
+    assert times.has(1, 8)
 
 
 def test_steps_of_other_numbers_of_rows_are_not_compared() -> None:
@@ -80,20 +83,19 @@ def test_steps_of_other_numbers_of_rows_are_not_compared() -> None:
     assert not times.has(1, 32)
 
 
-def test_two_depths_with_drafts_are_compared_by_the_one_that_is_known() -> None:
-    times = measured([*ALL_MET, 0, 1, 1, 1, 1])
-    measured([1, 2, 1, 1, 1, 3, 1, 1], pace=2.0, times=times)
-    measured([0], pace=2.0, times=times)
+def test_two_depths_with_drafts_are_not_compared() -> None:
+    times = measured([*ALL_MET, 0, 1, 2, 1, 2, 3, 1, 1])
+    assert quotient(times, 1) == pytest.approx(1.5)
+    assert times.step_s(2, 8) == times.step_s(3, 8) == math.inf
+    measured([2, 0, 3, 0, 0], times=times)
     assert [quotient(times, depth) for depth in (1, 2, 3)] == pytest.approx([1.5, 2.5, 4.0])
 
 
-def test_a_depth_that_is_taken_is_not_measured_by_one_that_is_looked_at() -> None:
-    times = measured([*ALL_MET, 0, 1, 1, 1, 1])
-    for _ in range(3):
-        measured([2], times=times)
-        measured([1], pace=3.0, times=times)
-        measured([1, 1], times=times)
-    assert quotient(times, 1) == pytest.approx(1.5)
+def test_drafts_never_make_a_step_shorter() -> None:
+    times = measured([*ALL_MET, 0])
+    measured([1], pace=0.2, times=times)
+    measured([0, 0], times=times)
+    assert quotient(times, 1) == pytest.approx(1.0)
 
 
 def test_the_wait_behind_a_step_with_drafts_is_its_own() -> None:
