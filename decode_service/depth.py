@@ -9,8 +9,8 @@ that was not measured yet, or a neighbour.
 At depth 0 the head is left behind (draft_backlog.py) and catches up now and then: a step is charged its part of that.
 A probe comes behind a step without drafts, by which it is measured, and so is the depth that was taken until then.
 To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: drafts must pay for that
-too. Where only a probe wants it, it is put off until the probe takes less than a hundredth of the time since the last
-one, which is soon where the head has to catch up anyway for want of room.
+too. Where only a probe wants it, it is put off until the probe takes less than 0.75% of the time since the last one,
+which is soon where the head has to catch up anyway for want of room.
 """
 
 from __future__ import annotations
@@ -109,10 +109,11 @@ class AdaptiveDepth:
         begin_s = self._begin_s(draft_lag)
         steps = [self._expected(depth, num_rows, num_wanted, begin_s) for depth in range(len(self._levels))]
         best = self._best_depth(steps)
-        probed = self._probed_depth(best, num_rows, steps)
-        is_new = not (self._times.has(probed, num_rows) and (best == 0 or self._times.has_all(best, num_rows)))
-        plain_s = steps[0].loss_s(steps[best]) if best > 0 else begin_s
-        if self._is_due(is_new=is_new, probe_s=plain_s + steps[probed].loss_s(steps[best]), step_s=steps[best].seconds):
+        probed, is_new = self._probed_depth(best, num_rows, steps)
+        probe_s = steps[probed].loss_s(steps[best])
+        if probed > 0:
+            probe_s += steps[0].loss_s(steps[best]) if best > 0 else begin_s
+        if self._is_due(is_new=is_new, probe_s=probe_s, step_s=steps[best].seconds):
             if probed > 0 and not (self._is_plain and self._has_seeds):
                 return self._levels[0]
             self._probe_is_new = is_new
@@ -169,11 +170,18 @@ class AdaptiveDepth:
         best = max(rates)
         return 1 + rates.index(best) if best > _MARGIN * without else 0
 
-    def _probed_depth(self, best: int, num_rows: int, steps: Sequence[_Expected]) -> int:
-        """One not measured with so many rows that might be the best; or in turn a neighbour of `best`; or else 0."""
+    def _probed_depth(self, best: int, num_rows: int, steps: Sequence[_Expected]) -> tuple[int, bool]:
+        """And whether it, or the best, is to be measured for so many rows: one that might be the best comes first.
+
+        Else in turn neighbours of the best. Behind steps without drafts one in four is a deeper one: where 1 is too
+        shallow to pay, that says nothing of those.
+        """
         for depth, step in enumerate(steps[1:], start=1):
             is_hopeless = 0 < step.tokens_per_s < _HOPELESS * steps[best].tokens_per_s
             if not self._times.has(depth, num_rows) and not is_hopeless:
-                return depth
-        neighbours = [depth for depth in (best - 1, best + 1) if 0 < depth < len(steps)] or [0]
-        return neighbours[self._num_probes % len(neighbours)]
+                return depth, True
+        turn, deeper = self._num_probes, range(2, len(steps))
+        if best == 0:
+            return (deeper[turn // 4 % len(deeper)] if deeper and turn % 4 == 3 else 1), False
+        others = [depth for depth in (best - 1, best + 1) if 0 < depth < len(steps)] or [0]
+        return others[turn % len(others)], not self._times.has_all(best, num_rows)

@@ -245,7 +245,7 @@ class ForwardBatch:
     @property
     def leaves_head_behind(self) -> bool:
         """Whether what the step computes is left for the head to read later."""
-        return self.spec_info is not None and not self.spec_info.num_head_tokens(self.draft_lag)
+        return self.spec_info is not None and not self.spec_info.head_reads(self.draft_lag)
 
     @property
     def draft_lag_after(self) -> list[int]:

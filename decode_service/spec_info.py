@@ -46,11 +46,13 @@ class SpecInfo:
         """Whether a row has no room for one token more that the head has not read; `draft_lag` [B]: those it has."""
         return max(draft_lag, default=0) + 1 >= self.max_draft_lag
 
+    def head_reads(self, draft_lag: Sequence[int]) -> bool:
+        """Whether the head reads behind a step what it has not read, instead of being left behind."""
+        return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
+
     def num_head_tokens(self, draft_lag: Sequence[int]) -> int:
-        """Tokens that the head reads behind a step: as many as it may commit, and those of steps before. Or none."""
-        if not self.leaves_seed and not self.has_drafts and not self.must_catch_up(draft_lag):
-            return 0
-        return sum(draft_lag) + len(draft_lag) * self.max_accept_len
+        """Tokens that the head then reads: as many as the step may commit, and those of steps before."""
+        return sum(draft_lag) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
 
     @property
     def has_drafts(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high
 
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.spec_info import SpecInfo
+from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
 
 _NUM_TIMES = 8
 _NUM_ENOUGH = 3
@@ -34,8 +34,11 @@ class StepTimes:
         self._plain_s = _Curve(min)  # without drafts, by rows
         self._read_s_per_token = _Curve(min)  # without drafts, by tokens that the head reads
         self._quotients = [_Curve(median_high) for _ in range(num_levels)]  # with one level more, by rows
-        self._parts_s: deque[tuple[float, float]] = deque(maxlen=max_draft_lag)  # without drafts: the head's, all else
-        self._met: set[tuple[int, int]] = set()
+        self._parts_s: deque[tuple[float, float]] = deque(  # without drafts: the head's, all else
+            maxlen=max_draft_lag * math.ceil(MAX_DRAFT_LAG / max_draft_lag)
+        )
+        self._met: set[tuple[int, int]] = set()  # depths and classes of rows
+        self._reads_met: set[int] = set()
         self._before: _Step | None = None
         self._latest: _Step | None = None
 
@@ -49,8 +52,8 @@ class StepTimes:
         return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
 
     def has_all(self, depth: int, num_rows: int) -> bool:
-        """Whether as much is known as is ever kept."""
-        return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) == _NUM_TIMES
+        """Whether as much is known of a depth with drafts as is ever kept."""
+        return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
     def step_s(self, depth: int, num_rows: int) -> float:
         """Until the next step can begin; infinite for a depth that was never compared."""
@@ -75,12 +78,14 @@ class StepTimes:
         self._met.add((depth, _class_of(num_rows)))
         if not depth:
             num_read = spec_info.num_head_tokens(draft_lag)
-            if num_read:
+            if num_read and _class_of(num_read) in self._reads_met:
                 self._read_s_per_token.add(num_read, stats.extend_s / num_read)
-            if not spec_info.leaves_seed or spec_info.must_catch_up(draft_lag):
-                self._parts_s.append((stats.extend_s, stats.verify_s))
+            elif num_read:
+                self._reads_met.add(_class_of(num_read))
             if not is_first:
                 self._plain_s.add(num_rows, stats.verify_s)
+                if not spec_info.leaves_seed or spec_info.must_catch_up(draft_lag):
+                    self._parts_s.append((stats.extend_s, stats.verify_s))
         self._finish(idle_s=stats.idle_s or 0.0)
         self._latest = _Step(depth, num_rows, seconds, is_first)
 
@@ -94,8 +99,9 @@ class StepTimes:
             return
         if (before.depth == 0) != (step.depth == 0):
             plain, drafting = (step, before) if before.depth else (before, step)
-            quotient = max(1.0, drafting.seconds / plain.seconds)
-            self._quotients[drafting.depth - 1].add(drafting.num_rows, quotient)
+            if plain.seconds > 0:
+                quotient = max(1.0, drafting.seconds / plain.seconds)
+                self._quotients[drafting.depth - 1].add(drafting.num_rows, quotient)
 
 
 class _Curve:

@@ -231,6 +231,7 @@ def test_a_head_that_has_to_catch_up_for_want_of_room_is_tried_then() -> None:
     serving = Serving(CPU, 0.0)
     serving.run(32)
     serving.read_s = lambda num_tokens: 0.001 if num_tokens <= 64 else 1000.0
+    serving.chosen = []
     assert max(steps_between_probes(serving, 32, 8)) <= 2 * MAX_DRAFT_LAG
     begun = [spec_info for spec_info in serving.chosen if spec_info.leaves_seed and not spec_info.num_steps]
     assert begun
