@@ -53,6 +53,14 @@ def test_a_depth_that_was_measured_while_the_machine_was_slow_is_as_good_as_ever
     assert quotient(times, 1) == pytest.approx(1.5)
 
 
+def test_a_step_that_the_clock_did_not_see_is_passed_over() -> None:
+    times = measured([*ALL_MET, 0, 0, 0])
+    before = [times.step_s(depth, 8) for depth in range(4)]
+    measured([0, 1, 0], pace=0.0, times=times)
+    measured([1, 0], times=times)
+    assert [times.step_s(depth, 8) for depth in range(4)] == before
+
+
 def test_one_slow_step_among_several_decides_nothing() -> None:
     times = measured([*ALL_MET, 1, 0, 1, 0, 0])
     measured([1], pace=10.0, times=times)
