@@ -117,7 +117,7 @@ def test_a_prefill_service_that_drafts_otherwise_is_refused_by_name(
     with clients_of(processes) as running:
         try:
             processes.start()
-            wait_until(lambda: bool(running.load().prefill_replicas[0].reason), about=running.load)
+            wait_until(lambda: named in running.load().prefill_replicas[0].reason, about=running.load)
             with pytest.raises(errors.FailedPrecondition, match=named):
                 running.client.complete(token_ids=[10, 11], timeout_s=BOUND_S)
         finally:
