@@ -6,8 +6,9 @@ READY = PrebuiltBatch entry + every token of every layer + the landing copies do
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,11 +47,16 @@ class _LandingRow:
     scope: Scope
     columns: PrebuiltBatch | None = None
     entry: int = 0
-    copies: list[Event] = field(default_factory=list)
+    last_copy: Event | None = None
 
     @property
     def is_complete(self) -> bool:
         return self.columns is not None and not any(group.any() for group in self.missing.values())
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether what has come of it is in its slots: the copies run in order."""
+        return self.last_copy is not None and self.last_copy.is_done()
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +98,7 @@ class LandingZone:
         self._calls: dict[str, _Call] = {}
         self._complete: dict[_LandingRow, None] = {}
         self._arrived: list[Request] = []
-        self._copying: list[tuple[str, int, Event]] = []
+        self._copying: deque[tuple[str, int, Event]] = deque()
         self._dropped_bytes: dict[str, int] = {}
 
     @property
@@ -164,14 +170,10 @@ class LandingZone:
         """Collect what the landing stream has finished."""
         freed = self._dropped_bytes
         self._dropped_bytes = {}
-        still_copying = []
-        for call_id, num_bytes, event in self._copying:
-            if event.is_done():
-                freed[call_id] = freed.get(call_id, 0) + num_bytes
-            else:
-                still_copying.append((call_id, num_bytes, event))
-        self._copying = still_copying
-        landed = [row for row in self._complete if all(event.is_done() for event in row.copies)]
+        while self._copying and self._copying[0][-1].is_done():  # in the order of their stream
+            call_id, num_bytes, _ = self._copying.popleft()
+            freed[call_id] = freed.get(call_id, 0) + num_bytes
+        landed = [row for row in self._complete if row.has_landed]
         lost = []
         ready: list[_LandingRow] = []
         for row in landed:
@@ -227,8 +229,8 @@ class LandingZone:
         self._stream.wait(self._device.schedule_stream.record())
         self._stream.enqueue(land, row.scope)
         event = self._stream.record(row.scope)
-        row.copies.append(event)
-        row.lease.use_until(event)
+        row.last_copy = event
+        row.lease.use_until(event, self._stream)
         self._copying.append((call_id, segment.num_bytes, event))
         self._note_if_complete(row)
 

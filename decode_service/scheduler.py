@@ -312,7 +312,7 @@ class DecodeEngine:
             self._depth.launched(forward_batch.spec_info)
         for req in batch.reqs:
             assert req.lease is not None
-            req.lease.use_until(step.end)
+            req.lease.use_until(step.end, self._forward_stream)
             req.num_in_flight += 1
         return step
 

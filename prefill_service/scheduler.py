@@ -270,7 +270,7 @@ class PrefillEngine:
         for chunk in chunks:
             prompt = chunk.prompt
             assert prompt.lease is not None
-            prompt.lease.use_until(step.end)
+            prompt.lease.use_until(step.end, stream)
             prompt.num_launched_tokens = chunk.stop
             self._sender.queue(prompt, chunk.start, chunk.stop, step.end)
         return step

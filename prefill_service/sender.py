@@ -190,7 +190,7 @@ class KvSender:
         self._stream.wait(piece.computed)
         self._stream.enqueue(copy_out, scope)
         done = self._stream.record(scope)
-        piece.lease.use_until(done)
+        piece.lease.use_until(done, self._stream)
         self._copying.append(_Copy(piece, scope, payload, done))
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:

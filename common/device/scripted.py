@@ -176,12 +176,15 @@ class ScriptedStream(Stream):
                 case ScriptedEvent() as event:
                     event.reach()
                 case _Wait(event) if event.is_done():
-                    pass
+                    self.pass_wait(event)
                 case _:
                     break
             self._queue.popleft()
             moved = True
         return moved
+
+    def pass_wait(self, event: Event) -> None:
+        """The stream goes on behind `event`. Nothing to do here; for those who follow what comes after what."""
 
     def _put(self, operation: _Piece | _Wait | ScriptedEvent) -> None:
         if self._is_closed:

@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from common.device.stream import Event
+from common.device.stream import Event, Stream
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.row_table import ReqToTokenPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator
@@ -43,7 +43,7 @@ class RowLease:
         self.row = row
         self.slots = slots
         self.state = LeaseState.RESERVED
-        self._used_until: list[Event] = []
+        self._used_until: dict[Stream, Event] = {}  # of each stream the last, behind which are all the others
 
     @property
     def num_tokens(self) -> int:
@@ -53,14 +53,13 @@ class RowLease:
     def is_held(self) -> bool:
         return self.state not in (LeaseState.QUARANTINED, LeaseState.FREE)
 
-    def use_until(self, event: Event) -> None:
-        """Stream work that reads or writes this row or its slots ends with `event`."""
-        self._used_until = [used for used in self._used_until if not used.is_done()]
-        self._used_until.append(event)
+    def use_until(self, event: Event, stream: Stream) -> None:
+        """Work that reads or writes this row or its slots ends with `event`, recorded on `stream`."""
+        self._used_until[stream] = event
 
     @property
     def is_in_use(self) -> bool:
-        return not all(event.is_done() for event in self._used_until)
+        return not all(event.is_done() for event in self._used_until.values())
 
 
 class KvPool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from common.device.inline import InlineStream
+from common.device.stream import Stream
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, LeaseState, RowLease
 
 MAX_ROWS = 4
 MAX_TOKENS = 24
+STREAMS: tuple[Stream, ...] = tuple(InlineStream(name, wait_timeout_s=0.0) for name in ("forward", "landing"))
 
 
 class ManualEvent:
@@ -56,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = make_pool()
         self.held: list[RowLease] = []
         self.released: list[RowLease] = []
-        self.events: list[ManualEvent] = []
+        self.events: dict[Stream, list[ManualEvent]] = {stream: [] for stream in STREAMS}
         self.used_until: dict[int, list[ManualEvent]] = {}
 
     @rule(num_tokens=st.integers(0, MAX_TOKENS))
@@ -89,16 +94,16 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def launch(self, data: st.DataObject) -> None:
-        event = ManualEvent()
-        self.events.append(event)
+        event, stream = ManualEvent(), data.draw(st.sampled_from(STREAMS))
+        self.events[stream].append(event)
         for lease in data.draw(st.lists(st.sampled_from(self.held), unique=True, min_size=1)):
-            lease.use_until(event)
+            lease.use_until(event, stream)
             self.used_until.setdefault(lease.row, []).append(event)
 
-    @precondition(lambda self: self.events)
-    @rule()
-    def complete_oldest(self) -> None:
-        self.events.pop(0).complete()
+    @precondition(lambda self: any(self.events.values()))
+    @rule(data=st.data())
+    def complete_oldest(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from([events for events in self.events.values() if events])).pop(0).complete()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -123,7 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for lease in self.held:
             self.pool.release(lease)
-        for event in self.events:
+        for event in itertools.chain.from_iterable(self.events.values()):
             event.complete()
         self.pool.reclaim()
         assert self.pool.row_counts().free == MAX_ROWS
@@ -139,8 +144,8 @@ def test_a_released_row_is_quarantined_until_its_last_event() -> None:
     first = pool.reserve(3)
     assert first is not None
     landing, forward = ManualEvent(), ManualEvent()
-    first.use_until(landing)
-    first.use_until(forward)
+    first.use_until(landing, STREAMS[0])
+    first.use_until(forward, STREAMS[1])
     pool.release(first)
     assert pool.reclaim() == 0
     assert pool.reserve(1) is None

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.device.scripted import ScriptedEvent
-from common.device.stream import Event
+from common.device.stream import Event, Stream
 from common.kv.pool import KvPool, LeaseState, RowLease
-from decode_service.landing import LandingZone
+from decode_service.landing import LandingZone, _LandingRow
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 from decode_service.scheduler import DecodeEngine
 from decode_service.step_in_flight import StepInFlight
@@ -35,10 +34,9 @@ def quarantine_ends_too_early(patch: pytest.MonkeyPatch) -> None:
 def _use_not_noted(patch: pytest.MonkeyPatch, stream_name: str) -> None:
     use_until = RowLease.use_until
 
-    def mutant(self: RowLease, event: Event) -> None:
-        assert isinstance(event, ScriptedEvent)
-        if event.stream.name != stream_name:
-            use_until(self, event)
+    def mutant(self: RowLease, event: Event, stream: Stream) -> None:
+        if stream.name != stream_name:
+            use_until(self, event, stream)
 
     patch.setattr(RowLease, "use_until", mutant)
 
@@ -52,14 +50,7 @@ def landing_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
-    poll = LandingZone.poll
-
-    def mutant(self: LandingZone) -> object:
-        for row in self._complete:
-            row.copies.clear()
-        return poll(self)
-
-    patch.setattr(LandingZone, "poll", mutant)
+    patch.setattr(_LandingRow, "has_landed", True)
 
 
 def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,248 @@
+"""A scripted device of which a chooser decides, wherever it may matter, who goes on: the engine's thread or a stream.
+
+The engine's thread can be stopped after whatever it asks of the device, before and after it looks at an event, and
+before it touches memory that streams touch too. A piece of a stream runs at once or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch import Tensor
+
+from common.device.piece import raise_failure
+from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
+from common.device.stream import Event, Scope, Stream, StreamKind, Work
+from tests.interleavings.footprint import Footprint, Memory, Unit
+
+HOST = "host"
+
+
+class Abandoned(BaseException):
+    """The chooser wants no more of this run. No Exception, so that nothing in between takes it for a failure."""
+
+
+@dataclass(slots=True)
+class Transition:
+    """What one process did between two choices. `after`: transitions without which it could not have begun."""
+
+    process: str
+    name: str
+    enabled: tuple[str, ...]
+    footprint: Footprint = field(default_factory=Footprint)
+    after: set[int] = field(default_factory=set)
+
+
+Chooser = Callable[[Sequence[str]], str]
+"""Of the processes that can go on, the host first, the one that does. Called once for each transition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A buffer that the host and streams touch, each some of its parts along `unit_dim`, or some of its elements.
+
+    `is_written_by_host_alone`: what the host reads of it is what it wrote, so it need not wait for the schedule side.
+    """
+
+    name: str
+    tensor: Tensor
+    unit_dim: int | None = None
+    is_written_by_host_alone: bool = False
+
+
+class ExploredEvent(ScriptedEvent):
+    def __init__(self, stream: ExploredStream, scope: Scope | None, stream_scope: Scope) -> None:
+        super().__init__(stream, scope, stream_scope)
+        self.units: set[Unit] = set(stream.progress_units)
+        self.after: set[int] = set()
+
+    def is_done(self) -> bool:
+        device = cast(ExploredStream, self.stream).explored
+        if not device.is_host_running:
+            return self._is_done
+        device.point()
+        device.current.footprint.reads |= self.units
+        answer = self._is_done
+        device.point()
+        if answer:
+            device.current.after |= self.after
+        return answer
+
+    def synchronize(self, timeout_s: float) -> None:
+        device = cast(ExploredStream, self.stream).explored
+        device.block_on(self)
+        device.current.after |= self.after
+        raise_failure(self._error, "an event")
+
+    def reach(self, abandoned: BaseException | None = None) -> None:
+        stream = cast(ExploredStream, self.stream)
+        self.after = {*stream.passed, *stream.last, stream.explored.num_current}
+        super().reach(abandoned)
+
+
+class ExploredStream(ScriptedStream):
+    def __init__(self, device: ExploredDevice, name: str) -> None:
+        super().__init__(device, name)
+        self.explored = device
+        self.progress_units: set[Unit] = set()  # what is written when everything enqueued so far has run
+        self.passed: set[int] = set()  # what the waits waited for that were passed since the last piece
+        self.last: tuple[int, ...] = ()  # the transition of the last piece that ran
+        self._num_enqueued = 0
+        self._num_run = 0
+        self._enqueued_by: list[int] = []
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        self._num_enqueued += 1
+        self._enqueued_by.append(self.explored.num_current)
+        self.progress_units = {(self.name, "progress", self._num_enqueued)}
+        super().enqueue(work, scope)
+
+    def record(self, scope: Scope | None = None) -> Event:
+        event = ExploredEvent(self, scope, self._scope)
+        self._put(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, ExploredEvent):
+            self.progress_units = self.progress_units | event.units
+        super().wait(event)
+
+    def pass_wait(self, event: Event) -> None:
+        if isinstance(event, ExploredEvent):
+            self.passed |= event.after
+
+    def begin_piece(self) -> None:
+        """The current transition is this stream's next piece."""
+        device = self.explored
+        device.current.name = self.pending()[0]
+        device.current.after |= {self._enqueued_by[self._num_run], *self.passed}
+        device.current.footprint.writes.add((self.name, "progress", self._num_run + 1))
+        self._num_run += 1
+        self.passed = set()
+        self.last = (device.num_current,)
+
+
+class ExploredDevice(ScriptedDevice):
+    """`choose` is asked at every point; `trace` is what was done so far, its last transition going on."""
+
+    def __init__(self, choose: Chooser) -> None:
+        super().__init__(on_host_call=lambda device: self.point())
+        self._choose = choose
+        self.trace = [Transition(HOST, "begin", (HOST,))]
+        self.is_host_running = True
+        self._num_of_process = {HOST: 1}
+        self._memory = Memory(lambda: (self._owner(), self.current.footprint))
+        self._memory.on_shared = self._on_shared
+        self._memory.reads_shadows = lambda: self.is_host_running
+        self._schedule: ExploredStream | None = None
+        self._is_watching = False
+
+    @property
+    def current(self) -> Transition:
+        return self.trace[-1]
+
+    @property
+    def num_current(self) -> int:
+        return len(self.trace) - 1
+
+    @property
+    def schedule_stream(self) -> Stream:
+        return self._schedule or super().schedule_stream
+
+    def lag_schedule_side(self) -> None:
+        """From now on the schedule side is a stream as on a GPU: what the host writes to shared memory happens later,
+        and what it reads there waits for all that.
+        """
+        self._schedule = ExploredStream(self, "schedule")
+        self.streams.append(self._schedule)
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> ScriptedStream:
+        stream = ExploredStream(self, name)
+        self.streams.append(stream)
+        return stream
+
+    @contextlib.contextmanager
+    def exploring(self, buffers: Iterable[Shared]) -> Iterator[None]:
+        """From here on there are points, and footprints are measured, of `buffers` part by part."""
+        for buffer in buffers:
+            self._memory.name(buffer.tensor, buffer.name, unit_dim=buffer.unit_dim)
+            if self._schedule is not None and buffer.is_written_by_host_alone:
+                self._memory.shadow(buffer.tensor)
+        self._is_watching = True
+        try:
+            with self._memory.watching():
+                yield
+        finally:
+            self._is_watching = False
+
+    def point(self) -> None:
+        """The host may be stopped here: streams go on until it is chosen."""
+        if not (self._is_watching and self.is_host_running):
+            return
+        while self._turn(is_host_enabled=True) != HOST:
+            pass
+
+    def idle(self) -> None:
+        """The host has nothing to do until some stream goes on, if one can."""
+        if self._is_watching and self._ready_names():
+            self._turn(is_host_enabled=False)
+            self.point()
+
+    def settle(self) -> None:
+        was_host_running, self.is_host_running = self.is_host_running, False
+        try:
+            super().settle()
+        finally:
+            self.is_host_running = was_host_running
+
+    def block_on(self, event: Event) -> None:
+        if not self._is_watching or not self.is_host_running:
+            super().block_on(event)
+            return
+        assert isinstance(event, ExploredEvent)
+        while not event._is_done:
+            assert self._ready_names(), "the host waits for an event that nothing leads to"
+            self._turn(is_host_enabled=False)
+        self.point()
+
+    def _turn(self, *, is_host_enabled: bool) -> str:
+        enabled = ((HOST,) if is_host_enabled else ()) + tuple(self._ready_names())
+        process = self._choose(enabled) if len(enabled) > 1 else enabled[0]
+        self._num_of_process[process] = self._num_of_process.get(process, 0) + 1
+        self.trace.append(Transition(process, HOST, enabled))
+        if process != HOST:
+            stream = self.stream(process)
+            assert isinstance(stream, ExploredStream)
+            self.is_host_running = False
+            try:
+                stream.begin_piece()
+                stream.run_next()
+            finally:
+                self.is_host_running = True
+        return process
+
+    def _ready_names(self) -> list[str]:
+        return [stream.name for stream in self.ready_streams()]
+
+    def _owner(self) -> Hashable:
+        process = self.current.process
+        return (process, self._num_of_process[process])
+
+    def _on_shared(self, operation: Callable[[], object], writes: bool) -> bool:
+        if not self.is_host_running:
+            return False
+        if self._schedule is None:
+            self.point()
+        elif writes:
+
+            def schedule_side() -> None:
+                operation()
+
+            self._schedule.enqueue(schedule_side)
+            return True
+        else:
+            self._schedule.record().synchronize(0.0)
+        return False

@@ -1,0 +1,283 @@
+"""Explores the orders in which the engine's thread and its streams can go on.
+
+Two transitions of different processes may change places without anybody noticing unless they touch the same memory, one
+of them writing. Of all orders that differ only so, one is run (dynamic partial-order reduction: Flanagan and Godefroid,
+2005, with sleep sets). So "exhaustive" means: whatever order the streams run in, some order that was run had the same
+outcome, provided that a piece is one step and that footprints see all that is shared (footprint.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.interleavings.explored_device import HOST, Abandoned, ExploredDevice, Transition
+from tests.interleavings.footprint import Footprint
+
+
+class NotDeterministic(BaseException):
+    """The same choices led elsewhere: the program does not depend on its device alone."""
+
+
+Program = Callable[[ExploredDevice], None]
+"""Runs the scenario to its end on a fresh device; raises AssertionError where something is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """An order that can be run again: at its turns of more than one process, who goes on. Behind it the default."""
+
+    choices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        spells: list[tuple[str, int]] = []
+        for process in self.choices:
+            if spells and spells[-1][0] == process:
+                spells[-1] = (process, spells[-1][1] + 1)
+            else:
+                spells.append((process, 1))
+        return " ".join(process if count == 1 else f"{process}*{count}" for process, count in spells)
+
+    @classmethod
+    def parse(cls, text: str) -> Script:
+        """The inverse of str. Raises ValueError."""
+        choices: list[str] = []
+        for spell in text.split():
+            process, _, count = spell.partition("*")
+            choices += [process] * (int(count) if count else 1)
+        return cls(tuple(choices))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    script: Script
+    error: BaseException
+    num_interleavings: int
+
+    def __str__(self) -> str:
+        return f"after {self.num_interleavings} interleavings: {self.error}\nreplay: {self.script}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`num_interleavings`: orders that were run to their end and differ; `is_exhaustive`: there are no others."""
+
+    num_interleavings: int
+    is_exhaustive: bool
+    failure: Failure | None = None
+
+
+@dataclass(slots=True)
+class _Node:
+    """A choice of the run: what was chosen from here before, and what has to be."""
+
+    enabled: tuple[str, ...]
+    chosen: str
+    sleep: dict[str, Footprint]
+    todo: set[str] = field(default_factory=set)
+    done: dict[str, Footprint] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One execution: replays `nodes`, then goes on by default, adding to them."""
+
+    nodes: list[_Node]
+    num_chosen: int = 0
+
+    def execute(self, program: Program) -> tuple[ExploredDevice, BaseException | None]:
+        device = ExploredDevice(lambda enabled: self._choose(device, enabled))
+        return device, _execute(program, device)
+
+    def _choose(self, device: ExploredDevice, enabled: Sequence[str]) -> str:
+        place = self.num_chosen
+        self.num_chosen += 1
+        if place == len(self.nodes):
+            sleep = self._sleep(device)
+            awake = [process for process in enabled if process not in sleep]
+            if not awake:
+                raise Abandoned
+            self.nodes.append(_Node(tuple(enabled), awake[0], sleep))
+        node = self.nodes[place]
+        if node.enabled != tuple(enabled):
+            raise NotDeterministic(f"choice {place}: {node.enabled} could go on, and now {tuple(enabled)}")
+        return node.chosen
+
+    def _sleep(self, device: ExploredDevice) -> dict[str, Footprint]:
+        """What was run from an earlier node instead, and nothing since has disturbed."""
+        if not self.nodes:
+            return {}
+        before = self.nodes[-1]
+        asleep = {**before.sleep, **before.done}
+        since = device.trace[self._place_of_last(device) :]
+        return {
+            process: footprint
+            for process, footprint in asleep.items()
+            if all(done.process != process and not done.footprint.conflicts_with(footprint) for done in since)
+        }
+
+    def _place_of_last(self, device: ExploredDevice) -> int:
+        return _choice_places(device.trace)[-1]
+
+
+def _choice_places(trace: Sequence[Transition]) -> list[int]:
+    return [place for place, transition in enumerate(trace) if len(transition.enabled) > 1]
+
+
+def explore(program: Program, *, max_interleavings: int | None = None) -> Report:
+    """Run orders of `program` until all are known, `max_interleavings` were run, or one fails."""
+    nodes: list[_Node] = []
+    num_interleavings = 0
+    while True:
+        device, error = _Run(nodes).execute(program)
+        if not isinstance(error, Abandoned):
+            num_interleavings += 1
+        if error is not None and not isinstance(error, Abandoned):
+            script = Script(tuple(node.chosen for node in nodes))
+            return Report(num_interleavings, False, Failure(script, error, num_interleavings))
+        _note_races(device.trace, nodes)
+        places = _choice_places(device.trace)
+        for node, place in zip(nodes, places, strict=False):
+            node.done[node.chosen] = device.trace[place].footprint
+        while nodes and not (nodes[-1].todo - nodes[-1].done.keys() - nodes[-1].sleep.keys()):
+            nodes.pop()
+        if not nodes:
+            return Report(num_interleavings, True)
+        if num_interleavings == max_interleavings:
+            return Report(num_interleavings, False)
+        node = nodes[-1]
+        node.chosen = min(node.todo - node.done.keys() - node.sleep.keys())
+
+
+def _execute(program: Program, device: ExploredDevice) -> BaseException | None:
+    try:
+        program(device)
+    except (Exception, Abandoned) as error:
+        return error
+    return None
+
+
+def _note_races(trace: Sequence[Transition], nodes: Sequence[_Node]) -> None:
+    """For each transition that could have come before an earlier one, and touches the same, remember to try that."""
+    node_of = dict(zip(_choice_places(trace), nodes, strict=False))
+    clocks = _Clocks()
+    for place, transition in enumerate(trace):
+        for race in clocks.add(place, transition):
+            if (node := node_of.get(race)) is not None:
+                is_enabled = transition.process in node.enabled
+                node.todo.update((transition.process,) if is_enabled else node.enabled)
+
+
+class _Clocks:
+    """What happened before what: by process, by what made a transition possible, and by conflicts."""
+
+    def __init__(self) -> None:
+        self._trace: list[tuple[Transition, dict[str, int]]] = []
+        self._last: dict[str, int] = {}
+        self._readers: dict[object, list[int]] = {}
+        self._writers: dict[object, int] = {}
+
+    def add(self, place: int, transition: Transition) -> list[int]:
+        """The earlier transitions it conflicts with that need not have come first, for all that lies between."""
+        clock: dict[str, int] = {}
+        before = self._last.get(transition.process)
+        for cause in (*transition.after, *(() if before is None else (before,))):
+            _join(clock, self._trace[cause][1])
+        races = []
+        for other in sorted(self._conflicts(transition), reverse=True):
+            if clock.get(self._trace[other][0].process, -1) < other:
+                races.append(other)
+                _join(clock, self._trace[other][1])
+        clock[transition.process] = place
+        self._trace.append((transition, clock))
+        self._last[transition.process] = place
+        for unit in transition.footprint.reads:
+            self._readers.setdefault(unit, []).append(place)
+        for unit in transition.footprint.writes:
+            self._writers[unit] = place
+            self._readers[unit] = []
+        return races
+
+    @property
+    def canonical(self) -> int:
+        """The same for all orders that differ only in what nobody notices."""
+        number: dict[int, tuple[str, int]] = {}
+        count: dict[str, int] = {}
+        for place, (transition, _) in enumerate(self._trace):
+            count[transition.process] = count.get(transition.process, 0) + 1
+            number[place] = (transition.process, count[transition.process])
+        return hash(
+            frozenset(
+                (number[place], frozenset(number[other] for other in clock.values()))
+                for place, (_, clock) in enumerate(self._trace)
+            )
+        )
+
+    def _conflicts(self, transition: Transition) -> set[int]:
+        found: set[int] = set()
+        for unit in transition.footprint.reads | transition.footprint.writes:
+            if unit in self._writers:
+                found.add(self._writers[unit])
+        for unit in transition.footprint.writes:
+            found.update(self._readers.get(unit, ()))
+        return found
+
+
+def _join(clock: dict[str, int], other: dict[str, int]) -> None:
+    for process, place in other.items():
+        clock[process] = max(place, clock.get(process, -1))
+
+
+def sample(program: Program, *, num_runs: int, seed: int) -> Report:
+    """Run random orders: some processes are favoured for a while, so that late and early are both far apart."""
+    seen: set[int] = set()
+    for number in range(num_runs):
+        numbers = random.Random(f"{seed}/{number}")
+        choices: list[str] = []
+        patience = numbers.choice((0.05, 0.3, 0.7, 0.95))
+
+        def choose(
+            enabled: Sequence[str],
+            numbers: random.Random = numbers,
+            patience: float = patience,
+            choices: list[str] = choices,
+        ) -> str:
+            is_host_next = enabled[0] == HOST and numbers.random() < patience
+            choices.append(HOST if is_host_next else numbers.choice(enabled))
+            return choices[-1]
+
+        device = ExploredDevice(choose)
+        error = _execute(program, device)
+        clocks = _Clocks()
+        for place, transition in enumerate(device.trace):
+            clocks.add(place, transition)
+        seen.add(clocks.canonical)
+        if error is not None:
+            return Report(len(seen), False, Failure(Script(tuple(choices)), error, len(seen)))
+    return Report(len(seen), False)
+
+
+def replay(program: Program, script: Script) -> BaseException | None:
+    """Run `program` in the order of `script`, as far as it can be had. What it raised, or None."""
+    left: Iterator[str] = iter(script.choices)
+
+    def choose(enabled: Sequence[str]) -> str:
+        wanted = next(left, enabled[0])
+        return wanted if wanted in enabled else enabled[0]
+
+    return _execute(program, ExploredDevice(choose))
+
+
+def shorten(program: Program, failure: Failure) -> Failure:
+    """The same failure by an order in which the host is left as it is wherever that does not matter."""
+    choices, error = list(failure.script.choices), failure.error
+    for size in (64, 16, 4, 1):
+        for start in range(0, len(choices), size):
+            tried = [*choices[:start], *[HOST] * len(choices[start : start + size]), *choices[start + size :]]
+            if tried != choices and type(found := replay(program, Script(tuple(tried)))) is type(error):
+                assert found is not None
+                choices, error = tried, found
+    while choices and choices[-1] == HOST:
+        choices.pop()
+    return Failure(Script(tuple(choices)), error, failure.num_interleavings)

@@ -1,0 +1,240 @@
+"""Which memory code touches, measured while it runs: what decides whether two pieces of it may change places.
+
+A TorchDispatchMode sees every tensor operation. A buffer that lives as long as the engine is told apart by its slots,
+rows or elements; any other tensor counts as a whole, named after who made it when, so that it has the same name in
+every run. Reads through numpy count when the array is made; writes through one are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.device.cell import Cell
+
+Unit = Hashable
+_aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Footprint:
+    reads: set[Unit] = field(default_factory=set)
+    writes: set[Unit] = field(default_factory=set)
+
+    def conflicts_with(self, other: Footprint) -> bool:
+        return not (
+            self.writes.isdisjoint(other.writes)
+            and self.writes.isdisjoint(other.reads)
+            and self.reads.isdisjoint(other.writes)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """`places`: for each element of the storage the unit that it belongs to; None where all are one unit."""
+
+    name: Hashable
+    places: Tensor | None = None
+
+    def unit(self, index: int) -> Unit:
+        return (self.name, index)
+
+
+def _index(table: Tensor, indices: Sequence[Tensor | None], *_: Any) -> Tensor:
+    return table[tuple(slice(None) if index is None else index for index in indices)]
+
+
+def _index_select(table: Tensor, dim: int, index: Tensor, *_: Any) -> Tensor:
+    return table.index_select(dim, index)
+
+
+_CHOICES: dict[Any, Callable[..., Tensor]] = {
+    _aten.index.Tensor: _index,
+    _aten.index_put_.default: _index,
+    _aten._index_put_impl_.default: _index,
+    _aten.index_select.default: _index_select,
+    _aten.index_copy_.default: _index_select,
+    _aten.index_add_.default: _index_select,
+    _aten.index_fill_.int_Scalar: _index_select,
+    _aten.gather.default: lambda table, dim, index, *_: table.gather(dim, index),
+}
+"""Operations that touch of their first tensor what their indices say."""
+
+
+class Memory(TorchDispatchMode):
+    """While it is entered, accesses go to the footprint that `now` returns with the name of who makes them.
+
+    `on_shared` is called before each operation on a buffer that was named, with the operation and whether it writes to
+    one. It returns whether it has put the operation off.
+    """
+
+    def __init__(self, now: Callable[[], tuple[Hashable, Footprint]]) -> None:
+        super().__init__()
+        self._now = now
+        self._buffers: dict[int, _Buffer] = {}
+        self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
+        self._cells: dict[int, tuple[Hashable, Cell[Any]]] = {}
+        self._num_made: dict[Hashable, int] = {}
+        self._shadows: dict[int, Tensor] = {}
+        self.reads_shadows: Callable[[], bool] = lambda: False
+        self.on_shared: Callable[[Callable[[], object], bool], bool] = lambda operation, writes: False
+
+    def name(self, tensor: Tensor, name: str, *, unit_dim: int | None) -> None:
+        """A buffer whose parts along `unit_dim`, or whose elements where that is None, are looked at one by one."""
+        assert tensor.is_contiguous() and tensor.storage_offset() == 0
+        if unit_dim is None:
+            places = torch.arange(tensor.numel())
+        else:
+            shape = [-1 if dim == unit_dim else 1 for dim in range(tensor.dim())]
+            places = torch.arange(tensor.shape[unit_dim]).view(shape).expand_as(tensor).flatten()
+        self._put(tensor, _Buffer(name, places))
+
+    def shadow(self, tensor: Tensor) -> None:
+        """From now on `reads_shadows` says whether a copy is read instead, in which no operation is put off."""
+        self._shadows[tensor.untyped_storage()._cdata] = tensor.clone()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Tensor operations, tensors read by Python or numpy, and cells."""
+        to_list, to_numpy, cell_get, cell_set = Tensor.tolist, Tensor.numpy, Cell.get, Cell.set
+        memory = self
+
+        def tolist(tensor: Tensor) -> Any:
+            return to_list(memory._read(tensor))
+
+        def numpy(tensor: Tensor, **arguments: Any) -> Any:
+            return to_numpy(memory._read(tensor), **arguments)
+
+        def get(cell: Cell[Any]) -> Any:
+            memory._now()[1].reads.add(memory._cell_name(cell))
+            return cell_get(cell)
+
+        def set(cell: Cell[Any], value: Any) -> None:
+            memory._now()[1].writes.add(memory._cell_name(cell))
+            cell_set(cell, value)
+
+        with (
+            mock.patch.object(Tensor, "tolist", tolist),
+            mock.patch.object(Tensor, "numpy", numpy),
+            mock.patch.object(Cell, "get", get),
+            mock.patch.object(Cell, "set", set),
+            self,
+        ):
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_view(func):
+            reads, writes = _operands(func, args, kwargs)
+            if not writes and self._shadows and self.reads_shadows():
+                args = tuple(self._in_shadow(value) for value in args)
+                reads, _ = _operands(func, args, kwargs)
+            writes_shared = any(map(self._is_shared, writes))
+            if writes_shared or any(map(self._is_shared, reads)):
+                operation = functools.partial(func, *map(self._as_now, args), **kwargs) if writes_shared else func
+                with self:  # which does not see what is called from here
+                    is_put_off = self.on_shared(operation, writes_shared)
+                if is_put_off:
+                    if (shadow := self._in_shadow(args[0])) is not args[0]:
+                        func(shadow, *args[1:], **kwargs)
+                    return args[0]
+            self._note(reads, writes, func, args)
+        result = func(*args, **kwargs)
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in self._buffers:
+                self._put(made, _Buffer(self._new_name()))
+        return result
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        if self._shadows and self.reads_shadows():
+            tensor = self._in_shadow(tensor)
+        if self._is_shared(tensor):
+            self.on_shared(lambda: None, False)
+        self._note((tensor,), ())
+        return tensor
+
+    def _in_shadow(self, value: Any) -> Any:
+        copy = self._shadows.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+        return value if copy is None else copy.as_strided(value.size(), value.stride(), value.storage_offset())
+
+    def _as_now(self, value: Any) -> Any:
+        """An operand as it is now, for an operation that may come later; buffers are as they will be then."""
+        if isinstance(value, tuple | list):
+            return [self._as_now(each) for each in value]
+        return value.clone() if isinstance(value, Tensor) and not self._is_shared(value) else value
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        buffer = self._buffers.get(tensor.untyped_storage()._cdata)
+        return buffer is not None and buffer.places is not None
+
+    def _note(self, reads: Sequence[Tensor], writes: Sequence[Tensor], func: Any = None, args: Any = ()) -> None:
+        footprint = self._now()[1]
+        for tensor in reads:
+            footprint.reads.update(self._units(tensor, func, args))
+        for tensor in writes:
+            footprint.writes.update(self._units(tensor, func, args))
+
+    def _units(self, tensor: Tensor, func: Any, args: Any) -> Iterable[Unit]:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._buffers:
+            self._put(tensor, _Buffer(self._new_name()))
+        buffer = self._buffers[storage]
+        if buffer.places is None:
+            return (buffer.unit(0),)
+        # The same view of a table of units, and the same choice from it, are the units that are touched.
+        touched = buffer.places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        if args and args[0] is tensor and (choose := _CHOICES.get(func)) is not None:
+            touched = choose(touched, *args[1:])
+        return {buffer.unit(place) for place in touched.flatten().tolist()}
+
+    def _put(self, tensor: Tensor, buffer: _Buffer) -> None:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._buffers[storage._cdata] = buffer
+
+    def _new_name(self) -> Hashable:
+        owner = self._now()[0]
+        self._num_made[owner] = self._num_made.get(owner, 0) + 1
+        return (owner, self._num_made[owner])
+
+    def _cell_name(self, cell: Cell[Any]) -> Hashable:
+        if id(cell) not in self._cells:
+            self._cells[id(cell)] = (("cell", self._new_name()), cell)
+        return self._cells[id(cell)][0]
+
+
+def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    written = _written_arguments(func)
+    for name, value in (*enumerate(args), *kwargs.items()):
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, Tensor):
+                (writes if name in written else reads).append(each)
+    return reads, writes
+
+
+@functools.cache
+def _written_arguments(func: Any) -> frozenset[int | str]:
+    """By place and by name."""
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return frozenset(key for keys in written for key in keys)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
