@@ -70,7 +70,7 @@ class StepTimes:
 
     def add(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
         """A step; `draft_lag` [B]: tokens that the head had not read before."""
-        if stats.verify_s <= 0:  # the clock is too coarse, or was set back: this step is no measure, nor a neighbour
+        if stats.verify_s <= 0:  # the clock is too coarse: this step is no measure, nor a neighbour
             self._before = self._latest = None
             return
         num_rows, depth = len(draft_lag), spec_info.num_steps

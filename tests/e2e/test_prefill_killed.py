@@ -134,10 +134,10 @@ def test_requests_of_a_killed_replica_are_computed_by_the_other_and_it_is_used_a
     assert [replica.is_ready for replica in load.prefill_replicas] == [False, True]
 
     start(pair, [victim])
-    num_handed_before = pair.prefill_load(0).num_steps
+    num_steps_before = pair.prefill_load(0).num_steps
     with requests(pair) as completions:
         assert tokens(completions) == undisturbed
-    assert pair.prefill_load(0).num_steps > num_handed_before
+    assert pair.prefill_load(0).num_steps > num_steps_before
 
 
 def test_while_no_prefill_is_there_decode_is_not_ready_and_requests_are_unavailable(

@@ -160,13 +160,16 @@ class ExploredDevice(ScriptedDevice):
         self.streams.append(self._schedule)
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> ScriptedStream:
+        assert name not in [stream.name for stream in self.streams], f"{name}: streams are told apart by name"
         stream = ExploredStream(self, name)
         self.streams.append(stream)
         return stream
 
     @contextlib.contextmanager
     def exploring(self, buffers: Iterable[Shared]) -> Iterator[None]:
-        """From here on there are points, and footprints are measured, of `buffers` part by part."""
+        """From here on there are points, and footprints are measured, of `buffers` part by part. At the end all that is
+        left runs: what could have come earlier must be known.
+        """
         for buffer in buffers:
             self._memory.name(buffer.tensor, buffer.name, unit_dim=buffer.unit_dim)
             if self._schedule is not None and buffer.is_written_by_host_alone:
@@ -175,6 +178,8 @@ class ExploredDevice(ScriptedDevice):
         try:
             with self._memory.watching():
                 yield
+                while self._ready_names():
+                    self._turn(is_host_enabled=False)
         finally:
             self._is_watching = False
 

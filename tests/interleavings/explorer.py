@@ -269,14 +269,20 @@ def replay(program: Program, script: Script) -> BaseException | None:
     return _execute(program, ExploredDevice(choose))
 
 
+def _kind_of(error: BaseException) -> tuple[type, str]:
+    return type(error), str(error)[:10]
+
+
 def shorten(program: Program, failure: Failure) -> Failure:
-    """The same failure by an order in which the host is left as it is wherever that does not matter."""
+    """A failure of the same kind by an order in which the host is left as it is wherever that does not matter."""
     choices, error = list(failure.script.choices), failure.error
     for size in (64, 16, 4, 1):
         for start in range(0, len(choices), size):
             tried = [*choices[:start], *[HOST] * len(choices[start : start + size]), *choices[start + size :]]
-            if tried != choices and type(found := replay(program, Script(tuple(tried)))) is type(error):
-                assert found is not None
+            if tried == choices:
+                continue
+            found = replay(program, Script(tuple(tried)))
+            if found is not None and _kind_of(found) == _kind_of(error):
                 choices, error = tried, found
     while choices and choices[-1] == HOST:
         choices.pop()

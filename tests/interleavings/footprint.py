@@ -147,6 +147,7 @@ class Memory(TorchDispatchMode):
                 if is_put_off:
                     if (shadow := self._in_shadow(args[0])) is not args[0]:
                         func(shadow, *args[1:], **kwargs)
+                    self._note([tensor for tensor in reads if not self._is_shared(tensor)], ())
                     return args[0]
             self._note(reads, writes, func, args)
         result = func(*args, **kwargs)

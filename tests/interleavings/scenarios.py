@@ -43,6 +43,7 @@ class ExploredEngine(ScriptedEngine):
         self._wire = device.new_stream("wire")
         self._client = device.new_stream("client")
         self._frames_come_apart = frames_come_apart
+        self.must_retract = False
 
     def hand_over(self, request_id: str, *, last: str = DRAFT.name) -> None:
         before = len(self._posted)
@@ -130,6 +131,7 @@ class Scenario:
             self.body(engine)
             engine.live()
         check_no_races(device.trace)
+        assert not engine.must_retract or engine.engine.load().num_retractions, "nothing was retracted"
         for request_id, outcome in engine.outcomes.items():
             wanted = outcome.expected[: len(outcome.token_ids)] if outcome.is_abandoned else outcome.expected
             assert outcome.error is None, f"{request_id} failed: {outcome.error}"
@@ -167,6 +169,11 @@ def two_requests(engine: ExploredEngine) -> None:
     engine.submit("b", [5, 6, 7], 3)
 
 
+def four_requests(engine: ExploredEngine) -> None:
+    for number in range(4):
+        engine.submit(str(number), [number + 1, 7], 3)
+
+
 def one_aborted(engine: ExploredEngine) -> None:
     """A request is aborted at any time: queued, landing, in flight. The other takes its row or its slots."""
     engine.submit("a", [1, 2], 3)
@@ -183,5 +190,6 @@ def growing_beside_an_abort(engine: ExploredEngine) -> None:
 
 def short_of_slots(engine: ExploredEngine) -> None:
     """The younger request gives its slots back while a forward holds them, and returns."""
-    engine.submit("a", [1, 2], 5)
-    engine.submit("b", [5, 6], 5)
+    engine.submit("a", [1, 2], 20)
+    engine.submit("b", [5, 6], 20)
+    engine.must_retract = True

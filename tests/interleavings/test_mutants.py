@@ -1,24 +1,38 @@
-"""Each rule taken out of the engine shows in some order of some scenario, which can be run again."""
+"""Each rule that the catalogue takes out of the engine shows in some order of its scenario, which can be run again."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from tests.engine.mutants.kinds import Mutant
-from tests.interleavings.catalogue import CAUGHT_BY, NUM_ORDERS
-from tests.interleavings.explorer import replay, sample, shorten
+from tests.interleavings.catalogue import CAUGHT_BY, FOUND_BY_EXPLORING, NUM_ORDERS
+from tests.interleavings.explorer import explore, replay, sample, shorten
 from tests.interleavings.scenarios import Scenario
 
 
 @pytest.mark.parametrize(
-    ("mutant", "scenario"),
-    [pytest.param(mutant, scenario, id=f"{mutant.__name__}-{scenario.name}") for mutant, scenario in CAUGHT_BY],
+    ("mutant", "scenario", "symptom"),
+    [pytest.param(*entry, id=f"{entry[0].__name__}-{entry[1].name}") for entry in CAUGHT_BY],
 )
-def test_an_order_that_shows_it_is_found(mutant: Mutant, scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_shows_it_is_found(
+    mutant: Mutant, scenario: Scenario, symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         mutant(patch)
         failure = sample(scenario.program, num_runs=NUM_ORDERS, seed=0).failure
         assert failure is not None, "no order showed it"
         script = shorten(scenario.program, failure).script
-        assert replay(scenario.program, script) is not None
+        assert re.search(symptom, str(failure.error))
+        assert re.search(symptom, str(replay(scenario.program, script)))
     assert replay(scenario.program, script) is None, "the engine as it is fails in this order too"
+
+
+@pytest.mark.parametrize("mutant", FOUND_BY_EXPLORING, ids=lambda mutant: mutant.__name__)
+def test_exploring_finds_it(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((scenario, symptom),) = [entry[1:] for entry in CAUGHT_BY if entry[0] is mutant]
+    mutant(monkeypatch)
+    failure = explore(scenario.program).failure
+    assert failure is not None and re.search(symptom, str(failure.error))
+    assert failure.num_interleavings > 1, "the default order shows it: exploring had nothing to find"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,32 +24,37 @@ from decode_service.worker import PlainWorker, Worker, WorkerOutput
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     """Tokens go to the next places of a ring that is shorter than the number of requests that can run."""
-    places: dict[int, int] = {}
-    counter = itertools.count()
-    stash, bootstrap, resolve = FutureMap.stash, FutureMap.bootstrap, FutureMap.resolve_forward_inputs
+    init, stash, bootstrap = FutureMap.__init__, FutureMap.stash, FutureMap.bootstrap
+    resolve, forward = FutureMap.resolve_forward_inputs, PlainWorker.forward
+    rings: dict[int, tuple[dict[int, int], Iterator[int]]] = {}
 
-    def advance(rows: Tensor) -> Tensor:
+    def mutant_init(self: FutureMap, **arguments: Any) -> None:
+        init(self, **arguments)
+        rings[id(self)] = {}, itertools.count()
+
+    def advance(self: FutureMap, rows: Tensor) -> Tensor:
+        places, counter = rings[id(self)]
         for row in rows.tolist():
             places[row] = 1 + next(counter) % 3
-        return current(rows)
+        return current(self, rows)
 
-    def current(rows: Tensor) -> Tensor:
-        return torch.tensor([places[row] for row in rows.tolist()], dtype=torch.int64)
+    def current(self: FutureMap, rows: Tensor) -> Tensor:
+        return torch.tensor([rings[id(self)][0][row] for row in rows.tolist()], dtype=torch.int64)
 
     def mutant_stash(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
-        stash(self, advance(rows), payload, scope)
+        stash(self, advance(self, rows), payload, scope)
 
     def mutant_bootstrap(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
-        bootstrap(self, _at(prebuilt, advance(prebuilt.req_pool_indices)), payload)
+        bootstrap(self, _at(prebuilt, advance(self, prebuilt.req_pool_indices)), payload)
 
     def mutant_forward(self: PlainWorker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
-        rows = current(batch.req_pool_indices)
+        rows = current(future_map, batch.req_pool_indices)
         ring = SimpleNamespace(
             resolve_forward_inputs=lambda _, with_seeds: resolve(future_map, rows, with_seeds=with_seeds)
         )
         return forward(self, batch, future_map=ring, **rest)  # type: ignore[arg-type]
 
-    forward = PlainWorker.forward
+    patch.setattr(FutureMap, "__init__", mutant_init)
     patch.setattr(FutureMap, "stash", mutant_stash)
     patch.setattr(FutureMap, "bootstrap", mutant_bootstrap)
     patch.setattr(PlainWorker, "forward", mutant_forward)

@@ -31,7 +31,10 @@ def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 
         self._forward_stream.enqueue(leave_seeds, scope)
         stash(self, rows, tokens, scope)
-        other = self._forward_stream.device.new_stream("stash")  # type: ignore[attr-defined]
+        device = self._forward_stream.device  # type: ignore[attr-defined]
+        if not any(stream.name == "stash" for stream in device.streams):
+            device.new_stream("stash")
+        other = device.stream("stash")
         other.wait(self._forward_stream.record(scope))
         other.enqueue(write_seeds, scope)
 
