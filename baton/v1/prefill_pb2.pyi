@@ -345,6 +345,7 @@ class KvSegment(_message.Message):
     token_start: _builtins.int
     num_tokens: _builtins.int
     crc32c: _builtins.int
+    """of the payload and of what says where it belongs, see common/wire/checksums.py"""
     payload: _builtins.bytes
     shard: _builtins.int
     """0"""
@@ -389,10 +390,13 @@ class PrebuiltBatch(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
     topk_p: _builtins.bytes
     """seed columns, little-endian, shapes from the fingerprint; empty without speculation"""
     topk_index: _builtins.bytes
     hidden_states: _builtins.bytes
+    crc32c: _builtins.int
+    """of every column, see common/wire/checksums.py"""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -435,10 +439,11 @@ class PrebuiltBatch(_message.Message):
         hidden_states: _builtins.bytes = ...,
         queue_s: _abc.Iterable[_builtins.float] | None = ...,
         compute_s: _abc.Iterable[_builtins.float] | None = ...,
+        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "compute_s", b"compute_s", "first_token_ids", b"first_token_ids", "first_token_logprobs", b"first_token_logprobs", "hidden_states", b"hidden_states", "queue_s", b"queue_s", "rows", b"rows", "seq_lens", b"seq_lens", "top_logprobs", b"top_logprobs", "topk_index", b"topk_index", "topk_p", b"topk_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "compute_s", b"compute_s", "crc32c", b"crc32c", "first_token_ids", b"first_token_ids", "first_token_logprobs", b"first_token_logprobs", "hidden_states", b"hidden_states", "queue_s", b"queue_s", "rows", b"rows", "seq_lens", b"seq_lens", "top_logprobs", b"top_logprobs", "topk_index", b"topk_index", "topk_p", b"topk_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.model.sampling_params import TokenLogprobs
+from common.wire.checksums import prebuilt_checksum
 from common.wire.codec_checks import require
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import HandoffRow, PrebuiltBatch
@@ -43,6 +44,7 @@ def encode_prebuilt(batch: PrebuiltBatch, into: prefill_pb2.PrebuiltBatch) -> No
     for name, column in batch.seed_columns.items():
         assert name in SEED_COLUMN_NAMES, name
         setattr(into, name, np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<")).tobytes())
+    into.crc32c = prebuilt_checksum(into)
 
 
 def decode_prebuilt(
@@ -62,7 +64,7 @@ def decode_prebuilt(
     row_lens = np.fromiter(map(_num_tokens, rows), np.int64, len(rows))[row_indices]
     require(bool((seq_lens == row_lens).all()), "prebuilt_batch.seq_lens", "is not the number of the row's token_ids")
     first_token_ids = _integers("first_token_ids", message.first_token_ids, num_rows, below=vocab_size)
-    return PrebuiltBatch(
+    batch = PrebuiltBatch(
         rows=row_indices,
         seq_lens=seq_lens,
         first_token_ids=first_token_ids,
@@ -72,6 +74,8 @@ def decode_prebuilt(
         first_token_logprobs=_logprobs(message, [rows[row] for row in message.rows], vocab_size),
         seed_columns=_seed_columns(message, seed_columns),
     )
+    require(prebuilt_checksum(message) == message.crc32c, "prebuilt_batch.crc32c", "does not match the columns")
+    return batch
 
 
 def _num_tokens(row: HandoffRow) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from common.kv.layer_group import LayerGroupSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NO_SPECULATION = "none"
 
 

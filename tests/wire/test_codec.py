@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch
+from common.wire.checksums import segment_checksum
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import (
     CancelRows,
@@ -23,7 +24,7 @@ from common.wire.codec_commands import (
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import Accepted, HandoffRow
+from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch
 from tests.wire.strategies import (
     DRAFT,
     PLAIN,
@@ -33,7 +34,6 @@ from tests.wire.strategies import (
     comparable,
     fingerprints,
     frames,
-    handoff_rows,
     rows_of_a_call,
 )
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_message, segment_message
@@ -84,14 +84,58 @@ def test_damaged_frames_are_a_protocol_error_or_a_value(data: st.DataObject, row
         SPECULATIVE_CODEC.decode(bytes(sent), rows)
 
 
-@given(handoff_rows(), st.data())
-def test_a_damaged_segment_payload_never_passes(row: HandoffRow, data: st.DataObject) -> None:
-    message = segment_message(TARGET, row)
-    payload = bytearray(message.payload)
-    payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
-    message.payload = bytes(payload)
+@given(rows_of_a_call, st.data())
+def test_a_frame_with_a_damaged_byte_never_carries_another_value(
+    rows: tuple[HandoffRow, ...], data: st.DataObject
+) -> None:
+    frame = data.draw(frames(rows, SPECULATIVE).filter(lambda frame: isinstance(frame, KvSegment | PrebuiltBatch)))
+    sent = bytearray(SPECULATIVE_CODEC.encode(frame))
+    sent[data.draw(st.integers(0, len(sent) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ProtocolError, FingerprintMismatch):
+        assert comparable(SPECULATIVE_CODEC.decode(bytes(sent), rows)) == comparable(frame)
+
+
+MISPLACED: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {
+    "row": lambda message: setattr(message, "row", 1),
+    "layer_start": lambda message: setattr(message, "layer_start", 0),
+    "token_start": lambda message: setattr(message, "token_start", 1),
+}
+
+
+@pytest.mark.parametrize("field", MISPLACED)
+def test_a_segment_of_another_place_never_passes(field: str) -> None:
+    """All of these are within bounds: only the checksum tells."""
+    row = replace(PLAIN_ROW, token_ids=(1, 2), prompt_len=2)
+    message = segment_message(TARGET, replace(row, token_ids=(1,), prompt_len=1))
+    message.layer_start, message.num_layers = 1, 1
+    message.payload = message.payload[: TARGET.layer_token_bytes]
+    message.crc32c = segment_checksum(message)
+    PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row, row))
+    MISPLACED[field](message)
     with pytest.raises(ProtocolError, match="crc32c"):
-        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row,))
+        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row, row))
+
+
+DAMAGED_COLUMNS: dict[str, Callable[[prefill_pb2.PrebuiltBatch], object]] = {
+    "first_token_ids": lambda message: message.first_token_ids.__setitem__(0, 9),
+    "first_token_logprobs": lambda message: message.first_token_logprobs.__setitem__(1, -0.75),
+    "top_logprobs": lambda message: message.top_logprobs[1].token_ids.__setitem__(0, 3),
+    "bytes_sent": lambda message: message.bytes_sent[0].bytes.__setitem__(0, 1),
+    "topk_p": lambda message: setattr(message, "topk_p", message.topk_p[:-1] + b"\1"),
+    "topk_index": lambda message: setattr(message, "topk_index", message.topk_index[:-1] + b"\1"),
+    "hidden_states": lambda message: setattr(message, "hidden_states", message.hidden_states[:-1] + b"\1"),
+    "queue_s": lambda message: message.queue_s.__setitem__(0, 0.75),
+    "compute_s": lambda message: message.compute_s.__setitem__(0, 0.75),
+}
+
+
+@pytest.mark.parametrize("column", DAMAGED_COLUMNS)
+def test_a_damaged_column_of_legal_values_never_passes(column: str) -> None:
+    message = prebuilt_message(SPECULATIVE, ROWS)
+    DAMAGED_COLUMNS[column](message)
+    with pytest.raises(ProtocolError) as caught:
+        SPECULATIVE_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), ROWS)
+    assert caught.value.field == "prebuilt_batch.crc32c"
 
 
 SEGMENT_FAULTS: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {

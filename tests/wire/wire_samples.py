@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import google_crc32c
 import numpy as np
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.wire.checksums import segment_checksum
 from common.wire.codec_prebuilt import encode_prebuilt
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, PrebuiltBatch
@@ -27,15 +27,16 @@ LOGPROBS_ROW = HandoffRow(
 def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSegment:
     """All of the group's KV of row 0."""
     payload = bytes(index % 251 for index in range(group.token_bytes)) * len(row.token_ids)
-    return prefill_pb2.KvSegment(
+    message = prefill_pb2.KvSegment(
         row=0,
         layer_group=group.name,
         num_layers=group.num_layers,
         num_tokens=len(row.token_ids),
-        crc32c=google_crc32c.value(payload),
         payload=payload,
         num_shards=1,
     )
+    message.crc32c = segment_checksum(message)
+    return message
 
 
 def prebuilt_batch(fingerprint: Fingerprint, rows: tuple[HandoffRow, ...]) -> PrebuiltBatch:
