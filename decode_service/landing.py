@@ -19,7 +19,6 @@ from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
     BatonError,
     EngineFault,
-    FingerprintMismatch,
     PrefillUnavailable,
     RowFailure,
     error_for_row_failure,
@@ -161,7 +160,7 @@ class LandingZone:
             return []
         cause = error or PrefillUnavailable("the replica ended the call before this row was complete")
         return [
-            LostRow(row.req, call.replica, cause, not isinstance(cause, FingerprintMismatch))
+            LostRow(row.req, call.replica, cause, is_retryable=True)
             for row in call.rows.values()
             if not row.is_complete
         ]

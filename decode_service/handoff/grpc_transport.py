@@ -10,7 +10,7 @@ from functools import partial
 
 import grpc
 
-from common.errors import BatonError, EngineFault, PrefillUnavailable
+from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import MAX_MESSAGE_BYTES, channel_options
@@ -151,9 +151,11 @@ class GrpcTransport:
         del self._calls[command.call_id], self._tasks[command.call_id]
         broken = self._break_errors.pop(command.call_id, None)
         error = broken or _error_of(task)
-        if broken is None and isinstance(error, PrefillUnavailable):
+        if broken is None and isinstance(error, PrefillUnavailable | FingerprintMismatch):
             # The engine must hear of it before it chooses where to try again; the look corrects us if we are wrong.
-            self._saw(Replica(command.replica, is_ready=False, error=error))
+            # A mismatch too: a replica has it for good only when the look finds it.
+            lost = error if isinstance(error, PrefillUnavailable) else PrefillUnavailable(str(error))
+            self._saw(Replica(command.replica, is_ready=False, error=lost))
             self._look_now[command.replica].set()
         self._post(CallEnded(command.call_id, error))
 

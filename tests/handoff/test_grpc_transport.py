@@ -16,7 +16,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import Accepted
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.messages import FrameArrived, Replica, StartHandoff
+from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged, StartHandoff
 from tests.handoff.homes import FAST, LoopThread
 from tests.handoff.raw_replica import RawReplica
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row, segment
@@ -216,6 +216,18 @@ def test_a_call_accepted_with_another_fingerprint_ends_naming_the_field(rig: Rig
     end = rig.call(replica).ended("call")
     assert isinstance(end.error, FingerprintMismatch)
     assert end.error.field == "target_weights_digest"
+
+
+def test_a_replica_whose_fingerprint_still_agrees_is_ready_again_after_such_a_call(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames = (FrameCodec(fingerprint=OTHER, vocab_size=VOCAB_SIZE).encode(Accepted("raw")),)
+    rig.call(replica).ended("call")
+    rig.decode.latest_replica(is_ready)
+    reports = rig.decode.reports.all()
+    end = next(i for i, report in enumerate(reports) if isinstance(report, CallEnded))
+    before = [report for report in reports[:end] if isinstance(report, ReplicasChanged)]
+    assert not before[-1].replicas[0].is_ready, "the engine would choose it again"
+    assert not isinstance(before[-1].replicas[0].error, FingerprintMismatch), "the engine would give up on it"
 
 
 def test_a_replica_that_is_not_ready_says_so_until_it_is(rig: Rig) -> None:

@@ -11,7 +11,7 @@ from common.device.cpu import CpuDevice
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from decode_service.messages import Replica, ReplicasChanged
+from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from prefill_service import messages as prefill
 from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, ForwardFailed, is_decode
@@ -314,3 +314,16 @@ def test_a_mismatch_of_every_replica_fails_a_request_at_once_and_of_one_does_not
     submit(pair, "b")
     pair.step()
     assert isinstance(pair.outcomes["b"].error, FingerprintMismatch)
+
+
+def test_a_call_that_meets_another_fingerprint_is_retried_elsewhere(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    """Behind the address is another process by now, or its answer was damaged: the others are as they were."""
+    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2))
+    submit(pair, "a")
+    pair.step()
+    pair.post(CallEnded("call-0", FingerprintMismatch("weights", "ours", "theirs")))
+    pair.run()
+    assert pair.outcomes["a"].token_ids == undisturbed["a"]
+    assert pair.decode.load().num_row_retries == 1
