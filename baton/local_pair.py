@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 POLL_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 10.0
-_MODULES: dict[Role, str] = {"prefill": "prefill_service", "decode": "decode_service"}
+MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service"}
 
 
 class Phase(Enum):
@@ -41,7 +41,8 @@ class LocalPair:
     """`num_prefill` prefill services and `num_decode` decode services that know them all.
 
     As a context manager it is entered once all are ready, and left once all have ended. The processes die with the
-    thread that starts them, however it ends. Options that are None are left to the services' own defaults.
+    thread that starts them, however it ends. Options that are None are left to the services' own defaults. `modules`
+    are run as the services.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class LocalPair:
         prefill_config: Path | None = None,
         decode_config: Path | None = None,
         log_dir: Path | None = None,
+        modules: Mapping[Role, str] = MODULES,
         start_timeout_s: float = 300.0,
         stop_timeout_s: float = 40.0,  # longer than the grace that services give their requests
         on_phase: OnPhase | None = None,
     ) -> None:
+        self._modules = modules
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._on_phase = on_phase
@@ -158,7 +161,7 @@ class LocalPair:
             address=address,
             arguments=(
                 "-m",
-                _MODULES[role],
+                self._modules[role],
                 *(f"--{flag}={value}" for flag, value in flags.items() if value is not None),
                 *arguments,
             ),

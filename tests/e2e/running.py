@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.client import Client, PrefillClient
 from baton.errors import BatonError
-from baton.local_pair import LocalPair
+from baton.local_pair import MODULES, LocalPair
 from baton.server_info import HealthStatus, InferenceLoad, PrefillLoad
-from baton.service_process import READY_SERVICE
+from baton.service_process import READY_SERVICE, Role
 
 BOUND_S = 60.0
 """How long anything may take before a test gives up on it."""
@@ -57,6 +57,7 @@ def running_pair(
     shared_args: Sequence[str] = (),
     prefill_args: Sequence[str] = (),
     decode_args: Sequence[str] = (),
+    modules: Mapping[Role, str] = MODULES,
 ) -> Iterator[RunningPair]:
     processes = LocalPair(
         model=str(model),
@@ -64,6 +65,7 @@ def running_pair(
         num_prefill=num_prefill,
         prefill_args=(*COMMON_ARGS, *shared_args, *prefill_args),
         decode_args=(*COMMON_ARGS, *shared_args, *decode_args),
+        modules=modules,
     )
     with processes, clients_of(processes) as pair:
         yield pair

@@ -1,0 +1,92 @@
+"""Faults of a device: streams that stall, pieces that raise, memory that runs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.device.piece import piece_name
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+from tests.faults.injector import InjectedFault, Injector
+from tests.faults.plan import Action
+
+
+class FaultyStream(Stream):
+    def __init__(self, stream: Stream, injector: Injector) -> None:
+        self._stream = stream
+        self._injector = injector
+
+    @property
+    def name(self) -> str:
+        return self._stream.name
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        points = (f"stream.{self.name}", f"stream.{self.name}.{piece_name(work)}")
+        if not any(map(self._injector.watches, points)):
+            self._stream.enqueue(work, scope)
+            return
+
+        def piece() -> None:
+            for point in points:
+                self._visit(point)
+            work()
+
+        piece.__name__ = piece_name(work)
+        self._stream.enqueue(piece, scope)
+
+    def record(self, scope: Scope | None = None) -> Event:
+        return self._stream.record(scope)
+
+    def wait(self, event: Event) -> None:
+        self._stream.wait(event)
+
+    def close(self, timeout_s: float) -> None:
+        self._stream.close(timeout_s)
+
+    def _visit(self, point: str) -> None:
+        fault = self._injector.visit(point)
+        if fault is None:
+            return
+        if fault.action is Action.STALL:
+            time.sleep(fault.seconds)
+        else:
+            raise InjectedFault(point)
+
+
+class FaultyDevice(Device):
+    def __init__(self, device: Device, injector: Injector) -> None:
+        self._device = device
+        self._injector = injector
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device.torch_device
+
+    @property
+    def schedule_stream(self) -> Stream:
+        return self._device.schedule_stream
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+        return FaultyStream(self._device.new_stream(name, kind), self._injector)
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._allocate("memory.host")
+        return self._device.host_buffer(shape, dtype)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        self._allocate("memory.host")
+        return self._device.to_host(tensor)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        self._allocate("memory.device")
+        return self._device.to_device(tensor)
+
+    def close(self, timeout_s: float) -> None:
+        self._device.close(timeout_s)
+
+    def _allocate(self, point: str) -> None:
+        if self._injector.visit(point) is not None:
+            raise torch.OutOfMemoryError(f"injected at {point}")

@@ -1,0 +1,68 @@
+"""Decides at each visit of a named point whether something goes wrong there."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from tests.faults.plan import Action, Fault, FaultPlan
+
+
+class InjectedFault(Exception):
+    """What a piece raises that was told to."""
+
+
+class Injector:
+    """Any thread may visit. Whether a visit is hit depends on the plan, its seed, the point and the visit's number.
+
+    `announce` hears of each fault that happens, before it does.
+    """
+
+    def __init__(self, plan: FaultPlan, announce: Callable[[Fault, int], None] = lambda fault, visit: None) -> None:
+        self._plan = plan
+        self._announce = announce
+        self._lock = threading.Lock()
+        self._num_visits: Counter[str] = Counter()
+        self._num_hits: Counter[int] = Counter()
+
+    def watches(self, point: str) -> bool:
+        return any(fault.point == point for fault in self._plan.faults)
+
+    def visit(self, point: str) -> Fault | None:
+        """The fault that is to happen now. One that kills does not return."""
+        if not self.watches(point):
+            return None
+        with self._lock:
+            self._num_visits[point] += 1
+            visit = self._num_visits[point]
+            fault = self._choose(point, visit)
+        if fault is None:
+            return None
+        self._announce(fault, visit)
+        if fault.action is Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fault
+
+    def damage(self, fault: Fault, data: bytes) -> bytes:
+        """`data` truncated or with one byte wrong."""
+        with self._lock:
+            draw = random.Random(f"{self._plan.seed} {fault.point} {self._num_visits[fault.point]} damage")
+        place = draw.randrange(len(data)) if data else 0
+        if fault.action is Action.TRUNCATE:
+            return data[:place]
+        assert fault.action is Action.CORRUPT
+        return data[:place] + bytes([data[place] ^ draw.randrange(1, 256)]) + data[place + 1 :] if data else b"\xff"
+
+    def _choose(self, point: str, visit: int) -> Fault | None:
+        for number, fault in enumerate(self._plan.faults):
+            if fault.point != point or self._num_hits[number] == fault.at_most:
+                continue
+            draw = random.Random(f"{self._plan.seed} {number} {point} {visit}").random()
+            if visit == fault.at if fault.at is not None else draw < fault.rate:
+                self._num_hits[number] += 1
+                return fault
+        return None

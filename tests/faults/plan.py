@@ -1,0 +1,96 @@
+"""What is to go wrong in a test build of a service, where, and how often: a JSON file.
+
+{"seed": 7, "faults": [{"point": "handoff.frame", "action": "drop", "rate": 0.01}]}
+
+| point | visited | actions |
+|---|---|---|
+| `handoff.frame` | by each frame that the prefill service sends | FRAME_ACTIONS, kill |
+| `handoff.command` | by each command that the prefill service receives | FRAME_ACTIONS but reorder, kill |
+| `handoff.received` | by each frame that the decode service reads | truncate, corrupt, kill |
+| `pool.reserve` | whenever a row is asked for | fail (there is none), kill |
+| `memory.host` | by each buffer in host memory | fail (out of memory), kill |
+| `memory.device` | by each copy to the device | fail (out of memory), kill |
+| `stream.<name>` | by each piece on that stream, before it runs | stall, raise, kill |
+| `stream.<name>.<piece>` | by each such piece | stall, raise, kill |
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Action(StrEnum):
+    DELAY = "delay"
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+    REORDER = "reorder"
+    TRUNCATE = "truncate"
+    CORRUPT = "corrupt"
+    FAIL = "fail"
+    STALL = "stall"
+    RAISE = "raise"
+    KILL = "kill"
+
+
+FRAME_ACTIONS = frozenset(
+    {Action.DELAY, Action.DROP, Action.DUPLICATE, Action.REORDER, Action.TRUNCATE, Action.CORRUPT}
+)
+_ACTIONS: dict[str, frozenset[Action]] = {
+    "handoff.frame": FRAME_ACTIONS,
+    "handoff.command": FRAME_ACTIONS - {Action.REORDER},
+    "handoff.received": frozenset({Action.TRUNCATE, Action.CORRUPT}),
+    "pool.reserve": frozenset({Action.FAIL}),
+    "memory.host": frozenset({Action.FAIL}),
+    "memory.device": frozenset({Action.FAIL}),
+}
+_STREAM_ACTIONS = frozenset({Action.STALL, Action.RAISE})
+_STREAM = "stream."
+_TIMED = frozenset({Action.DELAY, Action.STALL})
+
+
+class Fault(BaseModel):
+    """`action` at visits of `point`: number `at` (from 1), or each with probability `rate`; `at_most` so many times."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    point: str
+    action: Action
+    rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    at: Annotated[int, Field(ge=1)] | None = None
+    at_most: Annotated[int, Field(ge=1)] | None = None
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        allowed = _STREAM_ACTIONS if self.point.startswith(_STREAM) else _ACTIONS.get(self.point)
+        if allowed is None:
+            raise ValueError(f"point: there is no {self.point!r}")
+        if self.action not in allowed | {Action.KILL}:
+            raise ValueError(f"action: {self.action} cannot happen at {self.point}")
+        if (self.at is None) == (self.rate == 0.0):
+            raise ValueError("give either at or rate")
+        if (self.action in _TIMED) != (self.seconds > 0):
+            raise ValueError(f"seconds: {self.action} takes {'some' if self.action in _TIMED else 'none'}")
+        return self
+
+
+class FaultPlan(BaseModel):
+    """Of several faults at a point the first that hits a visit happens. `seed`: two runs hit the same visits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    faults: tuple[Fault, ...] = ()
+    seed: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> FaultPlan:
+        """Raises OSError or pydantic's ValidationError."""
+        return cls.model_validate_json(path.read_text())
+
+    def write(self, path: Path) -> Path:
+        path.write_text(self.model_dump_json())
+        return path

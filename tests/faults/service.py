@@ -1,0 +1,98 @@
+"""Test builds of the two services: as users start them, with the faults of a plan.
+
+python -m tests.faults.prefill_service --faults plan.json [settings]
+
+What a plan names is put around the service's seams before it starts; without a plan nothing is. Each fault that
+happens is a line of the log, event `fault`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from common.config.settings import ServiceSettings
+from common.kv.pool import KvPool, RowLease
+from common.service_main import Process, Serve, run_service
+from common.wire.codec_frames import FrameCodec
+from common.wire.handoff import Frame
+from tests.faults.device import FaultyDevice
+from tests.faults.frames import COMMAND, FRAME, FaultyContext
+from tests.faults.injector import Injector
+from tests.faults.plan import Action, Fault, FaultPlan
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+RECEIVED, RESERVE = "handoff.received", "pool.reserve"
+_FLAG = "--faults="
+
+_log = structlog.get_logger(__name__)
+
+
+def run_with_faults(
+    program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: list[str]
+) -> int:
+    """`run_service`, with the plan that `--faults=FILE` names among `argv`."""
+    paths = [argument.removeprefix(_FLAG) for argument in argv if argument.startswith(_FLAG)]
+    plan = FaultPlan.read(Path(paths[-1])) if paths else FaultPlan()
+    injector = Injector(plan, _announce)
+
+    def import_faulty_serve() -> Serve[SettingsT]:
+        serve = import_serve()
+        _disturb_pool(injector)
+        _disturb_received(injector)
+        if program == "prefill_service":
+            _disturb_calls(injector)
+
+        async def faulty_serve(settings: SettingsT, process: Process) -> None:
+            device = FaultyDevice(process.runtime.device, injector)
+            await serve(settings, replace(process, runtime=replace(process.runtime, device=device)))
+
+        return faulty_serve
+
+    return run_service(program, kind, import_faulty_serve, [item for item in argv if not item.startswith(_FLAG)])
+
+
+def _announce(fault: Fault, visit: int) -> None:
+    _log.warning("fault", point=fault.point, action=fault.action.value, visit=visit)
+    if fault.action is Action.KILL:
+        sys.stderr.flush()
+
+
+def _disturb_pool(injector: Injector) -> None:
+    reserve = KvPool.reserve
+
+    def faulty_reserve(self: KvPool, num_tokens: int) -> RowLease | None:
+        return None if injector.visit(RESERVE) is not None else reserve(self, num_tokens)
+
+    if injector.watches(RESERVE):
+        KvPool.reserve = faulty_reserve  # type: ignore[method-assign]
+
+
+def _disturb_received(injector: Injector) -> None:
+    decode = FrameCodec.decode
+
+    def faulty_decode(self: FrameCodec, data: bytes, rows: Any) -> Frame:
+        fault = injector.visit(RECEIVED)
+        return decode(self, data if fault is None else injector.damage(fault, data), rows)
+
+    if injector.watches(RECEIVED):
+        FrameCodec.decode = faulty_decode  # type: ignore[method-assign]
+
+
+def _disturb_calls(injector: Injector) -> None:
+    from prefill_service.edge.servicer import PrefillServicer
+
+    handoff = PrefillServicer.handoff
+
+    async def faulty_handoff(self: PrefillServicer, requests: Any, context: Any) -> None:
+        faulty = FaultyContext(context, injector)
+        await handoff(self, requests, faulty)  # type: ignore[arg-type]
+        await faulty.end()
+
+    if injector.watches(FRAME) or injector.watches(COMMAND):
+        PrefillServicer.handoff = faulty_handoff  # type: ignore[method-assign]

@@ -1,0 +1,177 @@
+"""A plan says what goes wrong, the same in every run; nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from common.device.cpu import CpuDevice
+from common.device.errors import PieceFailed
+from common.device.stream import Scope
+from tests.faults.device import FaultyDevice
+from tests.faults.frames import FaultyContext
+from tests.faults.injector import InjectedFault, Injector
+from tests.faults.plan import Action, Fault, FaultPlan
+
+SENT = [bytes([number]) * 4 for number in range(1, 7)]
+
+
+def plan_of(*faults: Fault, seed: int = 0) -> Injector:
+    return Injector(FaultPlan(faults=faults, seed=seed))
+
+
+class RecordingContext:
+    """A call whose other end takes what is written, and sends `commands`."""
+
+    def __init__(self, commands: Sequence[object] = ()) -> None:
+        self.written: list[bytes] = []
+        self._commands = list(commands)
+
+    async def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    async def read(self) -> object:
+        return self._commands.pop(0)
+
+
+def written(injector: Injector) -> list[bytes]:
+    context = RecordingContext()
+
+    async def write_all() -> None:
+        faulty = FaultyContext(context, injector)
+        for data in SENT:
+            await faulty.write(data)
+        await faulty.end()
+
+    asyncio.run(write_all())
+    return context.written
+
+
+def test_without_faults_frames_pass() -> None:
+    assert written(plan_of()) == SENT
+
+
+@pytest.mark.parametrize(
+    ("action", "order"),
+    [
+        (Action.DROP, [0, 1, 3, 4, 5]),
+        (Action.DUPLICATE, [0, 1, 2, 2, 3, 4, 5]),
+        (Action.REORDER, [0, 1, 3, 2, 4, 5]),
+    ],
+)
+def test_the_frame_that_is_hit_is_lost_repeated_or_overtaken(action: Action, order: list[int]) -> None:
+    assert written(plan_of(Fault(point="handoff.frame", action=action, at=3))) == [SENT[number] for number in order]
+
+
+def test_the_last_frame_has_nothing_to_be_overtaken_by() -> None:
+    assert written(plan_of(Fault(point="handoff.frame", action=Action.REORDER, at=len(SENT)))) == SENT
+
+
+@pytest.mark.parametrize("action", [Action.TRUNCATE, Action.CORRUPT])
+def test_the_frame_that_is_hit_is_damaged(action: Action) -> None:
+    arrived = written(plan_of(Fault(point="handoff.frame", action=action, at=3)))
+    assert arrived[:2] + arrived[3:] == SENT[:2] + SENT[3:]
+    assert arrived[2] != SENT[2]
+    assert len(arrived[2]) < 4 if action is Action.TRUNCATE else len(arrived[2]) == 4
+
+
+def test_a_delayed_frame_keeps_its_place() -> None:
+    begun_s = time.monotonic()
+    assert written(plan_of(Fault(point="handoff.frame", action=Action.DELAY, at=3, seconds=0.05))) == SENT
+    assert time.monotonic() - begun_s >= 0.05
+
+
+def test_commands_are_hit_on_their_way_in() -> None:
+    context = RecordingContext([*SENT[:3], None])
+    faulty = FaultyContext(context, plan_of(Fault(point="handoff.command", action=Action.DROP, at=2)))
+
+    async def read_all() -> list[object]:
+        return [await faulty.read() for _ in range(3)]
+
+    assert asyncio.run(read_all()) == [SENT[0], SENT[2], None]
+
+
+def hits(seed: int, rate: float) -> list[int]:
+    injector = plan_of(Fault(point="pool.reserve", action=Action.FAIL, rate=rate), seed=seed)
+    return [visit for visit in range(1000) if injector.visit("pool.reserve")]
+
+
+def test_a_rate_hits_the_same_visits_in_every_run_with_its_seed() -> None:
+    assert hits(1, 0.05) == hits(1, 0.05) != hits(2, 0.05)
+    assert 30 <= len(hits(1, 0.05)) <= 75
+
+
+def test_a_fault_happens_at_most_so_many_times() -> None:
+    injector = plan_of(Fault(point="pool.reserve", action=Action.FAIL, rate=1.0, at_most=2))
+    assert [injector.visit("pool.reserve") is not None for _ in range(4)] == [True, True, False, False]
+
+
+def test_a_piece_raises_stalls_or_runs_out_of_memory_and_the_others_run_on() -> None:
+    injector = plan_of(
+        Fault(point="stream.forward.verify", action=Action.RAISE, at=1),
+        Fault(point="stream.forward", action=Action.STALL, at=3, seconds=0.05),
+        Fault(point="memory.host", action=Action.FAIL, at=1),
+    )
+    inner = CpuDevice(num_threads=1)
+    device = FaultyDevice(inner, injector)
+    stream = device.new_stream("forward")
+    ran: list[str] = []
+
+    def verify() -> None:
+        ran.append("verify")
+
+    def publish() -> None:
+        device.host_buffer((1,), torch.int64)
+
+    failed, short_of_memory, good = Scope("one"), Scope("two"), Scope("three")
+    begun_s = time.monotonic()
+    for work, scope in ((verify, failed), (publish, short_of_memory), (verify, good)):
+        stream.enqueue(work, scope)
+    ends = [stream.record(scope) for scope in (failed, short_of_memory, good)]
+    for end, kind in zip(ends, (InjectedFault, torch.OutOfMemoryError), strict=False):
+        with pytest.raises(PieceFailed) as caught:
+            end.synchronize(10.0)
+        assert isinstance(caught.value.__cause__, kind)
+    ends[2].synchronize(10.0)
+    assert ran == ["verify"], "the second verify ran, the first did not"
+    assert time.monotonic() - begun_s >= 0.05
+    device.close(10.0)
+
+
+def test_a_process_is_killed_at_the_point_that_is_named(tmp_path: Path) -> None:
+    path = FaultPlan(faults=(Fault(point="pool.reserve", action=Action.KILL, at=2),)).write(tmp_path / "plan.json")
+    code = (
+        "import sys, pathlib; from tests.faults.injector import Injector; from tests.faults.plan import FaultPlan\n"
+        "injector = Injector(FaultPlan.read(pathlib.Path(sys.argv[1])))\n"
+        "injector.visit('pool.reserve'); print('once', flush=True); injector.visit('pool.reserve'); print('twice')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (-9, "once\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ({"point": "nowhere", "action": "drop", "at": 1}, "there is no 'nowhere'"),
+        ({"point": "pool.reserve", "action": "drop", "at": 1}, "drop cannot happen at pool.reserve"),
+        ({"point": "stream.forward", "action": "fail", "at": 1}, "fail cannot happen at stream.forward"),
+        ({"point": "handoff.frame", "action": "drop"}, "give either at or rate"),
+        ({"point": "handoff.frame", "action": "drop", "at": 1, "rate": 0.5}, "give either at or rate"),
+        ({"point": "handoff.frame", "action": "delay", "at": 1}, "delay takes some"),
+        ({"point": "handoff.frame", "action": "drop", "at": 1, "seconds": 1}, "drop takes none"),
+        ({"point": "handoff.frame", "action": "drop", "at": 1, "chance": 1}, "chance"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_by_name(fault: dict[str, object], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        FaultPlan.model_validate({"faults": [fault]})

@@ -1,0 +1,72 @@
+"""Storms of requests in every setting, as a table.
+
+python -m tests.storm [--requests 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.e2e.running import wait_until
+from tests.storm.oracle import make_cases
+from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults, num_faults
+from tests.storm.storm import Storm, StormReport, send_storm
+
+NUM_CASES = 120
+HEADER = (
+    "| setting | requests | finished, exact | left by clients | failed | wrong | retractions | frame faults "
+    "| handoffs a request | drafts accepted | pools full | seconds |\n|" + "---|" * 12
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    num_wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        models = Models.save(directory)
+        cases = make_cases(models.target, NUM_CASES)
+        print(HEADER, flush=True)
+        for setting in SETTINGS:
+            begun_s = time.monotonic()
+            storm = Storm(num_requests=options.requests, seed=options.seed)
+            with disturbed_pair(models, setting, frame_faults(options.seed), directory) as pair:
+                report = asyncio.run(send_storm(pair.client.address, cases, storm))
+                wait_until(pair.holds_nothing, about=lambda pair=pair: (pair.load(), pair.prefill_load()))
+                print(_row(setting, report, num_faults(pair), time.monotonic() - begun_s), flush=True)
+            num_wrong += len(report.wrong) + abs(report.num_ended - options.requests)
+            for wrong in report.wrong:
+                print(wrong)
+    return 1 if num_wrong else 0
+
+
+def _row(setting: Setting, report: StormReport, num_faults: int, wall_s: float) -> str:
+    failed = ", ".join(f"{number} {name}" for name, number in sorted(report.failed.items())) or "0"
+    drafts = f"{report.num_accepted} of {report.num_drafted}" if setting.speculates else ""
+    cells = (
+        str(setting),
+        str(report.num_ended),
+        str(report.num_finished),
+        str(report.num_aborted),
+        failed,
+        str(len(report.wrong)),
+        str(report.num_retractions),
+        str(num_faults),
+        f"{report.num_attempts / max(1, report.num_finished):.2f}",
+        drafts,
+        "yes",
+        f"{wall_s:.0f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Pairs that storms are sent to: pools that are too small for all, and faults on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.running import RunningPair, running_pair
+from tests.faults.plan import FRAME_ACTIONS, Action, Fault, FaultPlan
+from tests.support.draft_heads import save_copy_head
+from tests.support.models import save_last_token_model
+
+TEST_BUILD = {"prefill": "tests.faults.prefill_service", "decode": "tests.faults.decode_service"}
+FAULT_RATE = 0.05
+DELAY_S = 0.05
+MAX_ROWS = 32
+KV_TOKENS = 320
+"""Of the decode service: MAX_ROWS requests of the usual cases want five times as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Of this target each token depends on all before it; the head is often right about the next."""
+
+    target: Path
+    head: Path
+
+    @classmethod
+    def save(cls, directory: Path) -> Models:
+        target = save_last_token_model(_made(directory / "target"), context_weight=0.05)
+        head = save_copy_head(_made(directory / "head"), target_dir=target, family="eagle3")
+        return cls(target, head)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    overlap: bool
+    speculates: bool
+
+    def __str__(self) -> str:
+        return f"overlap {'on' if self.overlap else 'off'}, drafts {'on' if self.speculates else 'off'}"
+
+
+SETTINGS = tuple(Setting(overlap, speculates) for overlap in (True, False) for speculates in (False, True))
+
+
+def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
+    """So many of all frames, each kind of fault as often."""
+    share = rate / len(FRAME_ACTIONS)
+    seconds = {Action.DELAY: DELAY_S}
+    faults = tuple(
+        Fault(point="handoff.frame", action=action, rate=share, seconds=seconds.get(action, 0.0))
+        for action in sorted(FRAME_ACTIONS)
+    )
+    return FaultPlan(faults=faults, seed=seed)
+
+
+def faults_everywhere(seed: int) -> FaultPlan:
+    """Frames as before, and now and then every other seam too. A failed decode step takes all of its requests along."""
+    return FaultPlan(
+        faults=(
+            *frame_faults(seed).faults,
+            Fault(point="handoff.received", action=Action.CORRUPT, rate=0.01),
+            Fault(point="pool.reserve", action=Action.FAIL, rate=0.05),
+            Fault(point="memory.host", action=Action.FAIL, rate=0.002, at_most=3),
+            Fault(point="stream.forward", action=Action.STALL, rate=0.005, seconds=0.1),
+            Fault(point="stream.landing", action=Action.STALL, rate=0.02, seconds=0.05),
+            Fault(point="stream.sending", action=Action.STALL, rate=0.02, seconds=0.05),
+            Fault(point="stream.forward.decode", action=Action.RAISE, rate=0.003, at_most=2),
+            Fault(point="stream.forward.verify", action=Action.RAISE, rate=0.003, at_most=2),
+            Fault(point="stream.forward.forward", action=Action.RAISE, rate=0.01),
+            Fault(point="stream.landing.land", action=Action.RAISE, rate=0.005),
+            Fault(point="stream.sending.copy_out", action=Action.RAISE, rate=0.005),
+        ),
+        seed=seed,
+    )
+
+
+@contextmanager
+def disturbed_pair(
+    models: Models, setting: Setting, plan: FaultPlan, directory: Path, *, num_prefill: int = 1
+) -> Iterator[RunningPair]:
+    """Both services have the plan; most of its points are in one of them only."""
+    path = plan.write(directory / "faults.json")
+    decode_args = [f"--max-kv-tokens={KV_TOKENS}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]
+    if not setting.overlap:
+        decode_args.append("--no-overlap")
+    if setting.speculates:
+        decode_args += ["--num-draft-tokens=3"]
+    with running_pair(
+        models.target,
+        modules=TEST_BUILD,
+        num_prefill=num_prefill,
+        shared_args=(
+            f"--faults={path}",
+            f"--max-rows={MAX_ROWS}",
+            *([f"--draft={models.head}"] if setting.speculates else []),
+        ),
+        prefill_args=("--chunk-tokens=16", "--max-batch-tokens=128", "--max-segment-bytes=65536"),
+        decode_args=decode_args,
+    ) as pair:
+        yield pair
+
+
+def num_faults(pair: RunningPair) -> int:
+    """That have happened, by the services' logs."""
+    lines = [line for service in pair.processes.services for line in service.log_file.read_text().splitlines()]
+    return sum(json.loads(line)["event"] == "fault" for line in lines if line.startswith("{"))
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    return directory

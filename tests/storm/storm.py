@@ -1,0 +1,124 @@
+"""Many requests at once, some of which their clients leave, against services that meet faults: every end is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.events import Delta, Finished
+from tests.storm.oracle import Case
+
+REQUEST_BOUND_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storm:
+    """`abort_share` of the requests are left by their clients, at a random event or before the first."""
+
+    num_requests: int
+    concurrency: int = 32
+    abort_share: float = 0.3
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class StormReport:
+    """`wrong` says what was wrong with outputs; `failed` counts error statuses by code and reason."""
+
+    num_finished: int = 0
+    num_aborted: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    num_retractions: int = 0
+    num_attempts: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def num_ended(self) -> int:
+        return self.num_finished + self.num_aborted + self.failed.total()
+
+    def count(self, finished: Finished) -> None:
+        self.num_finished += 1
+        self.num_retractions += finished.timings.num_retractions
+        self.num_attempts += finished.timings.num_handoff_attempts
+        if finished.speculation is not None:
+            self.num_drafted += finished.speculation.num_drafted_tokens
+            self.num_accepted += finished.speculation.num_accepted_tokens
+
+
+async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> StormReport:
+    """Send the cases, in a random order and again and again, and see how each request ends."""
+    draw = random.Random(storm.seed)
+    requests = [(draw.choice(cases), _Leave.draw(draw, storm.abort_share)) for _ in range(storm.num_requests)]
+    report = StormReport()
+    waiting = iter(requests)
+    async with AsyncClient(address) as client:
+
+        async def keep_sending() -> None:
+            for case, leave in waiting:
+                await _send(client, case, leave, report)
+
+        await asyncio.gather(*(keep_sending() for _ in range(storm.concurrency)))
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    """When a client goes: after so many events, or after so many seconds; neither: it stays."""
+
+    num_events: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def draw(cls, draw: random.Random, abort_share: float) -> _Leave:
+        if draw.random() >= abort_share:
+            return cls()
+        return cls(num_events=draw.randint(1, 20)) if draw.random() < 0.5 else cls(seconds=draw.uniform(0.0, 0.5))
+
+
+async def _send(client: AsyncClient, case: Case, leave: _Leave, report: StormReport) -> None:
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    finished: Finished | None = None
+    stream = client.generate(token_ids=case.prompt, timeout_s=REQUEST_BOUND_S, **case.sampling)
+    try:
+        async with stream, asyncio.timeout(leave.seconds):
+            num_read = 0
+            async for event in stream:
+                num_read += 1
+                match event:
+                    case Delta():
+                        token_ids += event.token_ids
+                        logprobs += [position.chosen.logprob for position in event.logprobs]
+                    case Finished():
+                        finished = event
+                if finished is None and num_read == leave.num_events:
+                    break
+    except TimeoutError:
+        finished = None
+    except BatonError as error:
+        finished = None
+        report.failed[f"{error.code.name} {error.reason}"] += 1
+        _check(case, token_ids, logprobs, None, report)
+        return
+    if finished is None:
+        report.num_aborted += 1
+    else:
+        report.count(finished)
+    _check(case, token_ids, logprobs, finished, report)
+
+
+def _check(
+    case: Case, token_ids: list[int], logprobs: list[float], finished: Finished | None, report: StormReport
+) -> None:
+    wrong = case.check(token_ids, logprobs, is_whole=finished is not None)
+    if wrong is None and finished is not None and finished.usage.num_completion_tokens != len(case.token_ids):
+        wrong = f"case {case.number}: usage says {finished.usage.num_completion_tokens} tokens"
+    if wrong is not None:
+        report.wrong.append(wrong)
