@@ -59,14 +59,14 @@ class ServiceProcess:
 
     def terminate(self) -> None:
         """Ask it to drain and end."""
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it, and what it started, at once."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended within `timeout_s`."""
@@ -82,6 +82,6 @@ class ServiceProcess:
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)

@@ -89,7 +89,7 @@ def disturbed_pair(
     if not setting.overlap:
         decode_args.append("--no-overlap")
     if setting.speculates:
-        decode_args += ["--num-draft-tokens=3"]
+        decode_args += ["--num-draft-tokens=3", "--no-adaptive-depth"]
     with running_pair(
         models.target,
         modules=TEST_BUILD,

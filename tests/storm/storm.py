@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from baton.client import AsyncClient
 from baton.errors import BatonError
@@ -42,6 +42,10 @@ class StormReport:
     @property
     def num_ended(self) -> int:
         return self.num_finished + self.num_aborted + self.failed.total()
+
+    def add(self, other: StormReport) -> None:
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
     def count(self, finished: Finished) -> None:
         self.num_finished += 1

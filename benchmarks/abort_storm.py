@@ -1,0 +1,150 @@
+"""What 500 requests that are cancelled within a second cost those that stay.
+
+python -m benchmarks.abort_storm
+
+Every round sends the same long requests twice, without and with a storm in their middle, in turn first; figures are
+medians over rounds, ratios are taken within a round. Writes a dated table into benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.client import AsyncClient
+from baton.load_generator import RequestRecord, Workload, run_workload
+from baton.local_pair import LocalPair
+from benchmarks.machine import demo_model_dir, describe_machine
+
+RESULTS = Path(__file__).parent / "results"
+NUM_SURVIVORS = 8
+NUM_CANCELLED = 500
+STORM_AFTER_S = 4.0
+STORM_BOUND_S = 1.0
+LEAST_RATIO = 0.9
+PROMPT_TOKENS = 64
+MAX_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Storm:
+    """Seconds by the client's clock. `cancelling_s`: from the first cancellation to the last."""
+
+    num_cancelled: int
+    sending_s: float
+    cancelling_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tokens a second of the survivors, from the first token of all to the last."""
+
+    calm: float
+    stormy: float
+    storm: Storm
+
+    @property
+    def ratio(self) -> float:
+        return self.stormy / self.calm
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    rows = ("--max-rows", str(MAX_ROWS), "--max-kv-tokens", str(MAX_ROWS * (PROMPT_TOKENS + args.new_tokens + 16)))
+    with LocalPair(
+        model=str(demo_model_dir()),
+        prefill_args=rows,
+        decode_args=(*rows, "--max-queued-requests", str(2 * NUM_CANCELLED)),
+    ) as pair:
+        address = pair.decode_addresses[0]
+        asyncio.run(_run(address, args.new_tokens // 8, None))  # everything has run once
+        rounds = [_measure(address, args.new_tokens, number) for number in range(args.rounds)]
+    text = _report(rounds, args)
+    print(text)
+    if not args.no_save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{datetime.date.today()}-abort-storm.md").write_text(text)
+    is_storm = all(
+        each.storm.num_cancelled == NUM_CANCELLED and each.storm.cancelling_s <= STORM_BOUND_S for each in rounds
+    )
+    return 0 if is_storm and statistics.median(each.ratio for each in rounds) >= LEAST_RATIO else 1
+
+
+def _measure(address: str, num_new_tokens: int, number: int) -> Round:
+    rates: dict[bool, float] = {}
+    storm: Storm | None = None
+    for is_stormy in (False, True) if number % 2 else (True, False):
+        rates[is_stormy], met = asyncio.run(_run(address, num_new_tokens, NUM_CANCELLED if is_stormy else None))
+        storm = met or storm
+    assert storm is not None
+    result = Round(rates[False], rates[True], storm)
+    print(f"round {number + 1}: {result.calm:.1f} and {result.stormy:.1f} tokens/s, {result.ratio:.2f}", flush=True)
+    return result
+
+
+async def _run(address: str, num_new_tokens: int, num_cancelled: int | None) -> tuple[float, Storm | None]:
+    workload = Workload(NUM_SURVIVORS, NUM_SURVIVORS, PROMPT_TOKENS, num_new_tokens)
+    async with AsyncClient(address) as client, AsyncClient(address) as leaving:
+        vocab_size = (await client.model_info()).vocab_size
+        surviving = asyncio.create_task(run_workload([client], workload, vocab_size=vocab_size))
+        storm = None
+        if num_cancelled is not None:
+            await asyncio.sleep(STORM_AFTER_S)
+            storm = await _storm(leaving, num_cancelled, vocab_size)
+            assert not surviving.done(), "the storm came too late: give the survivors more tokens"
+        return _rate(await surviving), storm
+
+
+async def _storm(client: AsyncClient, num_requests: int, vocab_size: int) -> Storm:
+    """All are on their way before the first is cancelled; those that have rows are being prefilled."""
+    prompts = Workload(1, num_requests, PROMPT_TOKENS, 1, prompt_seed=1).prompts(vocab_size)
+    begun_s = time.perf_counter()
+    streams = [client.generate(token_ids=prompt, max_tokens=64, ignore_eos=True) for prompt in prompts]
+    await asyncio.gather(*(anext(stream) for stream in streams))  # Started: each is admitted
+    sent_s = time.perf_counter()
+    for stream in streams:
+        await stream.aclose()
+    return Storm(len(streams), sent_s - begun_s, time.perf_counter() - sent_s)
+
+
+def _rate(records: list[RequestRecord]) -> float:
+    failed = [record.error for record in records if record.error is not None]
+    assert not failed, failed[0]
+    times_s = sorted(token_s for record in records for token_s in record.token_times_s)
+    return (len(times_s) - 1) / (times_s[-1] - times_s[0])
+
+
+def _report(rounds: list[Round], args: argparse.Namespace) -> str:
+    ratios = [each.ratio for each in rounds]
+    lines = [
+        f"# {NUM_CANCELLED} requests cancelled within a second",
+        "",
+        f"{datetime.date.today()}, {describe_machine()}. `python -m benchmarks.abort_storm --rounds {args.rounds} "
+        f"--new-tokens {args.new_tokens}`: {NUM_SURVIVORS} requests of the demo model run to their end; "
+        f"{STORM_AFTER_S:g} s after their begin {NUM_CANCELLED} others are admitted and all cancelled.",
+        "",
+        "| round | undisturbed, tokens/s | with the storm, tokens/s | ratio | sending, s | cancelling, s |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {number + 1} | {each.calm:.1f} | {each.stormy:.1f} | {each.ratio:.2f} "
+            f"| {each.storm.sending_s:.2f} | {each.storm.cancelling_s:.2f} |"
+            for number, each in enumerate(rounds)
+        ),
+        f"| median | | | {statistics.median(ratios):.2f} (bound {LEAST_RATIO:g}) | | |",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Hours in minutes: storms, faults, retractions, restarts; every output checked, and nothing may grow.
+
+python -m tests.soak [--minutes 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.soak.figures import Trend
+from tests.soak.services import STEADY, SoakReport, running_services, soak
+from tests.storm.oracle import make_cases
+from tests.storm.pairs import Models, Setting
+
+NUM_CASES = 100
+MIN_WAVES = 8
+"""Fewer say nothing about growth."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        models = Models.save(directory)
+        cases = make_cases(models.target, NUM_CASES)
+        end_s = time.monotonic() + 60 * options.minutes
+        with running_services(models, Setting(overlap=True, speculates=True), options.seed, directory) as services:
+            report = SoakReport()
+            for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=options.seed):
+                print(_progress(report), flush=True)
+    print(_table(report))
+    for wrong in report.wrong:
+        print(wrong)
+    grown = [name for name in sorted(STEADY) if not Trend.of(report.samples[name]).is_flat]
+    if report.num_waves < MIN_WAVES:
+        print(f"{report.num_waves} waves are too few to tell growth from settling: at least {MIN_WAVES}")
+    return 1 if report.wrong or grown or report.num_waves < MIN_WAVES else 0
+
+
+def _progress(report: SoakReport) -> str:
+    latest = {name: samples[-1] for name, samples in report.samples.items()}
+    figures = ", ".join(
+        f"{name} {sample.rss_mib:.0f} MiB {sample.num_fds} fds {sample.num_threads} threads"
+        for name, sample in latest.items()
+    )
+    num_ended = sum(storm.num_ended for storm in report.by_service.values())
+    return f"wave {report.num_waves}: {num_ended} requests, {len(report.wrong)} wrong; {figures}"
+
+
+def _table(report: SoakReport) -> str:
+    lines = [
+        "",
+        f"{report.num_waves} waves; {', '.join(f'{count} x {blow}' for blow, count in sorted(report.blows.items()))}",
+        "",
+        "| decode service | requests | finished, exact | left by clients | failed | wrong | retractions "
+        "| handoffs a request | drafts accepted |",
+        "|" + "---|" * 9,
+    ]
+    for name, storm in report.by_service.items():
+        failed = ", ".join(f"{number} {status.strip()}" for status, number in sorted(storm.failed.items())) or "0"
+        lines.append(
+            f"| {name} | {storm.num_ended} | {storm.num_finished} | {storm.num_aborted} | {failed} "
+            f"| {len(storm.wrong)} | {storm.num_retractions} | {storm.num_attempts / max(1, storm.num_finished):.2f} "
+            f"| {storm.num_accepted} of {storm.num_drafted} |"
+        )
+    lines += [
+        "",
+        "| process | restarted | memory, MiB | file descriptors | threads | rows and slots | |",
+        "|" + "---|" * 7,
+    ]
+    for name, samples in report.samples.items():
+        trend = Trend.of(samples)
+        is_steady = name in STEADY
+        lines.append(
+            f"| {name} | {'no' if is_steady else 'yes'} | {trend.before.rss_mib:.0f} to {trend.after.rss_mib:.0f} "
+            f"| {trend.before.num_fds:.0f} to {trend.after.num_fds:.0f} "
+            f"| {trend.before.num_threads:.0f} to {trend.after.num_threads:.0f} | all free after each wave "
+            f"| {('flat' if trend.is_flat else 'GROWN') if is_steady else ''} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What each service process holds over time, and whether it is flat."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import psutil
+
+MAX_GROWTH = 0.05
+"""Of memory, from the second quarter of a soak to its last: allocators settle in the first."""
+MAX_MORE = 2
+"""File descriptors and threads that may come and go with connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one process, while no request is live."""
+
+    rss_mib: float
+    num_fds: int
+    num_threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Figures:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            return cls(process.memory_info().rss / 2**20, process.num_fds(), process.num_threads())
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Medians of the second and of the last quarter of one process's samples."""
+
+    before: Figures
+    after: Figures
+
+    @classmethod
+    def of(cls, samples: Sequence[Figures]) -> Trend:
+        quarter = max(1, len(samples) // 4)
+        return cls(_median(samples[quarter : 2 * quarter] or samples), _median(samples[-quarter:]))
+
+    @property
+    def is_flat(self) -> bool:
+        return (
+            self.after.rss_mib <= self.before.rss_mib * (1 + MAX_GROWTH)
+            and self.after.num_fds <= self.before.num_fds + MAX_MORE
+            and self.after.num_threads <= self.before.num_threads + MAX_MORE
+        )
+
+
+def _median(samples: Sequence[Figures]) -> Figures:
+    return Figures(*(statistics.median(getattr(sample, field.name) for sample in samples) for field in fields(Figures)))
