@@ -10,7 +10,9 @@ DEV := .venv/.installed-dev
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test check format stubs parity bench gpu clean
+MINUTES ?= 30
+
+.PHONY: help demo test check format stubs parity bench soak gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,7 +22,8 @@ help:
 	@echo 'make format   apply formatting and safe lint fixes'
 	@echo 'make stubs    generate baton/v1 from proto/'
 	@echo 'make parity   the long parity tables'
-	@echo 'make bench    the benchmarks: serving, speculation, overlap'
+	@echo 'make bench    the benchmarks: serving, speculation, overlap, a storm of cancels'
+	@echo 'make soak     100,000 interleavings, then MINUTES=30 of storms, faults and restarts'
 	@echo 'make gpu      the GPU suite, with the python3 of this machine and no installation'
 	@echo 'make clean    remove .venv and caches'
 
@@ -52,6 +55,14 @@ bench: $(DEV)
 	$(BIN)/python -m benchmarks.serving $(BENCH_ARGS) || status=1; \
 	$(BIN)/python -m benchmarks.speculation || status=1; \
 	$(BIN)/python -m benchmarks.overlap || status=1; \
+	$(BIN)/python -m benchmarks.abort_storm || status=1; \
+	exit $$status
+
+soak: $(DEV)
+	status=0; \
+	$(BIN)/python -m tests.interleavings.soak --interleavings 100000 --processes 2 || status=1; \
+	$(BIN)/python -m tests.storm || status=1; \
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) || status=1; \
 	exit $$status
 
 gpu:
