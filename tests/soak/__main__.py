@@ -6,6 +6,7 @@ python -m tests.soak [--minutes 30]
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +20,8 @@ from tests.storm.pairs import Models, Setting
 NUM_CASES = 100
 MIN_WAVES = 8
 """Fewer say nothing about growth."""
+SMALL_CACHES = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+"""oneDNN keeps what it compiled for each shape it met, 1,024 of them: hundreds of MiB that come slowly, like a leak."""
 
 
 def main() -> int:
@@ -26,6 +29,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    os.environ |= SMALL_CACHES
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         models = Models.save(directory)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import psutil
 
-MAX_GROWTH = 0.05
+MAX_GROWTH = 0.03
 """Of memory, from the second quarter of a soak to its last: allocators settle in the first."""
 MAX_MORE = 2
 """File descriptors and threads that may come and go with connections."""
