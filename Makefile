@@ -7,12 +7,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 # A stamp is written last, so an interrupted installation is taken up again by the next run.
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
+FUZZ := .venv/.installed-fuzz
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-MINUTES ?= 30
-
-.PHONY: help demo test check format stubs parity bench soak gpu clean
+.PHONY: help demo test check format stubs parity bench soak fuzz gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +23,7 @@ help:
 	@echo 'make parity   the long parity tables'
 	@echo 'make bench    the benchmarks: serving, speculation, overlap, a storm of cancels'
 	@echo 'make soak     100,000 interleavings, then MINUTES=30 of storms, faults and restarts'
+	@echo 'make fuzz     hostile input for MINUTES=10'
 	@echo 'make gpu      the GPU suite, with the python3 of this machine and no installation'
 	@echo 'make clean    remove .venv and caches'
 
@@ -62,14 +62,17 @@ soak: $(DEV)
 	status=0; \
 	$(BIN)/python -m tests.interleavings.soak --interleavings 100000 --processes 2 || status=1; \
 	$(BIN)/python -m tests.storm || status=1; \
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) || status=1; \
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) || status=1; \
 	exit $$status
+
+fuzz: $(FUZZ)
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 gpu:
 	python3 -m pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache build dist *.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .fuzz build dist *.egg-info
 
 # torch goes first, by its range alone: pip then takes the newest build on offer (a CPU build where an index has one), and
 # nothing installed after it can bring in another.
@@ -87,4 +90,9 @@ $(DEV): $(RUNTIME) scripts/protoc-requirements.txt
 	@echo '==> tools for checks and tests'
 	$(BIN)/python -m pip install --editable '.[dev]'
 	$(BIN)/python -m pip install --no-deps -r scripts/protoc-requirements.txt
+	@touch $@
+
+$(FUZZ): $(DEV)
+	@echo '==> the coverage-guided fuzzer'
+	$(BIN)/python -m pip install --editable '.[fuzz]'
 	@touch $@

@@ -4,6 +4,7 @@ BatonError
 ├── InvalidRequest         a field of the request is wrong: named
 ├── DuplicateRequest       the request id is live
 ├── Overloaded             admission is full
+├── Unauthenticated        the caller showed no token that is known here
 ├── DeadlineExceeded       the request's deadline passed
 ├── RequestCancelled       the client left, or asked for it
 ├── FingerprintMismatch    the two services disagree: the field is named
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import ClassVar
+
+MAX_QUOTED_BYTES = 512
 
 
 class BatonError(Exception):
@@ -77,6 +80,15 @@ class Overloaded(BatonError):
     reason = "QUEUE_FULL"
 
 
+class Unauthenticated(BatonError):
+    code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"field": "authorization"}
+
+
 class DeadlineExceeded(BatonError):
     code = "DEADLINE_EXCEEDED"
     reason = "DEADLINE"
@@ -132,6 +144,15 @@ class UnsupportedModel(StartupError):
 
 class DraftMismatch(StartupError):
     """A draft head's config and tensors do not fit each other, or the target: key and directory are named."""
+
+
+def shortened(text: str, max_bytes: int = MAX_QUOTED_BYTES) -> str:
+    """`text` within `max_bytes` of UTF-8. Errors quote what a peer sent, and travel where there is little room."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= max_bytes:
+        return text
+    cut = f"... ({len(encoded)} bytes)"
+    return encoded[: max_bytes - len(cut)].decode(errors="ignore") + cut
 
 
 class RowFailure(StrEnum):

@@ -9,16 +9,19 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from common.errors import BatonError
+from common.errors import BatonError, shortened
 
 ERROR_DOMAIN = "baton"
+_MAX_MESSAGE_BYTES = 1024
 
 
 def status_of(error: BatonError) -> status_pb2.Status:
+    """The status, cut to what gRPC is sure to carry: a peer drops trailers of more than 8 KiB, and the code with them."""
     detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata))
+    metadata = {key: shortened(value) for key, value in error.metadata.items()}
+    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))
     code: int = grpc.StatusCode[error.code].value[0]
-    return status_pb2.Status(code=code, message=str(error), details=[detail])
+    return status_pb2.Status(code=code, message=shortened(str(error), _MAX_MESSAGE_BYTES), details=[detail])
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:

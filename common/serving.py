@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from common.bearer_tokens import TokenCheck
 from common.errors import ConfigError
-from common.wire.grpc_options import MAX_MESSAGE_BYTES, server_options
+from common.health import HealthServicer
+from common.rpc_limits import StreamLimit
+from common.rpc_requests import BoundedRequests
+from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 
 READINESS_INTERVAL_S = 0.1
 _ALIVE = ""
@@ -24,10 +28,25 @@ _ALIVE = ""
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What a client may take. `max_streams` is of each method; a unary call's request comes within `request_timeout_s`.
+
+    A connection's handshake takes at most `handshake_timeout_s`, and one without a call is closed after `idle_timeout_s`.
+    """
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_streams: int = 1024
+    request_timeout_s: float = 10.0
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+
+
 class ServiceServer:
     """A gRPC server with health and reflection; add servicers to `grpc_server` before `start`.
 
-    Health tells "" (the process is alive) from `service_name` (requests are served: `set_ready`).
+    Health tells "" (the process is alive) from `service_name` (requests are served: `set_ready`). With `tokens`, every
+    call but health must show one of them.
     """
 
     def __init__(
@@ -35,13 +54,26 @@ class ServiceServer:
         *,
         service_name: str,
         credentials: grpc.ServerCredentials | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tokens: Sequence[str] = (),
+        limits: ServerLimits | None = None,
     ) -> None:
+        limits = limits or ServerLimits()
         self._service_name = service_name
         self._credentials = credentials
-        self._health = health_aio.HealthServicer()
+        self._health = HealthServicer()
         self._is_ready: bool | None = None
-        self.grpc_server = grpc.aio.server(options=server_options(max_receive_bytes=max_message_bytes))
+        self.grpc_server = grpc.aio.server(
+            interceptors=[
+                *([TokenCheck(tokens)] if tokens else []),
+                StreamLimit(max_streams=limits.max_streams),
+                BoundedRequests(timeout_s=limits.request_timeout_s),
+            ],
+            options=server_options(
+                max_receive_bytes=limits.max_message_bytes,
+                handshake_timeout_s=limits.handshake_timeout_s,
+                idle_timeout_s=limits.idle_timeout_s,
+            ),
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (service_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
@@ -58,7 +90,7 @@ class ServiceServer:
                 port = self.grpc_server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise ConfigError(f"listen: cannot listen on {address}: {error}") from error
-        await self._health.set(_ALIVE, health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(_ALIVE, is_serving=True)
         await self.set_ready(False)
         await self.grpc_server.start()
         return port
@@ -67,8 +99,7 @@ class ServiceServer:
         if is_ready == self._is_ready:
             return
         self._is_ready = is_ready
-        response = health_pb2.HealthCheckResponse
-        await self._health.set(self._service_name, response.SERVING if is_ready else response.NOT_SERVING)
+        self._health.set(self._service_name, is_serving=is_ready)
         _log.info("readiness", service=self._service_name, is_ready=is_ready)
 
     async def follow(self, is_ready: Callable[[], bool], *, interval_s: float = READINESS_INTERVAL_S) -> None:

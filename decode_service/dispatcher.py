@@ -34,7 +34,8 @@ class PrefillDispatcher:
     """Owns requests in WAITING and HANDED_OFF. Only the engine thread calls it.
 
     `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
-    a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`.
+    a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`, and no longer
+    than that before it is tried again, whatever a replica asks for.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class PrefillDispatcher:
             self.num_row_retries += 1
             self._landing.forget(req)
             req.avoid_replica = row.replica
-            req.not_before_s = now_s + row.retry_after_s
+            req.not_before_s = now_s + min(row.retry_after_s, self._unavailable_timeout_s)
             req.clock.close("prefill_s", now_s)
             self.requeue(req)
 

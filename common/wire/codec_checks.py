@@ -6,16 +6,18 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from common.errors import shortened
+
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class ProtocolError(Exception):
-    """The peer sent what the protocol forbids. `field` is the path of the offending field."""
+    """The peer sent what the protocol forbids. `field` is the path of the offending field. Long values are cut."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(field, message)
-        self.field = field
-        self.message = message
+        self.field = shortened(field)
+        self.message = shortened(message)
+        super().__init__(self.field, self.message)
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from common.errors import shortened
 from common.kv.layer_group import LayerGroupSpec
 
 PROTOCOL_VERSION = 2
@@ -34,7 +35,7 @@ class Fingerprint:
 
 
 def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, str] | None:
-    """The first field in which they differ, with both values as text; None when KV may move.
+    """The first field in which they differ, with both values as text, long ones cut; None when KV may move.
 
     The protocol version is compared first: with another version the other fields may not mean the same. Layer groups of
     the same names differ in a member of one of them, `layer_groups[target].dtype` for instance.
@@ -44,7 +45,8 @@ def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, 
         our_value, their_value = getattr(ours, name), getattr(theirs, name)
         if our_value != their_value:
             in_a_group = _layer_group_difference(our_value, their_value) if name == "layer_groups" else None
-            return in_a_group or (name, str(our_value), str(their_value))
+            field, ours_text, theirs_text = in_a_group or (name, str(our_value), str(their_value))
+            return shortened(field), shortened(ours_text), shortened(theirs_text)
     return None
 
 

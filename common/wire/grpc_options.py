@@ -11,18 +11,35 @@ MAX_MESSAGE_BYTES = 16 << 20
 # to many messages, and the receive budget would bound little.
 STREAM_WINDOW_BYTES = 1 << 20
 
+# Larger is RESOURCE_EXHAUSTED. gRPC's own soft limit refuses at random from here to its hard limit.
+MAX_METADATA_BYTES = 16 << 10
+
+HANDSHAKE_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 300.0
+_MAX_STREAMS_PER_CONNECTION = 4096
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
 _MAX_RECONNECT_BACKOFF_MS = 1_000
 _MIN_RECONNECT_BACKOFF_MS = 100
 
 Options = Sequence[tuple[str, int]]
+Metadata = tuple[tuple[str, str], ...]
 
 
-def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """A larger message fails its call with RESOURCE_EXHAUSTED. The clients' pings never draw a GOAWAY."""
+def server_options(
+    *, max_receive_bytes: int = MAX_MESSAGE_BYTES, handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
+) -> Options:
+    """A larger message fails its call with RESOURCE_EXHAUSTED. The clients' pings never draw a GOAWAY.
+
+    A connection that has had no call for `idle_timeout_s` is closed; its client connects again when it has one.
+    """
     return (
         ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", round(handshake_timeout_s * 1000)),
+        ("grpc.max_connection_idle_ms", round(idle_timeout_s * 1000)),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),

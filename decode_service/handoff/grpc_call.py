@@ -14,6 +14,7 @@ from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
+from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
@@ -39,6 +40,7 @@ class GrpcCall:
         budget: AsyncReceiveBudget,
         post: Post,
         timeouts: HandoffTimeouts,
+        metadata: Metadata,
         num_steps: Callable[[], int],
     ) -> None:
         """`num_steps` says how often the replica's engine has stepped, as last looked at."""
@@ -51,6 +53,7 @@ class GrpcCall:
         self._budget = budget
         self._post = post
         self._timeouts = timeouts
+        self._metadata = metadata
         self._num_steps = num_steps
         self._cancellations: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
 
@@ -61,7 +64,7 @@ class GrpcCall:
         """Post the call's frames until the replica ends it. Raises the BatonError to end it with otherwise."""
         batch = encode_prefill_batch(self._fingerprint, self._rows)
         await self._connect()
-        stream: Stream = self._channel.stream_stream(_HANDOFF)()
+        stream: Stream = self._channel.stream_stream(_HANDOFF)(metadata=self._metadata)
         writer = asyncio.create_task(self._write_commands(stream, batch))
         try:
             await self._read_frames(stream)

@@ -6,22 +6,29 @@ import logging
 from itertools import cycle
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
+from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.fingerprint import Fingerprint, first_difference
-from common.wire.grpc_options import Options
+from common.wire.grpc_options import Metadata, Options
 from decode_service.messages import Replica
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+_CHECK = "/grpc.health.v1.Health/Check"
+_GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
 
 _log = logging.getLogger(__name__)
 
 
 class GrpcReplica:
-    """Calls take turns on `num_channels` connections; looks have one of their own, so that no KV delays them."""
+    """Calls take turns on `num_channels` connections; looks have one of their own, so that no KV delays them.
+
+    `metadata` is shown with every look.
+    """
 
     def __init__(
         self,
@@ -30,6 +37,7 @@ class GrpcReplica:
         fingerprint: Fingerprint,
         credentials: grpc.ChannelCredentials | None,
         options: Options,
+        metadata: Metadata,
         num_channels: int,
     ) -> None:
         self.address = address
@@ -43,13 +51,8 @@ class GrpcReplica:
         self._channels = [connect() for _ in range(num_channels)]
         self._turns = cycle(self._channels)
         self._look_channel = connect()
-        self._check_health = self._look_channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        self._prefill = prefill_pb2_grpc.PrefillStub(self._look_channel)
-        self._known_instance_id = ""
+        self._metadata = metadata
+        self._known_instance_id: str | None = None
         self._mismatch: FingerprintMismatch | None = None
         self.num_steps = 0  # of its engine, when last looked at
 
@@ -59,17 +62,22 @@ class GrpcReplica:
     async def look(self, timeout_s: float) -> Replica:
         """The replica as it is now. A new process behind the address has its fingerprint compared before all else."""
         try:
-            health = await self._check_health(health_pb2.HealthCheckRequest(service=PREFILL_SERVICE), timeout=timeout_s)
+            asked = health_pb2.HealthCheckRequest(service=PREFILL_SERVICE)
+            health = await self._ask(_CHECK, asked, health_pb2.HealthCheckResponse, timeout_s)
             if health.status != health_pb2.HealthCheckResponse.SERVING:
                 return self._not_ready(PrefillUnavailable(f"{self.address}: is not ready"))
-            load = await self._prefill.GetLoad(prefill_pb2.GetPrefillLoadRequest(), timeout=timeout_s)
+            load = await self._ask(
+                _GET_LOAD, prefill_pb2.GetPrefillLoadRequest(), prefill_pb2.GetPrefillLoadResponse, timeout_s
+            )
             if load.instance_id != self._known_instance_id:
                 await self._compare_fingerprints(timeout_s)
         except grpc.aio.AioRpcError as failure:
             reason = f"{self.address}: {failure.code().name}: {failure.details()}"
             return self._not_ready(PrefillUnavailable(reason))
-        except Exception as error:  # an answer that is not ours: the looking must go on
-            _log.exception("prefill replica %s answered something else", self.address)
+        except ProtocolError as error:
+            return self._not_ready(PrefillUnavailable(f"{self.address}: answered something else: {error}"))
+        except Exception as error:  # the looking must go on
+            _log.exception("looking at prefill replica %s failed", self.address)
             return self._not_ready(PrefillUnavailable(f"{self.address}: {type(error).__name__}: {error}"))
         self.num_steps = load.num_steps
         if self._mismatch is not None:
@@ -81,7 +89,9 @@ class GrpcReplica:
             await channel.close()
 
     async def _compare_fingerprints(self, timeout_s: float) -> None:
-        response = await self._prefill.GetFingerprint(prefill_pb2.GetFingerprintRequest(), timeout=timeout_s)
+        response = await self._ask(
+            _GET_FINGERPRINT, prefill_pb2.GetFingerprintRequest(), prefill_pb2.GetFingerprintResponse, timeout_s
+        )
         difference = first_difference(self._fingerprint, decode_fingerprint(response.fingerprint))
         self._mismatch = None if difference is None else FingerprintMismatch(*difference)
         self._known_instance_id = response.instance_id
@@ -89,6 +99,11 @@ class GrpcReplica:
             _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
         else:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
+
+    async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
+        """The answer, parsed here: gRPC gives None for what it cannot parse. Raises ProtocolError."""
+        call = self._look_channel.unary_unary(method)
+        return parse(kind, await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata))
 
     def _not_ready(self, error: BatonError) -> Replica:
         return Replica(self.address, is_ready=False, error=error)

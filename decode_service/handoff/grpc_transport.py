@@ -13,7 +13,7 @@ import grpc
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from common.wire.grpc_options import MAX_MESSAGE_BYTES, channel_options
+from common.wire.grpc_options import MAX_MESSAGE_BYTES, Metadata, channel_options
 from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class GrpcTransport:
-    """A HandoffTransport. Built on the event loop it runs on.
+    """A HandoffTransport. Built on the event loop it runs on. `metadata` is shown with every call.
 
     A call's task reads one frame ahead of the receive budget; the stream's flow control then stops the replica.
     """
@@ -48,6 +48,7 @@ class GrpcTransport:
         receive_budget_bytes: int,
         timeouts: HandoffTimeouts,
         credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
         num_channels_per_replica: int = 2,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
@@ -55,6 +56,7 @@ class GrpcTransport:
         self._fingerprint = fingerprint
         self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=vocab_size)
         self._timeouts = timeouts
+        self._metadata = metadata
         self._budget = AsyncReceiveBudget(receive_budget_bytes)
         self._loop = asyncio.get_running_loop()
         self._replicas = {
@@ -63,6 +65,7 @@ class GrpcTransport:
                 fingerprint=fingerprint,
                 credentials=credentials,
                 options=channel_options(max_receive_bytes=max_message_bytes),
+                metadata=metadata,
                 num_channels=num_channels_per_replica,
             )
             for address in addresses
@@ -123,6 +126,7 @@ class GrpcTransport:
             budget=self._budget,
             post=self._post,
             timeouts=self._timeouts,
+            metadata=self._metadata,
         )
         task = self._loop.create_task(call.exchange())
         self._calls[command.call_id] = call

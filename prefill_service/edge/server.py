@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 
 from baton.v1 import prefill_pb2
-from common.serving import ServiceServer
-from common.wire.grpc_options import MAX_MESSAGE_BYTES
+from common.serving import ServerLimits, ServiceServer
 from prefill_service.edge.servicer import PrefillServicer
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
@@ -18,9 +19,10 @@ class PrefillServer(ServiceServer):
         *,
         servicer: PrefillServicer,
         credentials: grpc.ServerCredentials | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tokens: Sequence[str] = (),
+        limits: ServerLimits | None = None,
     ) -> None:
-        super().__init__(service_name=PREFILL_SERVICE, credentials=credentials, max_message_bytes=max_message_bytes)
+        super().__init__(service_name=PREFILL_SERVICE, credentials=credentials, tokens=tokens, limits=limits)
         self.grpc_server.add_generic_rpc_handlers((_prefill_handlers(servicer),))
 
 

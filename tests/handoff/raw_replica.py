@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -18,15 +18,20 @@ _UNBOUNDED = -1
 
 
 class RawReplica:
-    """`frames` are written to each Handoff call, which then ends, unless it `hangs` or fails with `status`."""
+    """`frames` are written to each Handoff call, which then ends, unless it `hangs` or fails with `status`.
+
+    `answers` replace what is right of the other calls, by method, where they are not empty.
+    """
 
     def __init__(self, fingerprint: Fingerprint = FINGERPRINT, instance_id: str = "raw") -> None:
         self.fingerprint = fingerprint
         self.instance_id = instance_id
         self.health = health_pb2.HealthCheckResponse.SERVING
         self.num_queued = 0
+        self.num_looks = 0
         self.num_computing = 0
         self.frames: Sequence[bytes] = ()
+        self.answers: Mapping[str, bytes] = {}
         self.hangs = False
         self.status: grpc.StatusCode | None = None
         self.port = 0
@@ -68,13 +73,14 @@ class RawReplica:
         response = prefill_pb2.GetFingerprintResponse(
             fingerprint=encode_fingerprint(self.fingerprint), instance_id=self.instance_id
         )
-        return response.SerializeToString()
+        return self.answers.get("GetFingerprint") or response.SerializeToString()
 
     async def _get_load(self, request: bytes, context: object) -> bytes:
         response = prefill_pb2.GetPrefillLoadResponse(
             instance_id=self.instance_id, num_queued=self.num_queued, num_computing=self.num_computing
         )
-        return response.SerializeToString()
+        return self.answers.get("GetLoad") or response.SerializeToString()
 
     async def _check(self, request: bytes, context: object) -> bytes:
-        return health_pb2.HealthCheckResponse(status=self.health).SerializeToString()
+        self.num_looks += 1
+        return self.answers.get("Check") or health_pb2.HealthCheckResponse(status=self.health).SerializeToString()

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import RowFailure
 from common.load import EngineLoad, PoolCounts
+from common.serving import ServerLimits
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.codec_frames import FrameCodec
@@ -108,7 +109,7 @@ async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> Asyn
         limits=limits,
     )
     prefill.deliver = servicer.deliver
-    server = PrefillServer(servicer=servicer, max_message_bytes=max_message_bytes)
+    server = PrefillServer(servicer=servicer, limits=ServerLimits(max_message_bytes=max_message_bytes))
     port = await server.start("127.0.0.1:0")
     try:
         address = f"127.0.0.1:{port}"

@@ -1,0 +1,10 @@
+"""Every target. Coverage is taken in these modules of theirs; others may hold code that a compiler must read as it is."""
+
+from __future__ import annotations
+
+from tests.fuzz.edge_targets import EDGE_TARGETS
+from tests.fuzz.engine_target import REPLICA_FRAMES
+from tests.fuzz.pure_targets import PURE_TARGETS
+from tests.fuzz.target import Target
+
+TARGETS: dict[str, Target] = {target.name: target for target in (*PURE_TARGETS, REPLICA_FRAMES, *EDGE_TARGETS)}

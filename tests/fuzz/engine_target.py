@@ -1,0 +1,185 @@
+"""A replica's frames, as the decode engine takes them: codec, landing zone and the real engine on a tiny model."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from baton.v1 import prefill_pb2
+from common.device.factory import open_device
+from common.draft.head import DraftHead
+from common.draft.seed import seed_columns
+from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.model.loader import load_target
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.wire.codec_checks import ProtocolError
+from common.wire.codec_frames import FrameCodec
+from common.wire.fingerprint import NO_SPECULATION, Fingerprint
+from common.wire.handoff import HandoffRow
+from decode_service import messages as decode
+from decode_service.scheduler import DecodeEngine
+from decode_service.spec_info import SpecInfo
+from tests.fuzz.pure_targets import checksummed
+from tests.fuzz.target import Run, Target, join, split
+from tests.fuzz.wire_strategies import hostile_messages
+from tests.support.draft_heads import save_eagle3_head
+from tests.support.drafted import load_drafted
+from tests.support.models import save_tiny_model
+
+REPLICA = "replica"
+BOUND_S = 20.0
+_TICK_S = 0.05
+PROMPTS = ((5, 6, 7), (8, 9))
+TREE = SpecInfo(2, 4, topk=2)
+
+
+@dataclass
+class _Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class EngineUnderFire:
+    """One decode engine, fed by hand. `attack` gives every call that it opens the same frames."""
+
+    engine: DecodeEngine
+    codec: FrameCodec
+    clock: _Clock
+    number: int = 0
+    endings: dict[str, int] = field(default_factory=dict)
+
+    def attack(self, frames: Sequence[bytes], *, ends_well: bool) -> None:
+        """Two requests, each of which ends once, whatever their replica says; then nothing is held."""
+        self.number += 1
+        self.endings = {f"{self.number}/{index}": 0 for index in range(len(PROMPTS))}
+        commands: list[decode.Command] = [decode.ReplicasChanged((decode.Replica(REPLICA, is_ready=True),))]
+        for index, (request_id, token_ids) in enumerate(zip(self.endings, PROMPTS, strict=True)):
+            sampling = ResolvedSampling(seed=7, max_tokens=4, temperature=0.0, num_logprobs=2 if index else None)
+            commands.append(decode.Submit(request_id, token_ids, len(token_ids), sampling))
+        give_up_s = time.monotonic() + BOUND_S
+        while not self._is_over():
+            assert time.monotonic() < give_up_s, f"no end: {self.endings}, {self.engine.load()}"
+            events, commands = self._step(commands), []
+            for event in events:
+                commands.extend(self._answer(event, frames, ends_well=ends_well))
+        assert set(self.endings.values()) == {1}, self.endings
+        self.engine.pool.check_conservation()
+
+    def _step(self, commands: Sequence[decode.Command]) -> Sequence[decode.Event]:
+        if not commands:
+            time.sleep(min(0.0005, self.engine.idle_timeout_s()))
+        self.clock.now_s += _TICK_S
+        return self.engine.step(commands)
+
+    def _answer(
+        self, event: decode.Event, frames: Sequence[bytes], *, ends_well: bool
+    ) -> list[decode.Command]:
+        match event:
+            case decode.StartHandoff():
+                return self._play(event.call_id, event.rows, frames, ends_well=ends_well)
+            case decode.Finished() | decode.Failed():
+                self.endings[event.request_id] += 1
+        return []
+
+    def _play(
+        self, call_id: str, rows: Sequence[HandoffRow], frames: Sequence[bytes], *, ends_well: bool
+    ) -> list[decode.Command]:
+        """As the transport would: the first frame that breaks the protocol ends the call."""
+        reports: list[decode.Command] = []
+        end: BatonError | None = None if ends_well else PrefillUnavailable("the replica was lost")
+        try:
+            for frame in frames:
+                reports.append(decode.FrameArrived(call_id, self.codec.decode(frame, rows)))
+        except ProtocolError as error:
+            end = EngineFault(f"{REPLICA} broke the protocol: {error}")
+        except FingerprintMismatch as error:
+            end = error
+        return [*reports, decode.CallEnded(call_id, end)]
+
+    def _is_over(self) -> bool:
+        load = self.engine.load()
+        is_empty = load.rows.free == load.rows.total and load.slots.free == load.slots.total
+        return is_empty and all(self.endings.values())
+
+
+def fingerprint_of(model: TargetModel, head: DraftHead | None) -> Fingerprint:
+    return Fingerprint(
+        config_digest="c0ffee",
+        target_weights_digest="beef",
+        tokenizer_digest="7e57",
+        layer_groups=(model.layer_group, *([head.layer_group] if head else [])),
+        draft_weights_digest="d4af" if head else "",
+        algorithm="eagle" if head else NO_SPECULATION,
+        seed_columns=seed_columns(head, topk=TREE.topk) if head else (),
+    )
+
+
+def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
+    clock = _Clock()
+    engine = DecodeEngine(
+        model=model,
+        device=open_device("cpu", num_threads=1),
+        max_rows=4,
+        max_kv_tokens=128,
+        max_context_tokens=32,
+        draft=head,
+        spec_info=TREE if head else None,
+        prefill_timeout_s=1.0,
+        clock=clock,
+        debug_checks=True,
+    )
+    codec = FrameCodec(fingerprint=fingerprint_of(model, head), vocab_size=model.vocab_size)
+    return EngineUnderFire(engine, codec, clock)
+
+
+@contextmanager
+def replica_frames() -> Iterator[Run]:
+    """The first byte: odd with speculation; its second bit, whether the call ends well. Then the frames."""
+    with tempfile.TemporaryDirectory() as directory:
+        target_dir = save_tiny_model(Path(directory, "target"), "llama")
+        head_dir = save_eagle3_head(Path(directory, "head"), target_dir=target_dir)
+        plain = load_target(target_dir, device="cpu", dtype="float32")
+        drafted = load_drafted(target_dir, head_dir)
+    engines = (_under_fire(plain, None), _under_fire(drafted.target, drafted.head))
+
+    def run(data: bytes) -> None:
+        control, frames = data[0] if data else 0, split(data[1:])
+        engines[control & 1].attack([checksummed(frame) for frame in frames], ends_well=bool(control & 2))
+
+    try:
+        yield run
+    finally:
+        for each in engines:
+            each.engine.close()
+
+
+def _sequences(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
+    """A seed's frames, some of them replaced, left out, repeated or swapped."""
+    frames = tuple({frame: None for seed in seeds for frame in split(seed[1:])})
+    one = st.one_of(
+        st.sampled_from(frames), st.sampled_from(frames), hostile_messages(prefill_pb2.HandoffFrame.DESCRIPTOR, frames)
+    )
+
+    @st.composite
+    def sequence(draw: st.DrawFn) -> bytes:
+        seed = draw(st.sampled_from(seeds))
+        drawn = split(seed[1:])
+        for _ in range(draw(st.integers(0, 3))):
+            position = draw(st.integers(0, len(drawn)))
+            drawn[position : position + draw(st.integers(0, 2))] = draw(st.lists(one, max_size=2))
+        return bytes((draw(st.integers(0, 3)) if draw(st.booleans()) else seed[0] if seed else 0,)) + join(drawn)
+
+    return sequence()
+
+
+REPLICA_FRAMES = Target(name="replica_frames", inputs=_sequences, open=replica_frames, is_pure=True)

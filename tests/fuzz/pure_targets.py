@@ -1,0 +1,208 @@
+"""What reads a peer's bytes without a network or an engine: request checks, codecs, tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import google_crc32c
+from hypothesis import strategies as st
+
+from baton.v1 import inference_pb2, prefill_pb2, types_pb2
+from common.errors import BatonError, FingerprintMismatch, InvalidRequest
+from common.rpc_errors import status_of
+from common.wire.codec_checks import ProtocolError, parse
+from common.wire.codec_commands import PrefillBatch, decode_command
+from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_frames import FrameCodec
+from common.wire.fingerprint import first_difference
+from common.wire.handoff import HandoffRow, RowFailed
+from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt, check_lengths, check_request
+from decode_service.output import OutputProcessor
+from prefill_service.edge import row_checks
+from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, vocab_size
+from tests.fuzz.target import Run, Target, join, split
+from tests.fuzz.wire_strategies import TEXTS, hostile_messages
+from tests.wire.strategies import PLAIN, SPECULATIVE, VOCAB_SIZE
+from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
+
+MAX_STATUS_BYTES = 4096
+"""Of a status with its details. gRPC carries 8 KiB of metadata for certain, and a status is in it twice."""
+
+
+def assert_travels(error: BatonError) -> None:
+    """The error reaches its peer: small enough for gRPC's metadata, INVALID_ARGUMENT with its field."""
+    status = status_of(error)
+    assert status.ByteSize() <= MAX_STATUS_BYTES, f"a status of {status.ByteSize()} bytes"
+    if isinstance(error, InvalidRequest):
+        assert error.field and error.metadata == {"field": error.field}
+
+
+@contextmanager
+def generate_request() -> Iterator[Run]:
+    """A GenerateRequest's checks, up to the tokens and sampling that the engine would be given."""
+    tokenizer = byte_level()
+    limits = ModelLimits(
+        vocab_size=vocab_size(tokenizer), max_context_tokens=64, eos_token_ids=(eos_id(tokenizer),)
+    )
+
+    def run(data: bytes) -> None:
+        try:
+            request = parse(inference_pb2.GenerateRequest, data)
+            checked = check_request(request, limits)
+            match checked.prompt:
+                case TextPrompt(text):
+                    token_ids = tokenizer.encode(text)
+                case ChatPrompt(messages):
+                    token_ids = tokenizer.encode_chat(messages)
+                case prompt:
+                    token_ids = prompt.token_ids
+            sampling = check_lengths(checked, token_ids, limits)
+        except ProtocolError:
+            return
+        except InvalidRequest as error:
+            assert_travels(error)
+            return
+        num_tokens = len(token_ids) + sampling.max_tokens
+        assert num_tokens <= limits.max_context_tokens
+        assert all(0 <= token_id < limits.vocab_size for token_id in token_ids)
+
+    yield run
+
+
+@contextmanager
+def handoff_command() -> Iterator[Run]:
+    """A HandoffCommand, its rows' checks, and how rows are renumbered around those refused."""
+    limits = row_checks.ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
+
+    def run(data: bytes) -> None:
+        try:
+            command = decode_command(data)
+        except ProtocolError as error:
+            assert_travels(InvalidRequest(error.field, error.message))
+            return
+        if not isinstance(command, PrefillBatch):
+            return
+        difference = first_difference(command.fingerprint, PLAIN)
+        if difference is not None:
+            assert_travels(FingerprintMismatch(*difference))
+        rows = [
+            row_checks.check_row(index, row, limits) if isinstance(row, HandoffRow) else row
+            for index, row in enumerate(command.rows)
+        ]
+        numbering = row_checks.RowNumbering(rows)
+        assert len(numbering.refused) + len(numbering.accepted) == len(rows)
+        codec = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
+        for failed in numbering.refused:
+            sent = codec.encode(failed)
+            assert len(sent) <= MAX_STATUS_BYTES
+            assert isinstance(codec.decode(sent, [PLAIN_ROW] * len(rows)), RowFailed)
+
+    yield run
+
+
+@contextmanager
+def handoff_frame() -> Iterator[Run]:
+    """A frame, as it is and with its checksum put right, without and with speculation."""
+    rows = (PLAIN_ROW, LOGPROBS_ROW)
+    codecs = [FrameCodec(fingerprint=fingerprint, vocab_size=VOCAB_SIZE) for fingerprint in (PLAIN, SPECULATIVE)]
+
+    def run(data: bytes) -> None:
+        for codec in codecs:
+            for sent in (data, checksummed(data)):
+                try:
+                    frame = codec.decode(sent, rows)
+                except ProtocolError as error:
+                    assert len(str(error)) <= MAX_STATUS_BYTES
+                except FingerprintMismatch as error:
+                    assert_travels(error)
+                else:
+                    codec.encode(frame)
+
+    yield run
+
+
+def checksummed(data: bytes) -> bytes:
+    """A frame whose segment has the checksum of its payload, so that what is behind that check is reached."""
+    try:
+        frame = prefill_pb2.HandoffFrame.FromString(data)
+    except Exception:
+        return data
+    if frame.WhichOneof("frame") == "kv_segment":
+        frame.kv_segment.crc32c = google_crc32c.value(frame.kv_segment.payload)
+    return frame.SerializeToString()
+
+
+@contextmanager
+def fingerprint() -> Iterator[Run]:
+    """Any fingerprint is a value, and its difference from ours a short text."""
+
+    def run(data: bytes) -> None:
+        try:
+            message = parse(types_pb2.Fingerprint, data)
+        except ProtocolError:
+            return
+        theirs = decode_fingerprint(message)
+        assert decode_fingerprint(encode_fingerprint(theirs)) == theirs
+        for ours in (PLAIN, SPECULATIVE):
+            difference = first_difference(ours, theirs)
+            assert (difference is None) == (ours == theirs)
+            if difference is not None:
+                assert_travels(FingerprintMismatch(*difference))
+
+    yield run
+
+
+@contextmanager
+def text() -> Iterator[Run]:
+    """(role, content) messages through tokenizers and chat template, and any token ids back into text."""
+    tokenizers = [byte_level(), byte_fallback()]
+
+    def run(data: bytes) -> None:
+        texts = [part.decode(errors="replace") for part in split(data)] or [""]
+        for tokenizer in tokenizers:
+            size = vocab_size(tokenizer)
+            token_ids = [*tokenizer.encode(texts[0])]
+            assert all(0 <= token_id < size for token_id in token_ids)
+            chat = tokenizer.encode_chat([("user", content) for content in texts])
+            assert all(0 <= token_id < size for token_id in chat)
+            output = OutputProcessor(decoder=tokenizer, stop_strings=[part for part in texts[1:] if part][:4])
+            for token_id in (*token_ids[:64], *(byte * 7 % (size + 3) for byte in data[:64])):
+                output.push([token_id])
+            output.finish()
+
+    yield run
+
+
+def _texts(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
+    one = st.sampled_from(TEXTS).map(str.encode) | st.text(max_size=12).map(str.encode) | st.binary(max_size=12)
+    return st.lists(one, min_size=1, max_size=4).map(join) | st.sampled_from(seeds)
+
+
+PURE_TARGETS = (
+    Target(
+        name="generate_request",
+        inputs=lambda seeds: hostile_messages(inference_pb2.GenerateRequest.DESCRIPTOR, seeds),
+        open=generate_request,
+        is_pure=True,
+    ),
+    Target(
+        name="handoff_command",
+        inputs=lambda seeds: hostile_messages(prefill_pb2.HandoffCommand.DESCRIPTOR, seeds),
+        open=handoff_command,
+        is_pure=True,
+    ),
+    Target(
+        name="handoff_frame",
+        inputs=lambda seeds: hostile_messages(prefill_pb2.HandoffFrame.DESCRIPTOR, seeds),
+        open=handoff_frame,
+        is_pure=True,
+    ),
+    Target(
+        name="fingerprint",
+        inputs=lambda seeds: hostile_messages(types_pb2.Fingerprint.DESCRIPTOR, seeds),
+        open=fingerprint,
+        is_pure=True,
+    ),
+    Target(name="text", inputs=_texts, open=text, is_pure=True),
+)

@@ -1,0 +1,249 @@
+"""Both services in this process: real edges, real engines on a tiny model, loopback between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.device.factory import open_device
+from common.engine_thread import EngineThread
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from common.serving import ServiceServer
+from common.telemetry.request_metrics import RequestMetrics
+from common.tokenizer import TextTokenizer
+from common.wire.fingerprint import Fingerprint
+from decode_service import messages as decode
+from decode_service.edge.event_router import EventRouter
+from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
+from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.observer import RequestObserver
+from decode_service.edge.replicas import ReplicaBoard
+from decode_service.edge.request_checks import ModelLimits
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.scheduler import DecodeEngine
+from prefill_service import messages as prefill
+from prefill_service.edge import row_checks
+from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.scheduler import PrefillEngine
+from tests.fuzz.engine_target import fingerprint_of
+from tests.support.models import save_tiny_model
+
+ResultT = TypeVar("ResultT")
+BOUND_S = 20.0
+CONTEXT = 24
+MAX_ROWS = 4
+MAX_KV_TOKENS = 256
+HANDOFF_ROWS = 8
+
+
+class Loop:
+    """An event loop on a thread. What goes wrong there without anyone waiting for it is remembered, as errors logged."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda _, context: self.faults.append(str(context)))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fuzz-loop")
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(BOUND_S)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(BOUND_S)
+        self._loop.close()
+
+
+class _Errors(logging.Handler):
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._faults = faults
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._faults.append(self.format(record))
+
+
+@contextmanager
+def loop_under_watch() -> Iterator[Loop]:
+    loop = Loop()
+    handler = _Errors(loop.faults)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield loop
+    finally:
+        logging.getLogger().removeHandler(handler)
+        loop.close()
+
+
+@dataclass(frozen=True)
+class Prefill:
+    thread: EngineThread[prefill.Command]
+    servicer: PrefillServicer
+    server: PrefillServer
+    fingerprint: Fingerprint
+    address: str
+
+    def holds_nothing(self) -> bool:
+        return self.servicer.num_calls == 0 and is_empty(self.thread)
+
+
+@dataclass(frozen=True)
+class Decode:
+    thread: EngineThread[decode.Command]
+    live_requests: LiveRequests
+    server: ServiceServer
+    transport: GrpcTransport
+    executor: ThreadPoolExecutor
+    replicas: ReplicaBoard
+    address: str
+
+    def holds_nothing(self) -> bool:
+        return len(self.live_requests) == 0 and is_empty(self.thread)
+
+
+def is_empty(thread: EngineThread[Any]) -> bool:
+    load = thread.load
+    pools_are_free = load.rows.free == load.rows.total and load.slots.free == load.slots.total
+    return pools_are_free and not (load.num_queued or load.num_running or load.unsent_bytes)
+
+
+def wait_until(holds: Callable[[], bool], about: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + BOUND_S
+    while not holds():
+        assert time.monotonic() < give_up_s, f"not within {BOUND_S} s: {about()}"
+        time.sleep(0.0005)
+
+
+@contextmanager
+def tiny_target() -> Iterator[tuple[TargetModel, TextTokenizer]]:
+    with tempfile.TemporaryDirectory() as directory:
+        save_tiny_model(Path(directory), "llama")
+        yield load_target(Path(directory), device="cpu", dtype="float32"), TextTokenizer.from_directory(Path(directory))
+
+
+async def start_prefill(model: TargetModel) -> Prefill:
+    fingerprint = fingerprint_of(model, None)
+    engine = PrefillEngine(
+        model=model,
+        device=open_device("cpu", num_threads=1),
+        max_rows=MAX_ROWS,
+        max_kv_tokens=MAX_KV_TOKENS,
+        max_context_tokens=CONTEXT,
+        chunk_tokens=16,
+        max_batch_tokens=64,
+        max_queued_rows=HANDOFF_ROWS,
+        debug_checks=True,
+    )
+
+    def deliver(events: Sequence[prefill.Event]) -> None:
+        servicer.deliver(events)
+
+    thread: EngineThread[prefill.Command] = EngineThread(
+        engine=engine, deliver=deliver, on_death=lambda error: servicer.engine_died(error), name="fuzz-prefill"
+    )
+    servicer = PrefillServicer(
+        engine=thread,
+        fingerprint=fingerprint,
+        model_limits=row_checks.ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
+        instance_id="fuzz",
+        limits=HandoffLimits(max_rows=HANDOFF_ROWS, first_command_timeout_s=BOUND_S),
+    )
+    server = PrefillServer(servicer=servicer)
+    thread.start()
+    port = await server.start("127.0.0.1:0")
+    await server.set_ready(True)
+    return Prefill(thread, servicer, server, fingerprint, f"127.0.0.1:{port}")
+
+
+async def stop_prefill(service: Prefill) -> None:
+    await service.server.stop(0)
+    await asyncio.to_thread(service.thread.stop, BOUND_S)
+
+
+async def start_decode(
+    model: TargetModel,
+    tokenizer: TextTokenizer,
+    prefill_address: str,
+    timeouts: HandoffTimeouts,
+    *,
+    prefill_timeout_s: float = BOUND_S,
+) -> Decode:
+    engine = DecodeEngine(
+        model=model,
+        device=open_device("cpu", num_threads=1),
+        max_rows=MAX_ROWS,
+        max_kv_tokens=MAX_KV_TOKENS,
+        max_context_tokens=CONTEXT,
+        prefill_timeout_s=prefill_timeout_s,
+        debug_checks=True,
+    )
+    replicas = ReplicaBoard()
+
+    def deliver(events: Sequence[decode.Event]) -> None:
+        router.deliver(events)
+
+    thread: EngineThread[decode.Command] = EngineThread(
+        engine=engine, deliver=deliver, on_death=lambda error: router.on_death(error), name="fuzz-decode"
+    )
+
+    def post_report(report: Any) -> None:
+        replicas.on_report(report)
+        thread.post(report)
+
+    transport = GrpcTransport(
+        post=post_report,
+        addresses=[prefill_address],
+        fingerprint=fingerprint_of(model, None),
+        vocab_size=model.vocab_size,
+        receive_budget_bytes=1 << 20,
+        timeouts=timeouts,
+    )
+    observer = RequestObserver(RequestMetrics(CollectorRegistry()))
+    live_requests = LiveRequests(engine=thread, max_live=MAX_ROWS, observer=observer)
+    router = EventRouter(
+        loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
+    )
+    executor = ThreadPoolExecutor(1)
+    servicer = InferenceServicer(
+        engine=thread,
+        live_requests=live_requests,
+        tokenizer=tokenizer,
+        limits=ModelLimits(
+            vocab_size=model.vocab_size, max_context_tokens=CONTEXT, eos_token_ids=model.eos_token_ids
+        ),
+        model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
+        replicas=replicas,
+        instance_id="fuzz",
+        observer=observer,
+        executor=executor,
+        client_stall_timeout_s=BOUND_S,
+    )
+    server = ServiceServer(service_name=INFERENCE_SERVICE)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
+    thread.start()
+    await transport.open()
+    port = await server.start("127.0.0.1:0")
+    return Decode(thread, live_requests, server, transport, executor, replicas, f"127.0.0.1:{port}")
+
+
+async def stop_decode(service: Decode) -> None:
+    await service.server.stop(0)
+    await service.transport.close()
+    await asyncio.to_thread(service.thread.stop, BOUND_S)
+    service.executor.shutdown()

@@ -1,0 +1,54 @@
+"""Whatever bytes come: an answer or a status that is documented, nothing held afterwards, and everyone else is served.
+
+`make fuzz` runs the same targets for as long as it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.fuzz.catalogue import TARGETS
+from tests.fuzz.target import CORPUS, Run, Target
+
+NUM_EXAMPLES = {"pure": 60, "edge": 25}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Target, Run]]:
+    target = TARGETS[request.param]
+    with target.open() as run:
+        yield target, run
+
+
+def test_every_input_of_the_corpus(opened: tuple[Target, Run]) -> None:
+    target, run = opened
+    assert list(target.corpus_files())
+    for path in target.corpus_files():
+        try:
+            run(path.read_bytes())
+        except Exception as error:
+            raise AssertionError(f"{path.relative_to(CORPUS)}: {error}") from error
+
+
+def test_new_inputs(opened: tuple[Target, Run]) -> None:
+    """The same ones in every run."""
+    target, run = opened
+
+    @settings(
+        max_examples=NUM_EXAMPLES["pure" if target.is_pure else "edge"],
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(target.inputs(target.seeds()))
+    def attack(data: bytes) -> None:
+        run(data)
+
+    attack()
+
+
+def test_the_corpus_has_a_folder_for_each_target_and_no_other() -> None:
+    assert {path.name for path in CORPUS.iterdir()} == set(TARGETS)
