@@ -28,16 +28,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def Check(  # type: ignore[override]  # the asyncio server takes a coroutine
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return _Response(status=self._statuses[request.service])
 
-    async def Watch(  # type: ignore[override]
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> None:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         sent = None
         while True:
             changed = self._changed

@@ -16,7 +16,7 @@ _MAX_MESSAGE_BYTES = 1024
 
 
 def status_of(error: BatonError) -> status_pb2.Status:
-    """The status, cut to what gRPC is sure to carry: a peer drops trailers of more than 8 KiB, and the code with them."""
+    """The status, cut to what gRPC is sure to carry: a peer drops trailers above 8 KiB, and the code with them."""
     detail = any_pb2.Any()
     metadata = {key: shortened(value) for key, value in error.metadata.items()}
     detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))

@@ -26,9 +26,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         self._max_streams = max_streams
         self._num_open: Counter[str] = Counter()
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None or not handler.response_streaming:
             return handler
@@ -47,7 +45,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
                     yield response
 
         return grpc.stream_stream_rpc_method_handler(
-            generate if inspect.isasyncgenfunction(serve) else write,  # type: ignore[arg-type]
+            generate if inspect.isasyncgenfunction(serve) else write,
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )

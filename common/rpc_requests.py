@@ -1,4 +1,4 @@
-"""Reads and parses the one request of a unary call, by the rules that streams have: bounded in time, refused by name."""
+"""Reads and parses the one request of a unary call by the rules of our streams: bounded in time, refused by name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler

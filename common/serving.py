@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
-from common.bearer_tokens import TokenCheck
+from common.bearer_tokens import TokenCheck, read_tokens
+from common.config.settings import ServiceSettings
 from common.errors import ConfigError
 from common.health import HealthServicer
 from common.rpc_limits import StreamLimit
@@ -32,7 +34,7 @@ _log = structlog.get_logger(__name__)
 class ServerLimits:
     """What a client may take. `max_streams` is of each method; a unary call's request comes within `request_timeout_s`.
 
-    A connection's handshake takes at most `handshake_timeout_s`, and one without a call is closed after `idle_timeout_s`.
+    A handshake takes at most `handshake_timeout_s`; a connection without a call is closed after `idle_timeout_s`.
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -60,6 +62,7 @@ class ServiceServer:
         limits = limits or ServerLimits()
         self._service_name = service_name
         self._credentials = credentials
+        self._has_tokens = bool(tokens)
         self._health = HealthServicer()
         self._is_ready: bool | None = None
         self.grpc_server = grpc.aio.server(
@@ -83,6 +86,8 @@ class ServiceServer:
 
         Raises ConfigError when the address cannot be had.
         """
+        if self._has_tokens and self._credentials is None and not is_loopback(address):
+            _log.warning("tokens_in_plain_text", listen=address)
         try:
             if self._credentials is None:
                 port = self.grpc_server.add_insecure_port(address)
@@ -113,6 +118,15 @@ class ServiceServer:
         await asyncio.shield(self.grpc_server.stop(grace_s))
 
 
+def is_loopback(address: str) -> bool:
+    """Whether "host:port" is reached from this machine only; a name other than localhost may be anywhere."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 @contextmanager
 def termination_signals() -> Iterator[asyncio.Event]:
     """The event is set by the first SIGTERM or SIGINT; a further one ends the process as the system has it."""
@@ -132,6 +146,11 @@ def termination_signals() -> Iterator[asyncio.Event]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def server_tokens(settings: ServiceSettings) -> tuple[str, ...]:
+    """The tokens that callers must show one of; none when no file is named."""
+    return () if settings.auth_token_file is None else read_tokens("auth_token_file", settings.auth_token_file)
 
 
 def server_credentials(

@@ -16,15 +16,25 @@ from contextlib import suppress
 import structlog
 
 from baton.v1 import inference_pb2_grpc
+from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
 from common.engine_thread import EngineThread
 from common.errors import Draining
 from common.service_main import Process
-from common.serving import ServiceServer, channel_credentials, server_credentials, termination_signals
+from common.serving import (
+    ServerLimits,
+    ServiceServer,
+    channel_credentials,
+    is_loopback,
+    server_credentials,
+    server_tokens,
+    termination_signals,
+)
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
+from common.wire.grpc_options import Metadata
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
@@ -83,6 +93,8 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     server = ServiceServer(
         service_name=INFERENCE_SERVICE,
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
+        tokens=server_tokens(settings),
+        limits=ServerLimits(max_message_bytes=settings.max_request_bytes, max_streams=settings.max_streams),
     )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor, termination_signals() as terminated:
         servicer = InferenceServicer(
@@ -149,6 +161,11 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
     credentials = None
     if settings.prefill_tls:
         credentials = channel_credentials(settings.prefill_tls_ca, settings.tls_cert, settings.tls_key)
+    metadata: Metadata = ()
+    if settings.prefill_token_file is not None:
+        metadata = authorization(read_tokens("prefill_token_file", settings.prefill_token_file)[0])
+        if credentials is None and not all(map(is_loopback, settings.prefill)):
+            _log.warning("tokens_in_plain_text", prefill=settings.prefill)
     return GrpcTransport(
         post=post,
         addresses=settings.prefill,
@@ -157,4 +174,5 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         receive_budget_bytes=settings.receive_budget_bytes,
         timeouts=HandoffTimeouts(progress_timeout_s=settings.handoff_progress_timeout_s),
         credentials=credentials,
+        metadata=metadata,
     )

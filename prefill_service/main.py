@@ -16,7 +16,7 @@ from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import StartupError
 from common.service_main import Process
-from common.serving import server_credentials, termination_signals
+from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from prefill_service.edge.row_checks import ModelLimits
@@ -72,7 +72,10 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
     )
     server = PrefillServer(
-        servicer=servicer, credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        servicer=servicer,
+        credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
+        tokens=server_tokens(settings),
+        limits=ServerLimits(max_streams=settings.max_streams),
     )
     engine_metrics.watch(lambda: thread.load)
     with termination_signals() as terminated:

@@ -45,6 +45,7 @@ def bench(
     cert_file: options.CertFile = None,
     key_file: options.KeyFile = None,
     server_name: options.ServerName = None,
+    token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure time to first token, time between tokens, tokens per second and the handoff, as a client sees them."""
@@ -62,6 +63,7 @@ def bench(
         for index, level in enumerate(levels)
     ]
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
+    token = options.read_token(token_file)
     with reported_errors(as_json):
         if not addresses:
             prepare_model(model, as_json=as_json)
@@ -80,16 +82,18 @@ def bench(
         )
         with pair as started:
             targets = addresses or list(started.decode_addresses if started else ())
-            reports = asyncio.run(_measure(targets, tls, workloads, as_json))
+            reports = asyncio.run(_measure(targets, tls, token, workloads, as_json))
     if not as_json:
         Console(highlight=False).print(_table(reports))
     if any(report.num_failed for report in reports):
         raise typer.Exit(1)
 
 
-async def _measure(addresses: list[str], tls: Tls | None, workloads: list[Workload], as_json: bool) -> list[LoadReport]:
+async def _measure(
+    addresses: list[str], tls: Tls | None, token: str | None, workloads: list[Workload], as_json: bool
+) -> list[LoadReport]:
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(AsyncClient(address, tls=tls)) for address in addresses]
+        clients = [await stack.enter_async_context(AsyncClient(address, tls=tls, token=token)) for address in addresses]
         vocab_size = (await clients[0].model_info()).vocab_size
         warm_up = Workload(
             concurrency=len(clients), num_requests=len(clients), num_prompt_tokens=8, num_new_tokens=8, prompt_seed=-1

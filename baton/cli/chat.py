@@ -29,6 +29,7 @@ def chat(
     cert_file: options.CertFile = None,
     key_file: options.KeyFile = None,
     server_name: options.ServerName = None,
+    token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Talk with the model. One line is one message; /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
@@ -36,7 +37,8 @@ def chat(
     messages = list(first)
     console = text_console()
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
-    with reported_errors(as_json), Client(address, tls=tls) as client:
+    token = options.read_token(token_file)
+    with reported_errors(as_json), Client(address, tls=tls, token=token) as client:
         while (line := _read_line()) is not None and line != "/exit":
             if line == "/reset":
                 messages = list(first)

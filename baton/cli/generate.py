@@ -46,6 +46,7 @@ def generate(
     cert_file: options.CertFile = None,
     key_file: options.KeyFile = None,
     server_name: options.ServerName = None,
+    token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Stream the answer to a prompt."""
@@ -56,7 +57,8 @@ def generate(
         if system is not None:
             messages.insert(0, ChatMessage("system", system))
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
-    with reported_errors(as_json), Client(address, tls=tls) as client:
+    token = options.read_token(token_file)
+    with reported_errors(as_json), Client(address, tls=tls, token=token) as client:
         events = client.generate(
             text if messages is None else None,
             chat=messages,

@@ -19,11 +19,13 @@ def info(
     cert_file: options.CertFile = None,
     key_file: options.KeyFile = None,
     server_name: options.ServerName = None,
+    token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Show which model is served, by which prefill replicas, and the load."""
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
-    with reported_errors(as_json), Client(address, tls=tls) as client:
+    token = options.read_token(token_file)
+    with reported_errors(as_json), Client(address, tls=tls, token=token) as client:
         model, load = client.model_info(), client.load()
     if as_json:
         print_json("info", address=address, model=model, load=load)

@@ -22,6 +22,12 @@ CaFile = Annotated[Path | None, typer.Option(help="Trust these roots (PEM).", ri
 CertFile = Annotated[Path | None, typer.Option(help="Certificate for mutual TLS (PEM).", rich_help_panel=_TLS)]
 KeyFile = Annotated[Path | None, typer.Option(help="Key of --cert-file (PEM).", rich_help_panel=_TLS)]
 ServerName = Annotated[str | None, typer.Option(help="Name in the server's certificate.", rich_help_panel=_TLS)]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="BATON_TOKEN_FILE", help="File with the token to show, on its first line.", rich_help_panel=_TLS
+    ),
+]
 
 _SAMPLING = "Sampling"
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
@@ -73,6 +79,19 @@ def tls_options(
     if not (use_tls or ca_file or cert_file or key_file):
         return None
     return Tls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The first token in a file like those of the services."""
+    if path is None:
+        return None
+    try:
+        lines = path.read_text().split()
+    except (OSError, UnicodeDecodeError):
+        raise typer.BadParameter(f"{path} cannot be read", param_hint="--token-file") from None
+    if not lines:
+        raise typer.BadParameter(f"{path} holds no token", param_hint="--token-file")
+    return lines[0]
 
 
 def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:

@@ -39,12 +39,14 @@ def self_chat(
     cert_file: options.CertFile = None,
     key_file: options.KeyFile = None,
     server_name: options.ServerName = None,
+    token_file: options.TokenFile = None,
 ) -> None:
     """Let the served model ask itself questions and answer them. The file is training data for `train-draft`."""
     if openings and questions:
         raise typer.BadParameter("give one of them", param_hint="--openings and --questions")
     answer_temperatures = _parse_temperatures(temperatures)
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
+    token = options.read_token(token_file)
     with reported_errors(False):
         prepare_model(model, as_json=False)
         from common.errors import StartupError
@@ -59,6 +61,7 @@ def self_chat(
                 _write(
                     address,
                     tls,
+                    token,
                     encoder,
                     out,
                     num_conversations=num_conversations,
@@ -76,6 +79,7 @@ def self_chat(
 async def _write(
     address: str,
     tls: Tls | None,
+    token: str | None,
     encoder: TextTokenizer,
     out: Path,
     *,
@@ -87,7 +91,7 @@ async def _write(
     from training.progress import Progress
 
     progress = Progress(text_console())
-    async with AsyncClient(address, tls=tls) as client:
+    async with AsyncClient(address, tls=tls, token=token) as client:
         served = await client.model_info()
         self_chat = SelfChat(client, encoder, model_digest=served.digest, **settings)
         num_before = await write_self_chat(

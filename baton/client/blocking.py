@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client.channel import ChannelOptions, Tls, channel_options
+from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
 from baton.client.event_order import CompletionBuilder, EventOrder
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Internal, error_from_rpc
@@ -56,7 +56,7 @@ class Client:
     """Talks to one decode service.
 
     `rpc_timeout_s` bounds the small calls (model_info, load, health). A generation is bounded by its own `timeout_s`,
-    which travels as the request's deadline; None leaves it unbounded.
+    which travels as the request's deadline; None leaves it unbounded. `token` is shown with every call but health.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Client:
         address: str,
         *,
         tls: Tls | None = None,
+        token: str | None = None,
         rpc_timeout_s: float = 10.0,
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class Client:
             if tls is None
             else grpc.secure_channel(address, tls.credentials(), options)
         )
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._inference = inference_pb2_grpc.InferenceStub(authorized(self._channel, token))
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(

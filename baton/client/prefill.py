@@ -7,7 +7,7 @@ from typing import Self
 
 import grpc
 
-from baton.client.channel import ChannelOptions, Tls, channel_options
+from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
 from baton.codec import prefill_load_from_wire
 from baton.errors import error_from_rpc
 from baton.server_info import PrefillLoad
@@ -15,13 +15,14 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 
 
 class PrefillClient:
-    """`rpc_timeout_s` bounds every call."""
+    """`rpc_timeout_s` bounds every call; `token` is shown with it."""
 
     def __init__(
         self,
         address: str,
         *,
         tls: Tls | None = None,
+        token: str | None = None,
         rpc_timeout_s: float = 10.0,
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
@@ -33,7 +34,7 @@ class PrefillClient:
             if tls is None
             else grpc.secure_channel(address, tls.credentials(), options)
         )
-        self._prefill = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._prefill = prefill_pb2_grpc.PrefillStub(authorized(self._channel, token))
 
     def load(self) -> PrefillLoad:
         try:

@@ -17,8 +17,8 @@ from common.errors import ConfigError
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
-# The client's own variable: one environment may serve services and clients.
-_OTHER_VARIABLES = {"BATON_ADDRESS"}
+# The client's own variables: one environment may serve services and clients.
+_OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
 
 
 def load_settings(kind: type[SettingsT], argv: Sequence[str], *, program: str) -> SettingsT:

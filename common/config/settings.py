@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from common.wire.grpc_options import MAX_MESSAGE_BYTES
 from common.wire.handoff import MAX_SEGMENT_BYTES
 
 ENV_PREFIX = "BATON_"
@@ -35,6 +36,7 @@ OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_on_commas)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+RequestBytes = Annotated[int, Field(ge=64 << 10, le=MAX_MESSAGE_BYTES)]
 SegmentBytes = Annotated[int, Field(ge=64 << 10, le=MAX_SEGMENT_BYTES)]
 
 
@@ -65,6 +67,8 @@ class ServiceSettings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
+    auth_token_file: Path | None = None
+    max_streams: Positive = 1024
 
     @model_validator(mode="after")
     def _check_draft(self) -> Self:
@@ -112,6 +116,8 @@ class DecodeSettings(ServiceSettings):
     client_stall_timeout_s: Seconds = 60.0
     prefill_tls: bool = False
     prefill_tls_ca: Path | None = None
+    prefill_token_file: Path | None = None
+    max_request_bytes: RequestBytes = 4 << 20
 
     @model_validator(mode="after")
     def _check_prefill(self) -> Self:

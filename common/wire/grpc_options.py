@@ -27,7 +27,10 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def server_options(
-    *, max_receive_bytes: int = MAX_MESSAGE_BYTES, handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S, idle_timeout_s: float = IDLE_TIMEOUT_S
+    *,
+    max_receive_bytes: int = MAX_MESSAGE_BYTES,
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> Options:
     """A larger message fails its call with RESOURCE_EXHAUSTED. The clients' pings never draw a GOAWAY.
 

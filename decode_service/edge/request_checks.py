@@ -59,6 +59,11 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
     for feature in ("priority", "lora"):
         if request.HasField(feature):
             raise InvalidRequest(feature, "is not served")
+    num_generated = len(request.generated_token_ids)
+    if num_generated >= limits.max_context_tokens:
+        raise InvalidRequest(
+            "generated_token_ids", f"{num_generated} tokens do not fit a context of {limits.max_context_tokens}"
+        )
     return CheckedRequest(
         request_id=_request_id(request),
         prompt=_prompt(request, limits),
@@ -71,14 +76,9 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
     """The sampling both engines compute with: what the context leaves is the default of `max_tokens`."""
     if not prompt_token_ids:
         raise InvalidRequest("prompt", "is empty")
+    room = _room(len(prompt_token_ids), limits)
     check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     sampling = checked.sampling
-    room = limits.max_context_tokens - len(prompt_token_ids)
-    if room < 1:
-        raise InvalidRequest(
-            "prompt",
-            f"{len(prompt_token_ids)} tokens leave no room for output in a context of {limits.max_context_tokens}",
-        )
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > room:
         raise InvalidRequest(
@@ -91,6 +91,16 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
     resolved = sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)
     _check_generated(checked.generated_token_ids, resolved)
     return resolved
+
+
+def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:
+    """What the prompt leaves of the context, at least 1."""
+    room = limits.max_context_tokens - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequest(
+            "prompt", f"{num_prompt_tokens} tokens leave no room for output in a context of {limits.max_context_tokens}"
+        )
+    return room
 
 
 def _check_generated(token_ids: Sequence[int], sampling: ResolvedSampling) -> None:
@@ -118,6 +128,7 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prom
         case "token_ids":
             if not request.token_ids.ids:
                 raise InvalidRequest("prompt", "is empty")
+            _room(len(request.token_ids.ids), limits)  # before each id is looked at: there may be millions
             return TokenIdsPrompt(check_token_ids("token_ids", request.token_ids.ids, limits.vocab_size))
         case "chat":
             return _chat(request.chat)

@@ -135,10 +135,9 @@ def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
 
 
 def _stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int, num_eos: int) -> tuple[int, ...]:
-    token_ids = tuple(dict.fromkeys(check_token_ids("sampling.stop_token_ids", params.stop_token_ids, vocab_size)))
-    if len(token_ids) + num_eos > MAX_END_TOKEN_IDS:
+    if len(params.stop_token_ids) + num_eos > MAX_END_TOKEN_IDS:
         raise InvalidRequest("sampling.stop_token_ids", f"more than {MAX_END_TOKEN_IDS - num_eos} ids")
-    return token_ids
+    return tuple(dict.fromkeys(check_token_ids("sampling.stop_token_ids", params.stop_token_ids, vocab_size)))
 
 
 def _logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -102,7 +102,7 @@ class GrpcReplica:
 
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
         """The answer, parsed here: gRPC gives None for what it cannot parse. Raises ProtocolError."""
-        call = self._look_channel.unary_unary(method)
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._look_channel.unary_unary(method)
         return parse(kind, await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata))
 
     def _not_ready(self, error: BatonError) -> Replica:

@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.serving import ServiceServer
+from common.serving import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.tokenizer import TextTokenizer
 from decode_service.edge.event_router import EventRouter
@@ -59,6 +59,7 @@ class Edge:
     server: ServiceServer
     servicer: InferenceServicer
     channel: grpc.aio.Channel
+    address: str
     registry: CollectorRegistry
     tokenizer: TextTokenizer
     log: list[dict[str, Any]]
@@ -82,7 +83,9 @@ class Edge:
 
 
 @asynccontextmanager
-async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
+async def running_edge(
+    log: list[dict[str, Any]], *, tokens: Sequence[str] = (), limits: ServerLimits | None = None
+) -> AsyncIterator[Edge]:
     tokenizer = byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
     registry = CollectorRegistry()
@@ -107,7 +110,7 @@ async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
         client_stall_timeout_s=0.2,
     )
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
-    server = ServiceServer(service_name=SERVICE)
+    server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
     port = await server.start("127.0.0.1:0")
     follower = asyncio.create_task(
@@ -115,7 +118,18 @@ async def running_edge(log: list[dict[str, Any]]) -> AsyncIterator[Edge]:
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Edge(
-            engine, transport, live_requests, router, replicas, server, servicer, channel, registry, tokenizer, log
+            engine,
+            transport,
+            live_requests,
+            router,
+            replicas,
+            server,
+            servicer,
+            channel,
+            f"127.0.0.1:{port}",
+            registry,
+            tokenizer,
+            log,
         )
     follower.cancel()
     await server.stop(0)

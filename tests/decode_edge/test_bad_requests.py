@@ -53,6 +53,24 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(field: str, fields:
     assert refusal.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt", {"token_ids": inference_pb2.TokenIds(ids=[100] * CONTEXT)}),
+        ("generated_token_ids", {"text": "a", "generated_token_ids": [100] * CONTEXT}),
+        ("sampling.stop_token_ids", {"text": "a", "sampling": {"stop_token_ids": [100] * 64}}),
+    ],
+)
+def test_a_list_that_is_too_long_is_refused_before_its_entries_are_looked_at(
+    field: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        check_request(inference_pb2.GenerateRequest(**fields), LIMITS)
+
+    assert refusal.value.field == field
+    assert "vocabulary" not in str(refusal.value)
+
+
 def test_a_request_without_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest) as refusal:
         check_request(inference_pb2.GenerateRequest(), LIMITS)

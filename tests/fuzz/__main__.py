@@ -1,4 +1,4 @@
-"""`make fuzz`: every target for its share of the time. Exit status 1 when an input broke a contract; it is in the corpus then."""
+"""`make fuzz`: each target for its share of the time. Exit status 1 when an input broke a contract; it is kept."""
 
 from __future__ import annotations
 

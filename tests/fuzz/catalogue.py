@@ -1,4 +1,4 @@
-"""Every target. Coverage is taken in these modules of theirs; others may hold code that a compiler must read as it is."""
+"""Every target."""
 
 from __future__ import annotations
 

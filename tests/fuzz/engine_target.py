@@ -81,9 +81,7 @@ class EngineUnderFire:
         self.clock.now_s += _TICK_S
         return self.engine.step(commands)
 
-    def _answer(
-        self, event: decode.Event, frames: Sequence[bytes], *, ends_well: bool
-    ) -> list[decode.Command]:
+    def _answer(self, event: decode.Event, frames: Sequence[bytes], *, ends_well: bool) -> list[decode.Command]:
         match event:
             case decode.StartHandoff():
                 return self._play(event.call_id, event.rows, frames, ends_well=ends_well)

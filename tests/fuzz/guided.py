@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.guided TARGET KEPT CORPUS [libFuzzer flags]`: one target under atheris, until libFuzzer ends it."""
+"""`python -m tests.fuzz.guided TARGET KEPT CORPUS [flags]`: one target under atheris; libFuzzer ends the process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Inputs for one target until the time is over, or until one breaks its contract.
 
-structured: hypothesis draws inputs that know the format.  guided: atheris changes bytes, and keeps what reaches new code.
+structured: hypothesis draws inputs that know the format.  guided: atheris changes bytes, keeps what reaches new code.
 """
 
 from __future__ import annotations

@@ -42,9 +42,7 @@ def assert_travels(error: BatonError) -> None:
 def generate_request() -> Iterator[Run]:
     """A GenerateRequest's checks, up to the tokens and sampling that the engine would be given."""
     tokenizer = byte_level()
-    limits = ModelLimits(
-        vocab_size=vocab_size(tokenizer), max_context_tokens=64, eos_token_ids=(eos_id(tokenizer),)
-    )
+    limits = ModelLimits(vocab_size=vocab_size(tokenizer), max_context_tokens=64, eos_token_ids=(eos_id(tokenizer),))
 
     def run(data: bytes) -> None:
         try:

@@ -52,7 +52,7 @@ HANDOFF_ROWS = 8
 
 
 class Loop:
-    """An event loop on a thread. What goes wrong there without anyone waiting for it is remembered, as errors logged."""
+    """An event loop on a thread. It remembers what goes wrong while nobody waits for it, as it does errors logged."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -154,8 +154,11 @@ async def start_prefill(model: TargetModel) -> Prefill:
     def deliver(events: Sequence[prefill.Event]) -> None:
         servicer.deliver(events)
 
+    def on_death(error: BaseException) -> None:
+        servicer.engine_died(error)
+
     thread: EngineThread[prefill.Command] = EngineThread(
-        engine=engine, deliver=deliver, on_death=lambda error: servicer.engine_died(error), name="fuzz-prefill"
+        engine=engine, deliver=deliver, on_death=on_death, name="fuzz-prefill"
     )
     servicer = PrefillServicer(
         engine=thread,
@@ -198,8 +201,11 @@ async def start_decode(
     def deliver(events: Sequence[decode.Event]) -> None:
         router.deliver(events)
 
+    def on_death(error: BaseException) -> None:
+        router.on_death(error)
+
     thread: EngineThread[decode.Command] = EngineThread(
-        engine=engine, deliver=deliver, on_death=lambda error: router.on_death(error), name="fuzz-decode"
+        engine=engine, deliver=deliver, on_death=on_death, name="fuzz-decode"
     )
 
     def post_report(report: Any) -> None:
@@ -224,9 +230,7 @@ async def start_decode(
         engine=thread,
         live_requests=live_requests,
         tokenizer=tokenizer,
-        limits=ModelLimits(
-            vocab_size=model.vocab_size, max_context_tokens=CONTEXT, eos_token_ids=model.eos_token_ids
-        ),
+        limits=ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT, eos_token_ids=model.eos_token_ids),
         model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
         replicas=replicas,
         instance_id="fuzz",

@@ -1,4 +1,4 @@
-"""Protobuf bytes, right and wrong: every field of a message absent, extreme, repeated, of another wire type, or unknown."""
+"""Protobuf bytes, right and wrong: each field absent, extreme, repeated, of another wire type, or unknown."""
 
 from __future__ import annotations
 

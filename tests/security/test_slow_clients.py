@@ -1,0 +1,245 @@
+"""Clients that open and do not send, or are sent to and do not read: each is bounded, everyone else is served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import inference_pb2
+from common.serving import ServerLimits
+from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit, Tokens
+from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_edge
+from tests.decode_edge.fake_engine import BOUND_S
+from tests.security.raw_http2 import DATA, HEADERS, PREFACE, WINDOW_UPDATE, RawHttp2, frame, grpc_message, headers
+
+GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+SHORT_S = 0.2
+NUM_STREAMS = 3
+REQUEST = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3])).SerializeToString()
+
+
+Connect = Callable[..., Awaitable[RawHttp2]]
+
+
+@pytest.fixture
+async def edge() -> AsyncIterator[Edge]:
+    limits = ServerLimits(
+        max_message_bytes=1 << 16,
+        max_streams=NUM_STREAMS,
+        request_timeout_s=SHORT_S,
+        handshake_timeout_s=SHORT_S,
+        idle_timeout_s=SHORT_S,
+    )
+    async with running_edge([], limits=limits) as running:
+        yield running
+        running.router.on_death(RuntimeError("the test is over"))
+        await running.live_requests.wait_idle()
+
+
+@pytest.fixture
+async def connect(edge: Edge) -> AsyncIterator[Connect]:
+    """Raw connections to the edge."""
+    made: list[RawHttp2] = []
+
+    async def connect(**options: int) -> RawHttp2:
+        made.append(await RawHttp2.connect(edge.address, **options))
+        return made[-1]
+
+    yield connect
+    for client in made:
+        await client.close()
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not holds():  # noqa: ASYNC110 - frames come by themselves
+            await asyncio.sleep(0.005)
+
+
+async def is_served(edge: Edge) -> None:
+    """A whole generation, a small call and a health check, on a connection of their own."""
+    num_before = len(edge.engine.of_type(Submit))
+    call = edge.generate(timeout=BOUND_S)
+    request_id = (await edge.engine.submitted(num_before + 1)).request_id
+    edge.deliver(Tokens(request_id, (97,)), Finished(request_id, FinishReason.LENGTH, 3, 1, RequestTimings()))
+    assert [event.WhichOneof("event") async for event in call] == ["started", "delta", "finished"]
+    await edge.stub.GetLoad(inference_pb2.GetInferenceLoadRequest(), timeout=BOUND_S)
+    checked = await health_pb2_grpc.HealthStub(edge.channel).Check(
+        health_pb2.HealthCheckRequest(service=SERVICE), timeout=BOUND_S
+    )
+    assert checked.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def num_handlers() -> int:
+    """Calls that the server works on: each is a task."""
+    return sum("_handle_rpc" in str(task.get_coro()) for task in asyncio.all_tasks())
+
+
+# ---- who does not send ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [GENERATE, GET_LOAD, CHECK, WATCH])
+async def test_a_call_whose_request_does_not_come_ends(edge: Edge, connect: Connect, method: str) -> None:
+    """Not at all, or not all of it."""
+    slow = await connect()
+    silent, partial = slow.open(method), slow.open(method)
+    slow.send(frame(DATA, 0, partial, grpc_message(REQUEST)[:-1]))
+
+    await eventually(lambda: slow.has_ended(silent) and slow.has_ended(partial))
+
+    for stream in (silent, partial):
+        assert b"did not arrive within" in b"".join(slow.of(stream, HEADERS))
+    assert not edge.engine.commands
+    await eventually(lambda: num_handlers() == 0)
+    await is_served(edge)
+
+
+async def test_streams_beyond_the_limit_are_refused_and_the_small_calls_answered(edge: Edge, connect: Connect) -> None:
+    """Those whose request has not come count too; when they are over there is room again."""
+    slow = await connect()
+    silent = [slow.open(GENERATE) for _ in range(NUM_STREAMS)]
+    await eventually(lambda: num_handlers() == NUM_STREAMS)
+
+    refused = await error_of(edge.generate(timeout=BOUND_S))
+    assert refused == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", {})
+    await edge.stub.GetLoad(inference_pb2.GetInferenceLoadRequest(), timeout=BOUND_S)
+    await edge.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=BOUND_S)
+    check = health_pb2_grpc.HealthStub(edge.channel).Check
+    await check(health_pb2.HealthCheckRequest(service=""), timeout=BOUND_S)
+    watch = health_pb2_grpc.HealthStub(edge.channel).Watch(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+
+    await eventually(lambda: all(map(slow.has_ended, silent)))
+    await is_served(edge)
+
+
+@pytest.mark.parametrize("sent", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n", bytes(64)], ids=repr)
+async def test_a_connection_that_does_not_become_http2_is_closed(edge: Edge, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*edge.address.split(":"))
+    writer.write(sent)
+    async with asyncio.timeout(BOUND_S):
+        while await reader.read(1024):
+            pass
+    writer.close()
+    await is_served(edge)
+
+
+async def test_a_connection_without_calls_is_closed_and_its_client_connects_again(edge: Edge, connect: Connect) -> None:
+    await is_served(edge)
+    idle = [await connect() for _ in range(20)]
+    half_a_header = await connect()
+    half_a_header.send(frame(HEADERS, 0, 1, headers(GENERATE)[:20]))
+
+    await asyncio.wait_for(asyncio.gather(*(each.is_closed.wait() for each in (*idle, half_a_header))), BOUND_S)
+
+    await is_served(edge)
+
+
+# ---- who does not read ----------------------------------------------------------------------------------------------
+
+
+async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(edge: Edge, connect: Connect) -> None:
+    """Its client lets nothing through: not an event, and of the status only what needs no window."""
+    stalled = await connect(window=0)
+    streams = [stalled.open(GENERATE, REQUEST) for _ in range(NUM_STREAMS)]
+    await edge.engine.submitted(NUM_STREAMS)
+
+    await eventually(lambda: len(edge.engine.of_type(Abort)) == NUM_STREAMS)
+    await eventually(lambda: num_handlers() == 0)
+
+    assert len(edge.live_requests) == 0
+    assert not any(stalled.of(stream, DATA) for stream in streams)
+    await is_served(edge)
+
+
+async def test_what_a_slow_reader_has_not_taken_is_kept_once(edge: Edge, connect: Connect) -> None:
+    """A reader that takes 16 bytes at a time is sent few, large events: the server holds no queue for it."""
+    slow = await connect(window=16)
+    stream = slow.open(GENERATE, REQUEST)
+    request_id = (await edge.engine.submitted()).request_id
+    for _ in range(40):
+        edge.deliver(Tokens(request_id, (97,)))
+    edge.deliver(Finished(request_id, FinishReason.LENGTH, 3, 40, RequestTimings()))
+
+    for _ in range(200):
+        slow.send(frame(WINDOW_UPDATE, 0, stream, (16).to_bytes(4, "big")))
+    await eventually(lambda: slow.has_ended(stream))
+
+    events = messages_in(b"".join(slow.of(stream, DATA)))
+    kinds = [event.WhichOneof("event") for event in events]
+    assert (kinds[0], kinds[-1]) == ("started", "finished")
+    assert sum(len(event.delta.token_ids) for event in events) == 40
+    assert len(events) <= 5, "merged while they could not be sent"
+
+
+def messages_in(data: bytes) -> list[inference_pb2.GenerateEvent]:
+    events = []
+    while data:
+        size = int.from_bytes(data[1:5], "big")
+        events.append(inference_pb2.GenerateEvent.FromString(data[5 : 5 + size]))
+        data = data[5 + size :]
+    return events
+
+
+async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, connect: Connect) -> None:
+    """Readiness, and what waits for it at shutdown, goes on."""
+    stalled = await connect(window=0)
+    stalled.open(WATCH, health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString())
+    await eventually(lambda: num_handlers() == 1)
+
+    async with asyncio.timeout(BOUND_S):
+        for is_ready in (False, True, False, True):
+            await edge.server.set_ready(is_ready)
+            watch = health_pb2_grpc.HealthStub(edge.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            await watch.read()
+            watch.cancel()
+    await is_served(edge)
+
+
+# ---- who sends too much ---------------------------------------------------------------------------------------------
+
+
+async def test_a_request_beyond_the_size_limit_fails_alone(edge: Edge) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await edge.generate(text="x" * (1 << 17), timeout=BOUND_S).read()
+    assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    await is_served(edge)
+
+
+async def test_metadata_beyond_the_size_limit_fails_alone(edge: Edge) -> None:
+    request = inference_pb2.GetInferenceLoadRequest()
+    for num_bytes, is_refused in ((4 << 10, False), (17 << 10, True), (200 << 10, True)):
+        call = edge.stub.GetLoad(request, metadata=(("noise", "x" * num_bytes),), timeout=BOUND_S)
+        if is_refused:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call
+            assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        else:
+            await call
+    await is_served(edge)
+
+
+async def test_an_error_about_a_long_field_arrives_with_its_code_and_field(edge: Edge) -> None:
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="é" * 20_000)])
+
+    code, reason, metadata = await error_of(edge.generate(chat=chat))
+
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert metadata == {"field": "chat.messages[0].role"}
+
+
+async def test_a_request_that_cannot_be_parsed_is_refused_by_name(edge: Edge) -> None:
+    for method in (GENERATE, GET_LOAD, CHECK):
+        call = edge.channel.unary_stream(method)(b"\x12\x02\xff\xfe\xff")
+        code, reason, metadata = await error_of(call)
+        assert (code, reason, metadata) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+            {"field": "request"},
+        )

@@ -1,0 +1,163 @@
+"""TLS and mutual TLS from decode to prefill: who is trusted is served, everyone else is told why and harms nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import PrefillUnavailable
+from common.serving import channel_credentials, server_credentials
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.messages import Replica, StartHandoff
+from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from tests.handoff.homes import FAST, LIMITS, LoopThread
+from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row
+from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
+from tests.security.certificates import LONG_AGO, Authority, Files
+from tests.wire.strategies import VOCAB_SIZE
+
+
+class Rig:
+    """One prefill server with the credentials given, and decode transports that try to reach it."""
+
+    def __init__(self) -> None:
+        self.loop = LoopThread()
+        self.prefill = ScriptedPrefill()
+        self._num_calls = 0
+        self._closings: list[Callable[[], Any]] = []
+
+    def serve(self, credentials: grpc.ServerCredentials | None) -> str:
+        async def start() -> tuple[PrefillServer, int]:
+            servicer = PrefillServicer(
+                engine=self.prefill,
+                fingerprint=FINGERPRINT,
+                model_limits=LIMITS,
+                instance_id="instance",
+                limits=HandoffLimits(),
+            )
+            self.prefill.deliver = servicer.deliver
+            server = PrefillServer(servicer=servicer, credentials=credentials)
+            port = await server.start("127.0.0.1:0")
+            await server.set_ready(True)
+            return server, port
+
+        server, port = self.loop.run(start())
+        self._closings.append(lambda: self.loop.run(server.stop(0)))
+        return f"127.0.0.1:{port}"
+
+    def look(self, address: str, credentials: grpc.ChannelCredentials | None) -> tuple[RecordingDecode, GrpcTransport]:
+        decode = RecordingDecode()
+
+        async def connect() -> GrpcTransport:
+            transport = GrpcTransport(
+                post=decode.post,
+                addresses=[address],
+                fingerprint=FINGERPRINT,
+                vocab_size=VOCAB_SIZE,
+                receive_budget_bytes=ROOMY_BUDGET_BYTES,
+                timeouts=FAST,
+                credentials=credentials,
+            )
+            await transport.open()
+            return transport
+
+        transport = self.loop.run(connect())
+        self._closings.append(lambda: self.loop.run(transport.close()))
+        return decode, transport
+
+    def is_served(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        """A whole handoff."""
+        decode, transport = self.look(address, credentials)
+        decode.latest_replica(lambda replica: replica.is_ready)
+        transport.start(StartHandoff("call", address, (row(),)))
+        self._num_calls += 1
+        call_id = self.prefill.opened(self._num_calls)[-1].call_id
+        self.prefill.emit(call_id, prebuilt(0))
+        self.prefill.finish(call_id)
+        assert decode.ended("call").error is None
+
+    def refusal(self, address: str, credentials: grpc.ChannelCredentials | None) -> str:
+        """Why the replica is not ready, as GetLoad and the log name it."""
+        decode, _ = self.look(address, credentials)
+        replica: Replica = decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
+        assert not replica.is_ready
+        assert isinstance(replica.error, PrefillUnavailable)
+        return str(replica.error)
+
+    def close(self) -> None:
+        for close in reversed(self._closings):
+            close()
+        self.loop.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ours"), "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("theirs"), "theirs")
+
+
+def server(files: Files, client_ca: Path | None = None) -> grpc.ServerCredentials | None:
+    return server_credentials(files.certificate, files.key, client_ca)
+
+
+def client(ca: Path, files: Files | None = None) -> grpc.ChannelCredentials:
+    return channel_credentials(ca, files and files.certificate, files and files.key)
+
+
+def test_a_replica_whose_certificate_is_trusted_is_served(rig: Rig, ours: Authority) -> None:
+    rig.is_served(rig.serve(server(ours.issue("server"))), client(ours.ca))
+
+
+def test_mutual_tls_serves_who_has_a_certificate_and_refuses_everyone_else(
+    rig: Rig, ours: Authority, theirs: Authority
+) -> None:
+    address = rig.serve(server(ours.issue("mutual"), ours.ca))
+    trusted = client(ours.ca, ours.issue("client"))
+    rig.is_served(address, trusted)
+
+    assert "UNAVAILABLE" in rig.refusal(address, client(ours.ca)), "no certificate"
+    assert "UNAVAILABLE" in rig.refusal(address, client(ours.ca, theirs.issue("client"))), "another authority's"
+    expired = ours.issue("expired-client", expires=LONG_AGO)
+    assert "UNAVAILABLE" in rig.refusal(address, client(ours.ca, expired)), "one that is over"
+    assert "UNAVAILABLE" in rig.refusal(address, None), "plain text"
+
+    rig.is_served(address, trusted)
+
+
+@pytest.mark.parametrize("fault", ["another authority", "expired", "another host", "plain text"])
+def test_a_server_that_cannot_be_trusted_is_not_ready_and_the_reason_is_named(
+    rig: Rig, ours: Authority, theirs: Authority, fault: str
+) -> None:
+    credentials = {
+        "another authority": lambda: server(theirs.issue("server")),
+        "expired": lambda: server(ours.issue("expired", expires=LONG_AGO)),
+        "another host": lambda: server(ours.issue("elsewhere", host="elsewhere.example")),
+        "plain text": lambda: None,
+    }[fault]()
+
+    reason = rig.refusal(rig.serve(credentials), client(ours.ca))
+
+    named = {
+        "another authority": "CERTIFICATE_VERIFY_FAILED",
+        "expired": "CERTIFICATE_VERIFY_FAILED",
+        "another host": "not verified|Hostname|hostname",
+        "plain text": "WRONG_VERSION_NUMBER",
+    }
+    assert re.search(named[fault], reason), reason

@@ -1,0 +1,220 @@
+"""Tokens: who shows one that is known is served, everyone else is UNAUTHENTICATED; health is open to all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from baton import AsyncClient, Client, errors
+from baton.cli.main import app
+from baton.client import PrefillClient
+from baton.server_info import HealthStatus
+from common.bearer_tokens import authorization, read_tokens
+from common.errors import ConfigError
+from common.serving import ServiceServer, is_loopback
+from common.wire.codec_commands import encode_prefill_batch
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.status_errors import error_info
+from decode_service.messages import Replica
+from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from tests.decode_edge.edge_under_test import running_edge
+from tests.handoff.homes import FAST, LIMITS
+from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, row
+from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
+from tests.wire.strategies import VOCAB_SIZE
+
+OLD, NEW = "old-0123456789", "new-9876543210"
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[str]:
+    """The address of a decode edge."""
+    async with running_edge([], tokens=(OLD, NEW)) as edge:
+        yield edge.address
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[str]:
+    """The address of a prefill edge."""
+    engine = ScriptedPrefill()
+    servicer = PrefillServicer(
+        engine=engine, fingerprint=FINGERPRINT, model_limits=LIMITS, instance_id="i", limits=HandoffLimits()
+    )
+    engine.deliver = servicer.deliver
+    server = PrefillServer(servicer=servicer, tokens=(OLD, NEW))
+    port = await server.start("127.0.0.1:0")
+    await server.set_ready(True)
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("token", [OLD, NEW])
+async def test_every_token_of_the_file_is_known(decode: str, prefill: str, token: str) -> None:
+    async with AsyncClient(decode, token=token) as client:
+        assert (await client.model_info()).model == "tiny"
+    with Client(decode, token=token) as blocking:
+        assert (await asyncio.to_thread(blocking.model_info)).model == "tiny"
+    with PrefillClient(prefill, token=token) as operator:
+        assert (await asyncio.to_thread(operator.load)).instance_id == "i"
+
+
+@pytest.mark.parametrize("token", [None, OLD[:-1], OLD + "x", OLD.upper(), "Bearer"])
+async def test_without_a_known_token_every_call_but_health_is_refused(decode: str, token: str | None) -> None:
+    async with AsyncClient(decode, token=token) as client:
+        assert await client.health() is HealthStatus.SERVING
+        for call in (client.model_info(), client.load(), client.complete("Hi")):
+            with pytest.raises(errors.Unauthenticated) as refusal:
+                await call
+            assert (refusal.value.reason, refusal.value.field) == ("UNAUTHENTICATED", "authorization")
+            assert "old" not in str(refusal.value)
+
+
+async def test_reflection_needs_a_token(decode: str) -> None:
+    async with grpc.aio.insecure_channel(decode) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.ServerReflectionInfo(iter([asked])).read()
+        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        answer = await stub.ServerReflectionInfo(iter([asked]), metadata=authorization(NEW)).read()
+        assert answer.list_services_response.service
+
+
+async def test_a_handoff_needs_a_token(prefill: str) -> None:
+    async with grpc.aio.insecure_channel(prefill) as channel:
+        call = channel.stream_stream("/baton.v1.Prefill/Handoff")(metadata=(("authorization", f"Basic {OLD}"),))
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
+            await call.read()
+        info = error_info(refusal.value)
+        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert info is not None and info.reason == "UNAUTHENTICATED"
+
+
+async def test_two_tokens_at_once_are_none(decode: str) -> None:
+    async with grpc.aio.insecure_channel(decode) as channel:
+        call = channel.unary_unary("/baton.v1.Inference/GetLoad")
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call(b"", metadata=(*authorization("guess"), *authorization(OLD)))
+        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def looked_at(prefill: str, token: str | None) -> Replica:
+    """A replica as a decode service that shows `token` sees it."""
+    decode = RecordingDecode()
+    transport = GrpcTransport(
+        post=decode.post,
+        addresses=[prefill],
+        fingerprint=FINGERPRINT,
+        vocab_size=VOCAB_SIZE,
+        receive_budget_bytes=ROOMY_BUDGET_BYTES,
+        timeouts=FAST,
+        metadata=() if token is None else authorization(token),
+    )
+    await transport.open()
+
+    def is_looked_at(replica: Replica) -> bool:
+        return "not looked" not in str(replica.error)
+
+    try:
+        return await asyncio.to_thread(decode.latest_replica, is_looked_at)
+    finally:
+        await transport.close()
+
+
+async def test_a_decode_service_that_shows_a_token_is_ready_and_one_that_does_not_says_why(prefill: str) -> None:
+    assert (await looked_at(prefill, NEW)).is_ready
+    for token in (None, "wrong"):
+        replica = await looked_at(prefill, token)
+        assert not replica.is_ready
+        assert "UNAUTHENTICATED" in str(replica.error)
+
+
+def written(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_file_holds_one_token_a_line(tmp_path: Path) -> None:
+    assert read_tokens("auth_token_file", written(tmp_path / "tokens", f"{OLD}\n\n  {NEW}  \n")) == (OLD, NEW)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path / "absent",
+        lambda path: path,
+        lambda path: written(path / "empty", ""),
+        lambda path: written(path / "blank", " \n\n"),
+        lambda path: written(path / "binary", b"\xff\xfe"),
+        lambda path: written(path / "spaced", "top secret\n"),
+        lambda path: written(path / "accented", "sécret\n"),
+    ],
+    ids=["absent", "a directory", "empty", "blank", "not text", "a space", "not ASCII"],
+)
+def test_a_file_without_tokens_is_refused_by_its_key_and_never_quoted(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    with pytest.raises(ConfigError, match=r"^auth_token_file: ") as refusal:
+        read_tokens("auth_token_file", make(tmp_path))
+    assert "cret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("token", ["", "two words", "line\nfeed", "sécret"])
+def test_a_client_refuses_a_token_that_cannot_travel(token: str) -> None:
+    with pytest.raises(ValueError, match="token") as refusal:
+        Client("127.0.0.1:1", token=token)
+    assert not token or token not in str(refusal.value)
+
+
+async def test_the_command_line_reads_its_token_from_a_file(decode: str, tmp_path: Path) -> None:
+    def info(*arguments: str, **environment: str) -> tuple[int, str]:
+        result = CliRunner(env=environment).invoke(app, ["info", "--json", "--address", decode, *arguments])
+        return result.exit_code, result.output
+
+    known = str(written(tmp_path / "token", f"{NEW}\n"))
+    code, output = await asyncio.to_thread(info, "--token-file", known)
+    assert (code, '"model"' in output) == (0, True), output
+    assert (await asyncio.to_thread(info, BATON_TOKEN_FILE=known))[0] == 0
+    code, output = await asyncio.to_thread(info)
+    assert code == 1
+    assert "UNAUTHENTICATED" in output
+    assert (await asyncio.to_thread(info, "--token-file", str(tmp_path / "absent")))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.8.8:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.0.0.1:1", False),
+        ("decode.example:1", False),
+    ],
+)
+def test_what_is_loopback(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+# The other address is nobody's (RFC 5737): listening there fails, which is no matter here.
+@pytest.mark.parametrize(("host", "num_warnings"), [("192.0.2.1", 1), ("127.0.0.1", 0)])
+async def test_tokens_in_plain_text_beyond_loopback_are_warned_about_once(host: str, num_warnings: int) -> None:
+    server = ServiceServer(service_name="baton.v1.Nothing", tokens=(OLD,))
+    with capture_logs() as log, suppress(ConfigError):
+        await server.start(f"{host}:0")
+    await server.stop(0)
+    warnings = [line for line in log if line["event"] == "tokens_in_plain_text"]
+    assert [line["log_level"] for line in warnings] == ["warning"] * num_warnings
+    assert OLD not in str(log)
