@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -12,6 +14,7 @@ from grpc_status import rpc_status
 from common.errors import BatonError, shortened
 
 ERROR_DOMAIN = "baton"
+STATUS_TIMEOUT_S = 2.0
 _MAX_MESSAGE_BYTES = 1024
 
 
@@ -24,9 +27,16 @@ def status_of(error: BatonError) -> status_pb2.Status:
     return status_pb2.Status(code=code, message=shortened(str(error), _MAX_MESSAGE_BYTES), details=[detail])
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
-    """End the call with `error`."""
+async def abort_with(
+    context: grpc.aio.ServicerContext[Any, Any], error: BatonError, *, timeout_s: float = STATUS_TIMEOUT_S
+) -> NoReturn:
+    """End the call with `error`. A peer that has not taken it within `timeout_s` is left to the end of its stream.
+
+    (One that reads nothing takes no status either, while a message is before it.)
+    """
     status = rpc_status.to_status(status_of(error))
     trailing_metadata = tuple(status.trailing_metadata or ())
-    await context.abort(status.code, status.details or "", trailing_metadata)
-    raise AssertionError("abort returned")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await context.abort(status.code, status.details or "", trailing_metadata)
+    raise grpc.aio.AbortError(status.details)

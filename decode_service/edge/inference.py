@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import grpc
@@ -37,6 +37,7 @@ from decode_service.output import OutputProcessor
 _log = structlog.get_logger(__name__)
 
 INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -103,8 +104,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._observer.on_end(live, end)
         if isinstance(end, BatonError):
             await abort_with(context, end)
-        with suppress(RequestCancelled):
+        try:
             await self._write(context, finished_event(end))
+        except RequestCancelled as error:
+            await abort_with(context, error)
 
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context) -> Ending:
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
@@ -204,7 +207,8 @@ def _remaining_s(context: Context) -> float | None:
 
 
 def _traceparent(context: Context) -> str:
+    """What is none is left out: it would travel with the row, whatever and however long it is."""
     for key, value in context.invocation_metadata() or ():
-        if key == "traceparent":
-            return value if isinstance(value, str) else value.decode("ascii", "replace")
+        if key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
+            return value
     return ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
@@ -214,11 +213,8 @@ class PrefillServicer:
             raise PrefillUnavailable(f"the receiver took nothing for {timeout_s} s") from None
 
     async def _abort(self, context: HandoffContext, error: BatonError) -> None:
-        """A stalled receiver does not take the status either: it is left to the stream after a frame's time."""
         _log.warning("a handoff call failed: %s", error)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.stall_timeout_s):
-                await abort_with(context, error)
+        await abort_with(context, error)
 
     # ---- events -----------------------------------------------------------------------------------------------------
 

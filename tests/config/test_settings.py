@@ -81,6 +81,7 @@ def test_an_unknown_variable_is_refused_by_name_unless_it_is_the_other_services(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BATON_CHUNK_TOKENS", "16")
+    monkeypatch.setenv("BATON_TOKEN_FILE", "the client's")
     assert decode().max_rows == 32
 
     monkeypatch.setenv("BATON_CHUNKS", "16")
@@ -111,6 +112,9 @@ def test_an_unknown_flag_ends_the_process_with_status_2(flag: str, capsys: pytes
         ("prefill", "--prefill=,"),
         ("prefill", "--prefill=a:1,a:1"),
         ("tls_cert", "--tls-cert=cert.pem"),
+        ("max_streams", "--max-streams=0"),
+        ("max_request_bytes", "--max-request-bytes=1000"),
+        ("max_request_bytes", "--max-request-bytes=16777217"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_key(key: str, flag: str) -> None:

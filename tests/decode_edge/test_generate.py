@@ -61,6 +61,21 @@ async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
     assert submit.sampling.num_logprobs == 0
 
 
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        (f"00-{'ab' * 16}-{'cd' * 8}-01", f"00-{'ab' * 16}-{'cd' * 8}-01"),
+        ("x" * 8000, ""),
+        (f"00-{'ab' * 16}-{'cd' * 8}-01-more", ""),
+    ],
+)
+async def test_a_trace_goes_on_to_the_prefill_service_when_it_is_one(edge: Edge, sent: str, passed_on: str) -> None:
+    edge.stub.Generate(
+        inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1])), metadata=(("traceparent", sent),)
+    )
+    assert (await edge.engine.submitted()).traceparent == passed_on
+
+
 async def test_an_absent_seed_is_drawn_once_and_told_to_the_client(edge: Edge) -> None:
     first, second = edge.generate(), edge.generate()
     submits = [await edge.engine.submitted(1), await edge.engine.submitted(2)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-import google_crc32c
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.errors import BatonError, FingerprintMismatch, InvalidRequest
 from common.rpc_errors import status_of
+from common.wire.checksums import prebuilt_checksum, segment_checksum
 from common.wire.codec_checks import ProtocolError, parse
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
@@ -23,9 +24,12 @@ from prefill_service.edge import row_checks
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, vocab_size
 from tests.fuzz.target import Run, Target, join, split
 from tests.fuzz.wire_strategies import TEXTS, hostile_messages
-from tests.wire.strategies import PLAIN, SPECULATIVE, VOCAB_SIZE
+from tests.wire import strategies
+from tests.wire.strategies import VOCAB_SIZE
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
+# The corpus has their bytes: what it reaches must not change with the protocol's version.
+PLAIN, SPECULATIVE = (replace(each, protocol_version=1) for each in (strategies.PLAIN, strategies.SPECULATIVE))
 MAX_STATUS_BYTES = 4096
 """Of a status with its details. gRPC carries 8 KiB of metadata for certain, and a status is in it twice."""
 
@@ -121,13 +125,16 @@ def handoff_frame() -> Iterator[Run]:
 
 
 def checksummed(data: bytes) -> bytes:
-    """A frame whose segment has the checksum of its payload, so that what is behind that check is reached."""
+    """A frame whose checksum is right, so that what is behind that check is reached."""
     try:
         frame = prefill_pb2.HandoffFrame.FromString(data)
     except Exception:
         return data
-    if frame.WhichOneof("frame") == "kv_segment":
-        frame.kv_segment.crc32c = google_crc32c.value(frame.kv_segment.payload)
+    match frame.WhichOneof("frame"):
+        case "kv_segment":
+            frame.kv_segment.crc32c = segment_checksum(frame.kv_segment)
+        case "prebuilt_batch":
+            frame.prebuilt_batch.crc32c = prebuilt_checksum(frame.prebuilt_batch)
     return frame.SerializeToString()
 
 

@@ -10,8 +10,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from common.wire.codec_commands import PrefillBatch, decode_command
+from common.wire.codec_frames import FrameCodec
 from tests.fuzz.catalogue import TARGETS
+from tests.fuzz.pure_targets import PLAIN, checksummed
 from tests.fuzz.target import CORPUS, Run, Target
+from tests.wire.strategies import VOCAB_SIZE
+from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
 NUM_EXAMPLES = {"pure": 60, "edge": 25}
 
@@ -31,6 +36,15 @@ def test_every_input_of_the_corpus(opened: tuple[Target, Run]) -> None:
             run(path.read_bytes())
         except Exception as error:
             raise AssertionError(f"{path.relative_to(CORPUS)}: {error}") from error
+
+
+@pytest.mark.parametrize("name", ["accepted", "segment", "prebuilt"])
+def test_well_formed_seeds_are_still_understood(name: str) -> None:
+    """A corpus that no longer gets past the first check finds nothing behind it."""
+    codec = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
+    codec.decode(checksummed((CORPUS / "handoff_frame" / name).read_bytes()), (PLAIN_ROW, LOGPROBS_ROW))
+    command = decode_command((CORPUS / "handoff_command" / "batch").read_bytes())
+    assert command == PrefillBatch(PLAIN, (PLAIN_ROW, LOGPROBS_ROW))
 
 
 def test_new_inputs(opened: tuple[Target, Run]) -> None:

@@ -210,6 +210,22 @@ def test_a_mismatched_replica_is_never_ready_and_the_field_is_named(rig: Rig, ca
     assert "fingerprints differ in target_weights_digest" in caplog.text
 
 
+def test_a_replica_that_names_no_instance_has_its_fingerprint_compared_too(rig: Rig) -> None:
+    rig.connect(rig.bring_up(RawReplica(fingerprint=OTHER, instance_id="")))
+    replica = rig.decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
+    assert isinstance(replica.error, FingerprintMismatch)
+
+
+@pytest.mark.parametrize("method", ["Check", "GetLoad", "GetFingerprint"])
+def test_a_replica_that_answers_something_else_is_not_ready_and_its_answer_named(rig: Rig, method: str) -> None:
+    raw = RawReplica()
+    raw.answers = {method: b"\xff"}
+    rig.connect(rig.bring_up(raw))
+    replica = rig.decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
+    assert not replica.is_ready
+    assert "answered something else: " in str(replica.error)
+
+
 def test_a_call_accepted_with_another_fingerprint_ends_naming_the_field(rig: Rig) -> None:
     replica = RawReplica()
     replica.frames = (FrameCodec(fingerprint=OTHER, vocab_size=VOCAB_SIZE).encode(Accepted("raw")),)

@@ -37,7 +37,7 @@ def dry_run(directory: Path, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "stubs", "parity", "bench", "soak"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "stubs", "parity", "bench", "soak", "fuzz"])
 def test_a_fresh_checkout_gets_torch_first_and_alone(checkout: Path, target: str) -> None:
     commands = dry_run(checkout, target)
     assert any("-m venv .venv" in command for command in commands)
@@ -46,11 +46,12 @@ def test_a_fresh_checkout_gets_torch_first_and_alone(checkout: Path, target: str
     assert "--editable ." in installs[1]
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "stubs", "parity", "bench", "soak"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "stubs", "parity", "bench", "soak", "fuzz"])
 def test_an_environment_that_is_there_is_left_alone(checkout: Path, target: str) -> None:
     (checkout / ".venv").mkdir()
     (checkout / ".venv/.installed").touch()
     (checkout / ".venv/.installed-dev").touch()
+    (checkout / ".venv/.installed-fuzz").touch()
     assert not any(PIP_INSTALL in command for command in dry_run(checkout, target))
 
 

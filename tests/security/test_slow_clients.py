@@ -11,11 +11,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2
 from common.serving import ServerLimits
+from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit, Tokens
+from prefill_service.edge.servicer import HandoffLimits
 from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_edge
 from tests.decode_edge.fake_engine import BOUND_S
+from tests.handoff.samples import FINGERPRINT, row
+from tests.security.prefill_edge import running_prefill_edge
 from tests.security.raw_http2 import DATA, HEADERS, PREFACE, WINDOW_UPDATE, RawHttp2, frame, grpc_message, headers
 
+HANDOFF = "/baton.v1.Prefill/Handoff"
 GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SHORT_S = 0.2
@@ -43,11 +48,11 @@ async def edge() -> AsyncIterator[Edge]:
 
 @pytest.fixture
 async def connect(edge: Edge) -> AsyncIterator[Connect]:
-    """Raw connections to the edge."""
+    """Raw connections, to the edge unless an address is given."""
     made: list[RawHttp2] = []
 
-    async def connect(**options: int) -> RawHttp2:
-        made.append(await RawHttp2.connect(edge.address, **options))
+    async def connect(*, address: str = edge.address, window: int = 65535) -> RawHttp2:
+        made.append(await RawHttp2.connect(address, window=window))
         return made[-1]
 
     yield connect
@@ -77,7 +82,7 @@ async def is_served(edge: Edge) -> None:
 
 def num_handlers() -> int:
     """Calls that the server works on: each is a task."""
-    return sum("_handle_rpc" in str(task.get_coro()) for task in asyncio.all_tasks())
+    return sum("_schedule_rpc_coro" in repr(task) for task in asyncio.all_tasks())
 
 
 # ---- who does not send ----------------------------------------------------------------------------------------------
@@ -200,6 +205,35 @@ async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, con
             await watch.read()
             watch.cancel()
     await is_served(edge)
+
+
+# ---- handoffs -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_handoff_that_nobody_reads_is_closed(edge: Edge, connect: Connect) -> None:
+    """Not even Accepted goes through. The engine drops its rows; calls that are read go on."""
+    async with running_prefill_edge(limits=HandoffLimits(stall_timeout_s=SHORT_S)) as prefill:
+        stalled = await connect(address=prefill.address, window=0)
+        for _ in range(NUM_STREAMS):
+            stalled.open(HANDOFF, encode_prefill_batch(FINGERPRINT, (row(),)), ends=False)
+        calls = await asyncio.to_thread(prefill.engine.opened, NUM_STREAMS)
+
+        for call in calls:
+            await asyncio.to_thread(prefill.engine.closed, call.call_id)
+        await eventually(lambda: num_handlers() == 0)
+
+        assert prefill.servicer.num_calls == 0
+
+
+async def test_a_handoff_whose_batch_comes_too_slowly_is_refused(edge: Edge, connect: Connect) -> None:
+    async with running_prefill_edge(limits=HandoffLimits(first_command_timeout_s=SHORT_S)) as prefill:
+        slow = await connect(address=prefill.address)
+        stream = slow.open(HANDOFF)
+        for byte in grpc_message(encode_prefill_batch(FINGERPRINT, (row(),)))[:8]:
+            slow.send(frame(DATA, 0, stream, bytes((byte,))))
+        await eventually(lambda: slow.has_ended(stream))
+        assert b"did not arrive within" in b"".join(slow.of(stream, HEADERS))
+        assert prefill.engine.commands.all() == []
 
 
 # ---- who sends too much ---------------------------------------------------------------------------------------------

@@ -24,12 +24,11 @@ from common.wire.codec_commands import encode_prefill_batch
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.status_errors import error_info
 from decode_service.messages import Replica
-from prefill_service.edge.server import PrefillServer
-from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.decode_edge.edge_under_test import running_edge
-from tests.handoff.homes import FAST, LIMITS
+from tests.handoff.homes import FAST
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, row
-from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
+from tests.handoff.scripted_prefill import RecordingDecode
+from tests.security.prefill_edge import running_prefill_edge
 from tests.wire.strategies import VOCAB_SIZE
 
 OLD, NEW = "old-0123456789", "new-9876543210"
@@ -45,16 +44,8 @@ async def decode() -> AsyncIterator[str]:
 @pytest.fixture
 async def prefill() -> AsyncIterator[str]:
     """The address of a prefill edge."""
-    engine = ScriptedPrefill()
-    servicer = PrefillServicer(
-        engine=engine, fingerprint=FINGERPRINT, model_limits=LIMITS, instance_id="i", limits=HandoffLimits()
-    )
-    engine.deliver = servicer.deliver
-    server = PrefillServer(servicer=servicer, tokens=(OLD, NEW))
-    port = await server.start("127.0.0.1:0")
-    await server.set_ready(True)
-    yield f"127.0.0.1:{port}"
-    await server.stop(0)
+    async with running_prefill_edge(tokens=(OLD, NEW)) as edge:
+        yield edge.address
 
 
 @pytest.mark.parametrize("token", [OLD, NEW])

@@ -1,0 +1,40 @@
+"""The prefill edge as decode services meet it: a real server on loopback, in front of a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from tests.handoff.homes import LIMITS
+from tests.handoff.samples import FINGERPRINT
+from tests.handoff.scripted_prefill import ScriptedPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEdge:
+    engine: ScriptedPrefill
+    servicer: PrefillServicer
+    address: str
+
+
+@asynccontextmanager
+async def running_prefill_edge(
+    *, tokens: Sequence[str] = (), limits: HandoffLimits | None = None
+) -> AsyncIterator[PrefillEdge]:
+    engine = ScriptedPrefill()
+    servicer = PrefillServicer(
+        engine=engine,
+        fingerprint=FINGERPRINT,
+        model_limits=LIMITS,
+        instance_id="i",
+        limits=limits or HandoffLimits(),
+    )
+    engine.deliver = servicer.deliver
+    server = PrefillServer(servicer=servicer, tokens=tokens)
+    port = await server.start("127.0.0.1:0")
+    await server.set_ready(True)
+    yield PrefillEdge(engine, servicer, f"127.0.0.1:{port}")
+    await server.stop(0)

@@ -1,0 +1,134 @@
+"""Two real processes with mutual TLS and tokens on every connection: as an operator would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from baton import Client, Tls, errors
+from baton.server_info import HealthStatus
+from baton.service_process import ServiceProcess
+from tests.e2e.running import BOUND_S, RECONNECT_AT_ONCE, wait_until
+from tests.security.certificates import Authority
+
+FOR_CLIENTS, FOR_DECODE, OLD = "client-token-0123456789", "decode-token-9876543210", "old-token"
+_LISTEN = "0A"
+_LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1, and the same as gRPC listens on it: through IPv6."""
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Hexadecimal addresses that a process's TCP sockets listen on, as Linux tells them."""
+    ours = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if entry.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in ours:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+class SecuredPair:
+    def __init__(self, model: Path, directory: Path) -> None:
+        authority = Authority(directory, "site")
+        self.log_files = (directory / "prefill.log", directory / "decode.log")
+        (directory / "clients").write_text(f"{OLD}\n{FOR_CLIENTS}\n")
+        (directory / "replicas").write_text(f"{FOR_DECODE}\n")
+        ports = free_port(), free_port()
+
+        def service(module: str, *flags: str) -> list[str]:
+            files = authority.issue(module)
+            tls = (f"--tls-cert={files.certificate}", f"--tls-key={files.key}", f"--tls-ca={authority.ca}")
+            sizes = ("--dtype=float32", "--num-threads=1", "--max-kv-tokens=1024")
+            return ["-m", module, f"--model={model}", *tls, *sizes, *flags]
+
+        address = f"127.0.0.1:{ports[1]}"
+        self.services = (
+            ServiceProcess(
+                name="prefill",
+                role="prefill",
+                address=f"127.0.0.1:{ports[0]}",
+                arguments=service(
+                    "prefill_service", f"--listen=127.0.0.1:{ports[0]}", f"--auth-token-file={directory / 'replicas'}"
+                ),
+                log_file=self.log_files[0],
+            ),
+            ServiceProcess(
+                name="decode",
+                role="decode",
+                address=address,
+                arguments=service(
+                    "decode_service",
+                    f"--listen={address}",
+                    f"--prefill=127.0.0.1:{ports[0]}",
+                    f"--auth-token-file={directory / 'clients'}",
+                    "--prefill-tls",
+                    f"--prefill-tls-ca={authority.ca}",
+                    f"--prefill-token-file={directory / 'replicas'}",
+                ),
+                log_file=self.log_files[1],
+            ),
+        )
+        self.address = address
+        ours, theirs = authority.issue("client"), Authority(directory, "stranger").issue("client")
+        self.tls = Tls(ca_file=authority.ca, cert_file=ours.certificate, key_file=ours.key)
+        self.nobodys_tls = Tls(ca_file=authority.ca, cert_file=theirs.certificate, key_file=theirs.key)
+
+    def client(self, token: str | None = FOR_CLIENTS, tls: Tls | None = None) -> Client:
+        return Client(self.address, tls=tls or self.tls, token=token, channel_overrides=RECONNECT_AT_ONCE)
+
+
+@pytest.fixture
+def pair(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[SecuredPair]:
+    pair = SecuredPair(tiny_model_dir("llama"), tmp_path)
+    with ExitStack() as stack:
+        for service in pair.services:
+            service.start()
+            stack.callback(service.wait, BOUND_S)
+            stack.callback(service.kill)
+        yield pair
+
+
+def test_who_has_a_certificate_and_a_token_is_served_and_no_secret_is_logged(pair: SecuredPair) -> None:
+    with pair.client(token=None) as prober:  # probes have no token
+        wait_until(
+            lambda: prober.health("baton.v1.Inference") is HealthStatus.SERVING,
+            about=lambda: [service.log_tail() for service in pair.services],
+        )
+        with pytest.raises(errors.Unauthenticated):
+            prober.complete("the", max_tokens=2)
+    with pair.client(tls=pair.nobodys_tls) as stranger, pytest.raises(errors.Unavailable):
+        stranger.health()
+    with pair.client(token=FOR_DECODE) as confused, pytest.raises(errors.Unauthenticated):
+        confused.load()
+
+    for token in (FOR_CLIENTS, OLD):
+        with pair.client(token) as client:
+            assert len(client.complete("the", max_tokens=3, ignore_eos=True).token_ids) == 3
+
+    for service in pair.services:
+        service.check()
+        assert len(listening_addresses(service.pid)) == 1
+        assert listening_addresses(service.pid) <= _LOOPBACK
+        service.terminate()
+        assert service.wait(BOUND_S)
+    for log_file in pair.log_files:
+        logged = log_file.read_text()
+        lines = [json.loads(line) for line in logged.splitlines() if line.startswith("{")]
+        assert [line["event"] for line in lines].count("config") == 1
+        assert not any(token in logged for token in (FOR_CLIENTS, FOR_DECODE, OLD))
+        assert "tokens_in_plain_text" not in logged
