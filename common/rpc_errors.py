@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -30,13 +29,15 @@ def status_of(error: BatonError) -> status_pb2.Status:
 async def abort_with(
     context: grpc.aio.ServicerContext[Any, Any], error: BatonError, *, timeout_s: float = STATUS_TIMEOUT_S
 ) -> NoReturn:
-    """End the call with `error`. A peer that has not taken it within `timeout_s` is left to the end of its stream.
+    """End the call with `error`; after `timeout_s` as cancelled, for a peer that reads nothing takes no status either.
 
-    (One that reads nothing takes no status either, while a message is before it.)
+    gRPC keeps the stream of such a peer, a few KiB, until its connection ends; the handler is over.
     """
     status = rpc_status.to_status(status_of(error))
     trailing_metadata = tuple(status.trailing_metadata or ())
-    with suppress(TimeoutError):
+    try:
         async with asyncio.timeout(timeout_s):
             await context.abort(status.code, status.details or "", trailing_metadata)
-    raise grpc.aio.AbortError(status.details)
+    except TimeoutError:
+        raise asyncio.CancelledError from None
+    raise AssertionError("abort returned")
