@@ -1,4 +1,4 @@
-"""Two services with different weights: nothing is served, and everyone who asks is told why."""
+"""Two services that differ in weights or in speculation: nothing is served, and everyone who asks is told why."""
 
 from __future__ import annotations
 
@@ -11,19 +11,43 @@ from baton import errors
 from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
+from tests.support.draft_heads import save_copy_head
 from tests.support.models import save_tiny_model
 
-FIELD = "target_weights_digest"
+FIELDS = {
+    "other-weights": "target_weights_digest",
+    "no-head": "layer_groups",
+    "another-topk": "seed_columns",
+}
+TREE = ("--draft-topk=3", "--num-draft-steps=3", "--num-draft-tokens=9")
+Arguments = tuple[str, ...]
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
+def arguments(
+    tiny_model_dir: Callable[[str], Path], last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Arguments, Arguments]]:
+    """By difference, what a prefill and a decode service are started with."""
     other = save_tiny_model(tmp_path_factory.mktemp("other-weights"), "llama", seed=1)
+    head_dir = save_copy_head(
+        tmp_path_factory.mktemp("head"), target_dir=last_token_model_dir, family="eagle3", draft_vocab_size=50
+    )
+    target, head = f"--model={last_token_model_dir}", f"--draft={head_dir}"
+    return {
+        "other-weights": ((f"--model={other}",), (f"--model={tiny_model_dir('llama')}",)),
+        "no-head": ((target,), (target, head)),
+        "another-topk": ((target, head), (target, head, *TREE)),
+    }
+
+
+@pytest.fixture(scope="module", params=FIELDS)
+def pair(request: pytest.FixtureRequest, arguments: dict[str, tuple[Arguments, Arguments]]) -> Iterator[RunningPair]:
+    prefill_args, decode_args = arguments[request.param]
     processes = LocalPair(
         model=None,
         dtype="float32",
-        prefill_args=(*COMMON_ARGS, f"--model={other}"),
-        decode_args=(*COMMON_ARGS, f"--model={tiny_model_dir('llama')}", "--prefill-timeout-s=1"),
+        prefill_args=(*COMMON_ARGS, *prefill_args),
+        decode_args=(*COMMON_ARGS, *decode_args, "--prefill-timeout-s=1"),
     )
     with clients_of(processes) as running:
         try:
@@ -33,17 +57,24 @@ def pair(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
             processes.stop()
 
 
-def test_a_mismatch_is_named_in_load_log_and_every_request_and_decode_is_not_ready(pair: RunningPair) -> None:
-    wait_until(lambda: FIELD in pair.load().prefill_replicas[0].reason, about=pair.load)
+@pytest.fixture
+def field(pair: RunningPair, request: pytest.FixtureRequest) -> str:
+    return FIELDS[request.node.callspec.params["pair"]]
+
+
+def test_a_mismatch_is_named_in_load_log_and_every_request_and_decode_is_not_ready(
+    pair: RunningPair, field: str
+) -> None:
+    wait_until(lambda: field in pair.load().prefill_replicas[0].reason, about=pair.load)
     assert pair.prefill_load().rows.free > 0, "the prefill service itself is well"
     assert not pair.is_ready()
     assert pair.client.health("") is HealthStatus.SERVING
     (decode,) = pair.processes.decode
-    assert f"cannot serve: fingerprints differ in {FIELD}" in decode.log_file.read_text()
+    assert f"cannot serve: fingerprints differ in {field}" in decode.log_file.read_text()
 
     for number in range(2):
-        with pytest.raises(errors.FailedPrecondition, match=FIELD) as refused:
+        with pytest.raises(errors.FailedPrecondition, match=field) as refused:
             pair.client.complete(token_ids=[10, 11 + number], timeout_s=BOUND_S)
-        assert refused.value.field == FIELD
+        assert refused.value.field == field
         assert refused.value.metadata["decode"] != refused.value.metadata["prefill"]
     assert pair.prefill_load().num_steps == 0, "the prefill service computed for a stranger"

@@ -1,4 +1,7 @@
-"""Speculation through two processes and gRPC: the tokens of decoding without it, counted, and agreed on beforehand."""
+"""Speculation through two processes and gRPC: the tokens of decoding without it, and counted.
+
+What both services must have agreed on beforehand is in test_fingerprint_mismatch.py.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from baton import errors
 from baton.events import Completion
-from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
-from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, running_pair, wait_until
+from tests.e2e.running import BOUND_S, RunningPair, running_pair
 from tests.support.draft_heads import save_copy_head
 
 NUM_LEVELS = 3
@@ -97,28 +98,3 @@ def test_a_request_may_do_without_drafts(pair: RunningPair) -> None:
     with_drafts, without = complete(None), complete(False)
     assert with_drafts.token_ids == without.token_ids
     assert with_drafts.speculation is not None and without.speculation is None
-
-
-@pytest.mark.parametrize(
-    ("prefill_has_head", "decode_args", "named"),
-    [(False, (), "layer_groups"), (True, ("--draft-topk=3", *TREE), "seed_columns")],
-    ids=["no-head", "another-topk"],
-)
-def test_a_prefill_service_that_drafts_otherwise_is_refused_by_name(
-    prefill_has_head: bool, decode_args: tuple[str, ...], named: str, last_token_model_dir: Path, head_dir: Path
-) -> None:
-    draft = f"--draft={head_dir}"
-    processes = LocalPair(
-        model=str(last_token_model_dir),
-        dtype="float32",
-        prefill_args=(*COMMON_ARGS, *([draft] if prefill_has_head else [])),
-        decode_args=(*COMMON_ARGS, draft, "--prefill-timeout-s=1", *decode_args),
-    )
-    with clients_of(processes) as running:
-        try:
-            processes.start()
-            wait_until(lambda: named in running.load().prefill_replicas[0].reason, about=running.load)
-            with pytest.raises(errors.FailedPrecondition, match=named):
-                running.client.complete(token_ids=[10, 11], timeout_s=BOUND_S)
-        finally:
-            processes.stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.parity.prompts import ParityPrompt
 
 TIE_GAP = 1e-4
 MAX_TIES_PER_TOKEN = 1 / 5000
+MAX_PADDED = 2
+"""The longest prompt of a batch has at most so many times the tokens of the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,17 @@ class Divergence:
 
 
 class Reference:
-    """Greedy float32 `generate` of one model, each prompt alone."""
+    """Greedy float32 `generate` of one model."""
 
     def __init__(self, model_dir: Path, *, new_tokens: int) -> None:
         self.new_tokens = new_tokens
+        self._model_dir = model_dir
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self._outputs: dict[tuple[int, ...], list[int]] = {}
+
+    @cached_property
+    def _model(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self._model_dir, dtype=torch.float32).eval()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -61,14 +68,30 @@ class Reference:
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def tokens(self, prompt_ids: Sequence[int]) -> list[int]:
-        key = tuple(prompt_ids)
-        if key not in self._outputs:
-            ids = torch.tensor([list(prompt_ids)])
-            output = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=self.new_tokens
-            )
-            self._outputs[key] = output[0, len(prompt_ids) :].tolist()
-        return self._outputs[key]
+        """Computed alone, unless `compute` was given this prompt among others."""
+        self.compute([prompt_ids])
+        return self._outputs[tuple(prompt_ids)]
+
+    def compute(self, prompts: Sequence[Sequence[int]]) -> None:
+        """What is not known yet of these: prompts of like length in one batch, padded on their left."""
+        missing = sorted({tuple(ids) for ids in prompts} - self._outputs.keys(), key=len)
+        while missing:
+            batch = [ids for ids in missing if len(ids) <= MAX_PADDED * len(missing[0])]
+            self._generate(batch)
+            missing = missing[len(batch) :]
+
+    def _generate(self, batch: Sequence[tuple[int, ...]]) -> None:
+        width, padding = max(map(len, batch)), self.eos_token_ids[0]
+        outputs = self._model.generate(
+            torch.tensor([[padding] * (width - len(ids)) + list(ids) for ids in batch]),
+            attention_mask=torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch]),
+            do_sample=False,
+            max_new_tokens=self.new_tokens,
+            pad_token_id=padding,
+        )
+        for ids, output in zip(batch, outputs[:, width:].tolist(), strict=True):
+            end = next((place for place, token in enumerate(output) if token in self.eos_token_ids), len(output))
+            self._outputs[ids] = output[: end + 1]
 
     def compare(self, name: str, prompt_ids: Sequence[int], got: Sequence[int]) -> Divergence | None:
         """None when every token agrees."""

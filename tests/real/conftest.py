@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.demo_model import ensure_demo_model
+from common.draft_source import resolve_draft
 from tests.parity.prompts import PROMPTS
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
+from tests.support.drafted import Drafted, load_drafted
 
 NEW_TOKENS = 64
 ONE_THREAD = ("--num-threads=1",)
 """For services: the other test process has the other core, and threads that wait for each other need one each."""
 Prompts = list[tuple[str, list[int]]]
+SIZES: dict[str, Any] = {
+    "chunk_tokens": 64,
+    "max_batch_tokens": 512,
+    "context_tokens": 2048,
+    "prefill_tokens": 8192,
+    "decode_tokens": 12288,
+    "max_segment_bytes": 4 << 20,
+    "send_budget_bytes": 32 << 20,
+    "receive_budget_bytes": 32 << 20,
+}
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +44,13 @@ def prompts(reference: Reference) -> Prompts:
     return [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
 
 
+@pytest.fixture(scope="session")
+def drafted(model_dir: Path) -> Drafted:
+    return load_drafted(model_dir, resolve_draft("demo"))
+
+
 def check(reference: Reference, prompts: Prompts, outputs: dict[str, list[int]]) -> None:
+    reference.compute([ids for _, ids in prompts])
     found = [reference.compare(name, ids, outputs[name]) for name, ids in prompts]
     divergences = [divergence for divergence in found if divergence is not None]
     num_tokens = sum(len(tokens) for tokens in outputs.values())

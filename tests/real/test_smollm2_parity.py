@@ -1,6 +1,7 @@
-"""SmolLM2-135M in float32: the pair's greedy tokens are transformers' own, in two configurations (A3).
+"""SmolLM2-135M in float32: the pair's greedy tokens are transformers' own, in two configurations without the head that
+comes with Baton (A3) and in two with it (B2).
 
-`make parity` runs the longer table.
+One file, so that one process computes the reference for all four. `make parity` runs the longer table.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncClient
+from baton.events import Completion, tokens_per_forward
 from baton.local_pair import LocalPair
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from tests.conftest import MakePair
 from tests.parity.reference import Reference
-from tests.real.conftest import NEW_TOKENS, ONE_THREAD, Prompts, check
+from tests.real.conftest import NEW_TOKENS, ONE_THREAD, SIZES, Prompts, check
+from tests.support.drafted import Counts, Drafted
 from tests.support.pair import PairOptions
+
+MIN_TOKENS_PER_FORWARD = 1.5
 
 
 @pytest.mark.timeout(600)
@@ -25,19 +30,7 @@ def test_in_one_process_sixteen_at_once_in_chunks_of_64_with_overlap(
     model_dir: Path, reference: Reference, prompts: Prompts, make_pair: MakePair
 ) -> None:
     model = load_target(model_dir, device="cpu", dtype="float32")
-    pair = make_pair(
-        model,
-        PairOptions(
-            chunk_tokens=64,
-            max_batch_tokens=512,
-            context_tokens=2048,
-            prefill_tokens=8192,
-            decode_tokens=12288,
-            max_segment_bytes=4 << 20,
-            send_budget_bytes=32 << 20,
-            receive_budget_bytes=32 << 20,
-        ),
-    )
+    pair = make_pair(model, PairOptions(**SIZES))
     sampling = ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0, eos_token_ids=reference.eos_token_ids)
     for name, ids in prompts:
         pair.submit(name, ids, sampling)
@@ -65,3 +58,43 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
     ) as pair:
         outputs = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, outputs)
+
+
+# ---- with drafts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
+    drafted: Drafted, reference: Reference, prompts: Prompts, make_pair: MakePair
+) -> None:
+    options = PairOptions(draft_topk=4, num_draft_steps=3, num_draft_tokens=15, **SIZES)
+    pair = make_pair(drafted.target, options, draft=drafted.head)
+    sampling = ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0, eos_token_ids=reference.eos_token_ids)
+    for name, ids in prompts:
+        pair.submit(name, ids, sampling)
+    pair.run(bound_s=500)
+    assert max(step.batch_size for step in pair.decode_steps) == 16
+    check(reference, prompts, {name: outcome.token_ids for name, outcome in pair.outcomes.items()})
+    assert Counts.of(pair.outcomes.values()).tokens_per_step > MIN_TOKENS_PER_FORWARD
+
+
+@pytest.mark.timeout(600)
+def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Reference, prompts: Prompts) -> None:
+    async def run(address: str) -> dict[str, Completion]:
+        async with AsyncClient(address) as client:
+            return {
+                name: await client.complete(token_ids=ids, temperature=0.0, max_tokens=NEW_TOKENS)
+                for name, ids in prompts
+            }
+
+    chain = ("--draft=demo", "--num-draft-tokens=4", "--no-adaptive-depth", "--no-overlap")
+    with LocalPair(
+        model=str(model_dir),
+        dtype="float32",
+        prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
+        decode_args=(*chain, *ONE_THREAD),
+    ) as pair:
+        completions = asyncio.run(run(pair.decode_addresses[0]))
+    check(reference, prompts, {name: list(completion.token_ids) for name, completion in completions.items()})
+    counts = [completion.speculation for completion in completions.values()]
+    assert tokens_per_forward(count for count in counts if count is not None) > MIN_TOKENS_PER_FORWARD
