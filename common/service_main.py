@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 import uuid
@@ -57,8 +58,11 @@ def run_service(
             configure_logs(settings.log_level, service=program, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
             spin_briefly()
-            serve = import_serve()
-            process = Process(instance_id=instance_id, runtime=_open_runtime(settings), registry=CollectorRegistry())
+            with _all_kept():
+                from common.runtime import open_runtime
+
+                serve = import_serve()
+            process = Process(instance_id=instance_id, runtime=open_runtime(settings), registry=CollectorRegistry())
             with MetricsServer(settings.metrics_listen, process.registry):
                 asyncio.run(_serve(serve, settings, process))
         except ConfigError as error:
@@ -71,14 +75,19 @@ def run_service(
     return EXIT_OK
 
 
-def _open_runtime(settings: ServiceSettings) -> Runtime:
-    from common.runtime import open_runtime
-
-    return open_runtime(settings)
-
-
 async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process) -> None:
     await serve(settings, process)
+
+
+@contextlib.contextmanager
+def _all_kept() -> Iterator[None]:
+    """For imports: what they make lives as long as the process, so it is searched for garbage neither now nor later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextlib.contextmanager
