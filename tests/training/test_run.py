@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,28 @@ def features_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("features")
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run of `tiny_config()` from its first step to its last."""
+
+    out: Path
+    evaluations: list[Evaluation]
+
+    def copy_to(self, out: Path) -> None:
+        shutil.copytree(self.out, out)
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, last_token_model_dir: Path, sampled_data: Path, features_dir: Path
+) -> Finished:
+    out = tmp_path_factory.mktemp("finished")
+    prepared = prepare_training(
+        last_token_model_dir, [sampled_data], out, config=tiny_config(), progress=quiet(), features_dir=features_dir
+    )
+    return Finished(out, prepared.run(lambda: False))
+
+
 def stop_after(num_steps: int) -> Callable[[], bool]:
     left = iter([False] * num_steps + [True] * 2)
     return lambda: next(left)
@@ -93,27 +116,27 @@ def test_an_untrained_head_drafts_nothing(train: Train) -> None:
     assert only.accuracy[0] < 0.2 and only.tau < 1.3
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(train: Train, tmp_path: Path) -> None:
-    whole = train(out=tmp_path / "whole")
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(train: Train, finished: Finished, tmp_path: Path) -> None:
     for num_steps in (3, 8):
         train(should_stop=stop_after(num_steps))
     evaluations = train()
     assert len(evaluations) == 4
-    assert without_time(evaluations) == without_time(whole)
-    ours, theirs = (torch.load(tmp_path / out / "last.pt", weights_only=True) for out in ("out", "whole"))
+    assert without_time(evaluations) == without_time(finished.evaluations)
+    ours, theirs = (torch.load(out / "last.pt", weights_only=True) for out in (tmp_path / "out", finished.out))
     assert ours["state"]["num_steps"] == theirs["state"]["num_steps"]
     for name, weight in ours["head"].items():
         assert torch.equal(weight, theirs["head"][name]), name
 
 
-def test_what_was_evaluated_after_the_checkpoint_is_not_told_twice(train: Train, tmp_path: Path) -> None:
+def test_what_was_evaluated_after_the_checkpoint_is_not_told_twice(
+    train: Train, finished: Finished, tmp_path: Path
+) -> None:
+    train(out=tmp_path / "early", should_stop=stop_after(3))
     out = tmp_path / "out"
-    train(should_stop=stop_after(3))
-    shutil.copy(out / "last.pt", tmp_path / "early.pt")
-    whole = train()
-    shutil.copy(tmp_path / "early.pt", out / "last.pt")
-    assert without_time(train()) == without_time(whole)
-    assert len((out / "curve.jsonl").read_text().splitlines()) == len(whole)
+    finished.copy_to(out)
+    shutil.copy(tmp_path / "early" / "last.pt", out / "last.pt")
+    assert without_time(train()) == without_time(finished.evaluations)
+    assert len((out / "curve.jsonl").read_text().splitlines()) == len(finished.evaluations)
 
 
 def test_every_pass_over_the_data_has_an_order_of_its_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,21 +152,21 @@ def test_every_pass_over_the_data_has_an_order_of_its_own(train: Train, monkeypa
     assert passes == [0, 1, 2]
 
 
-def test_a_finished_run_is_left_as_it_is(train: Train) -> None:
-    evaluations = train()
-    assert train() == evaluations
+def test_a_finished_run_is_left_as_it_is(train: Train, finished: Finished, tmp_path: Path) -> None:
+    finished.copy_to(tmp_path / "out")
+    assert train() == finished.evaluations
 
 
-def test_a_longer_run_goes_on_from_the_start_of_the_decay(train: Train, tmp_path: Path) -> None:
+def test_a_longer_run_goes_on_from_the_start_of_the_decay(train: Train, finished: Finished, tmp_path: Path) -> None:
     longer = train(out=tmp_path / "longer", max_tokens=6000)
-    train(max_tokens=4000)
+    finished.copy_to(tmp_path / "out")
     stable = torch.load(tmp_path / "out" / "stable.pt", weights_only=True)
     assert stable["state"]["num_tokens"] <= 2800 < stable["state"]["num_tokens"] + 512
     assert without_time(train(max_tokens=6000)) == without_time(longer)
 
 
-def test_a_decay_that_has_begun_cannot_become_another(train: Train, tmp_path: Path) -> None:
-    train(max_tokens=4000)
+def test_a_decay_that_has_begun_cannot_become_another(train: Train, finished: Finished, tmp_path: Path) -> None:
+    finished.copy_to(tmp_path / "out")
     (tmp_path / "out" / "stable.pt").unlink()
     with pytest.raises(ConfigError, match=r"max_tokens: .* was trained for 4\d\d\d tokens of 4000"):
         train(max_tokens=6000)
