@@ -1,0 +1,25 @@
+"""What a service's process does before it serves."""
+
+from __future__ import annotations
+
+import gc
+
+from common.config.settings import DecodeSettings
+from common.errors import StartupError
+from common.service_main import EXIT_STARTUP, Serve, run_service
+
+
+def test_what_is_imported_is_never_searched_for_garbage_and_what_comes_after_it_is() -> None:
+    is_searched: list[bool] = []
+    num_left_out = gc.get_freeze_count()
+
+    def import_serve() -> Serve[DecodeSettings]:
+        is_searched.append(gc.isenabled())
+        raise StartupError("far enough")
+
+    assert run_service("decode_service", DecodeSettings, import_serve, []) == EXIT_STARTUP
+    try:
+        assert is_searched == [False]
+        assert gc.isenabled() and gc.get_freeze_count() > num_left_out
+    finally:
+        gc.unfreeze()
