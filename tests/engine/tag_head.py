@@ -23,7 +23,7 @@ from common.model.sampling import propose, propose_branches
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
 from common.wire.handoff import DRAFT_GROUP
-from tests.engine.tags import VOCAB_SIZE, choose, kv_of, logits_of, oracle, read_slots
+from tests.engine.tags import VOCAB_SIZE, choose, is_argmax, kv_of, logits_of, oracle, read_slots
 
 DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 
@@ -106,10 +106,14 @@ class _Proposing:
         self._state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
         self._state.reset([RowSeed(1, sampling, 0, (), 0)])
         self._batch = SamplingBatch.of([sampling])
+        self._is_argmax = is_argmax(sampling)
 
     def best(self, token_ids: Sequence[int], *, topk: int) -> tuple[Tensor, Tensor]:
         """What the head drafts after these tokens, [1, topk] each: ids and probabilities."""
-        logits = logits_of(guess_after(token_ids)).unsqueeze(0)
+        guess = guess_after(token_ids)
+        if topk == 1 and self._is_argmax:
+            return torch.tensor([[guess]]), torch.ones((1, 1))
+        logits = logits_of(guess).unsqueeze(0)
         row, position = torch.tensor([1]), torch.tensor([len(token_ids)])
         if topk == 1:
             drafted = propose(logits, _IDS, row, position, self._state, self._batch)

@@ -48,15 +48,27 @@ def choose(kv: NDArray[np.float32], input_token: int) -> int:
     return int((mixed >> _HIGH_BITS) % VOCAB_SIZE)
 
 
+_IDS = torch.arange(VOCAB_SIZE, dtype=torch.float32)
+_LOGITS = (3 * torch.cos(torch.outer(_IDS + 1, _IDS))).fill_diagonal_(4.0)
+
+
 def logits_of(chosen: int) -> Tensor:
     """[vocab]: 4 for the chosen token, between -3 and 3 for the others."""
-    logits = 3 * torch.cos(torch.arange(VOCAB_SIZE) * float(chosen + 1))
-    logits[chosen] = 4.0
-    return logits
+    return _LOGITS[chosen].clone()
+
+
+def is_argmax(sampling: ResolvedSampling) -> bool:
+    """Whether the token drawn is the one chosen, whatever the noise."""
+    return sampling == ResolvedSampling(seed=sampling.seed, max_tokens=sampling.max_tokens, temperature=0.0)
 
 
 def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:
     """The `num_tokens` tokens that follow `token_ids`, one after the other, each drawn alone."""
+    if is_argmax(sampling):
+        sequence = list(token_ids)
+        for _ in range(num_tokens):
+            sequence.append(choose(kv_of(sequence), sequence[-1]))
+        return sequence[len(token_ids) :]
     state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
     state.reset([RowSeed(1, sampling, 0, tuple(token_ids), len(token_ids))])
     batch = SamplingBatch.of([sampling])

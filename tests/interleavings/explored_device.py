@@ -183,6 +183,10 @@ class ExploredDevice(ScriptedDevice):
         finally:
             self._is_watching = False
 
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """For what the test computes on the engine's thread, which is no part of the engine."""
+        return self._memory.paused()
+
     def point(self) -> None:
         """The host may be stopped here: streams go on until it is chosen."""
         if not (self._is_watching and self.is_host_running):

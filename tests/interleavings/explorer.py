@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tests.interleavings.clocks import Clocks
 from tests.interleavings.explored_device import HOST, Abandoned, ExploredDevice, Transition
 from tests.interleavings.footprint import Footprint
 
@@ -161,100 +162,50 @@ def _execute(program: Program, device: ExploredDevice) -> BaseException | None:
 def _note_races(trace: Sequence[Transition], nodes: Sequence[_Node]) -> None:
     """For each transition that could have come before an earlier one, and touches the same, remember to try that."""
     node_of = dict(zip(_choice_places(trace), nodes, strict=False))
-    clocks = _Clocks()
-    for place, transition in enumerate(trace):
-        for race in clocks.add(place, transition):
+    clocks = Clocks(joins_conflicts=True)
+    for transition in trace:
+        for race in clocks.add(transition):
             if (node := node_of.get(race)) is not None:
                 is_enabled = transition.process in node.enabled
                 node.todo.update((transition.process,) if is_enabled else node.enabled)
 
 
-class _Clocks:
-    """What happened before what: by process, by what made a transition possible, and by conflicts."""
+@dataclass(frozen=True, slots=True)
+class RandomOrder:
+    """`digest`: the same for orders that differ only in what nobody notices."""
 
-    def __init__(self) -> None:
-        self._trace: list[tuple[Transition, dict[str, int]]] = []
-        self._last: dict[str, int] = {}
-        self._readers: dict[object, list[int]] = {}
-        self._writers: dict[object, int] = {}
-
-    def add(self, place: int, transition: Transition) -> list[int]:
-        """The earlier transitions it conflicts with that need not have come first, for all that lies between."""
-        clock: dict[str, int] = {}
-        before = self._last.get(transition.process)
-        for cause in (*transition.after, *(() if before is None else (before,))):
-            _join(clock, self._trace[cause][1])
-        races = []
-        for other in sorted(self._conflicts(transition), reverse=True):
-            if clock.get(self._trace[other][0].process, -1) < other:
-                races.append(other)
-                _join(clock, self._trace[other][1])
-        clock[transition.process] = place
-        self._trace.append((transition, clock))
-        self._last[transition.process] = place
-        for unit in transition.footprint.reads:
-            self._readers.setdefault(unit, []).append(place)
-        for unit in transition.footprint.writes:
-            self._writers[unit] = place
-            self._readers[unit] = []
-        return races
-
-    @property
-    def canonical(self) -> int:
-        """The same for all orders that differ only in what nobody notices."""
-        number: dict[int, tuple[str, int]] = {}
-        count: dict[str, int] = {}
-        for place, (transition, _) in enumerate(self._trace):
-            count[transition.process] = count.get(transition.process, 0) + 1
-            number[place] = (transition.process, count[transition.process])
-        return hash(
-            frozenset(
-                (number[place], frozenset(number[other] for other in clock.values()))
-                for place, (_, clock) in enumerate(self._trace)
-            )
-        )
-
-    def _conflicts(self, transition: Transition) -> set[int]:
-        found: set[int] = set()
-        for unit in transition.footprint.reads | transition.footprint.writes:
-            if unit in self._writers:
-                found.add(self._writers[unit])
-        for unit in transition.footprint.writes:
-            found.update(self._readers.get(unit, ()))
-        return found
+    digest: int
+    script: Script
+    error: BaseException | None
 
 
-def _join(clock: dict[str, int], other: dict[str, int]) -> None:
-    for process, place in other.items():
-        clock[process] = max(place, clock.get(process, -1))
+def random_order(program: Program, seed: str) -> RandomOrder:
+    """Some processes are favoured for the whole run, so that late and early are both far apart."""
+    numbers = random.Random(seed)
+    choices: list[str] = []
+    patience = numbers.choice((0.05, 0.3, 0.7, 0.95))
+
+    def choose(enabled: Sequence[str]) -> str:
+        is_host_next = enabled[0] == HOST and numbers.random() < patience
+        choices.append(HOST if is_host_next else numbers.choice(enabled))
+        return choices[-1]
+
+    device = ExploredDevice(choose)
+    error = _execute(program, device)
+    clocks = Clocks(joins_conflicts=True)
+    for transition in device.trace:
+        clocks.add(transition)
+    return RandomOrder(clocks.digest, Script(tuple(choices)), error)
 
 
 def sample(program: Program, *, num_runs: int, seed: int) -> Report:
-    """Run random orders: some processes are favoured for a while, so that late and early are both far apart."""
+    """Run random orders, until one fails."""
     seen: set[int] = set()
     for number in range(num_runs):
-        numbers = random.Random(f"{seed}/{number}")
-        choices: list[str] = []
-        patience = numbers.choice((0.05, 0.3, 0.7, 0.95))
-
-        def choose(
-            enabled: Sequence[str],
-            numbers: random.Random = numbers,
-            patience: float = patience,
-            choices: list[str] = choices,
-        ) -> str:
-            is_host_next = enabled[0] == HOST and numbers.random() < patience
-            choices.append(HOST if is_host_next else numbers.choice(enabled))
-            return choices[-1]
-
-        device = ExploredDevice(choose)
-        error = _execute(program, device)
-        clocks = _Clocks()
-        for place, transition in enumerate(device.trace):
-            clocks.add(place, transition)
-        seen.add(clocks.canonical)
-        if error is not None:
-            return Report(len(seen), False, Failure(Script(tuple(choices)), error, len(seen)))
+        order = random_order(program, f"{seed}/{number}")
+        seen.add(order.digest)
+        if order.error is not None:
+            return Report(len(seen), False, Failure(order.script, order.error, len(seen)))
     return Report(len(seen), False)
 
 

@@ -47,7 +47,8 @@ class ExploredEngine(ScriptedEngine):
 
     def hand_over(self, request_id: str, *, last: str = DRAFT.name) -> None:
         before = len(self._posted)
-        super().hand_over(request_id, last=last)
+        with self._explored.unwatched():
+            super().hand_over(request_id, last=last)
         commands = self.hold_back(len(self._posted) - before)
         for part in [[command] for command in commands] if self._frames_come_apart else [commands]:
             self._wire.enqueue(partial(self._deliver, *part))
