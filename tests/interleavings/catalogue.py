@@ -78,3 +78,8 @@ CAUGHT_BY: tuple[tuple[Mutant, Scenario, str], ...] = (
 
 FOUND_BY_EXPLORING = (rows.quarantine_skipped, rows.quarantine_ends_too_early, rows.launch_does_not_hold_its_rows)
 """Those that exhaustive exploration is to find too: the default order does not show them."""
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario for scenario in (*EXHAUSTIVE, *LARGE, *(scenario for _, scenario, _ in CAUGHT_BY))
+}
+"""By name."""

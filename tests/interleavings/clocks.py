@@ -62,7 +62,9 @@ class Clocks:
 
     @property
     def digest(self) -> int:
-        """The same for all orders that differ only in what nobody notices, in every process; 64 bits."""
+        """64 bits, in every process the same for orders that differ only in what nobody notices. Whoever looks in vain
+        once more has noticed.
+        """
         number: list[int] = []
         count: dict[str, int] = {}
         for transition, _ in self._trace:

@@ -134,7 +134,7 @@ class ExploredDevice(ScriptedDevice):
         self.trace = [Transition(HOST, "begin", (HOST,))]
         self.is_host_running = True
         self._num_of_process = {HOST: 1}
-        self._memory = Memory(lambda: (self._owner(), self.current.footprint))
+        self._memory = Memory(lambda: self.current.footprint, self._owner)
         self._memory.on_shared = self._on_shared
         self._memory.reads_shadows = lambda: self.is_host_running
         self._schedule: ExploredStream | None = None

@@ -70,15 +70,16 @@ _CHOICES: dict[Any, Callable[..., Tensor]] = {
 
 
 class Memory(TorchDispatchMode):
-    """While it is entered, accesses go to the footprint that `now` returns with the name of who makes them.
+    """While it is entered, accesses go to the footprint that `now` returns; `owner` names who makes them.
 
     `on_shared` is called before each operation on a buffer that was named, with the operation and whether it writes to
     one. It returns whether it has put the operation off.
     """
 
-    def __init__(self, now: Callable[[], tuple[Hashable, Footprint]]) -> None:
+    def __init__(self, now: Callable[[], Footprint], owner: Callable[[], Hashable]) -> None:
         super().__init__()
         self._now = now
+        self._owner = owner
         self._buffers: dict[int, _Buffer] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
         self._cells: dict[int, tuple[Hashable, Cell[Any]]] = {}
@@ -120,11 +121,11 @@ class Memory(TorchDispatchMode):
             return to_numpy(memory._read(tensor), **arguments)
 
         def get(cell: Cell[Any]) -> Any:
-            memory._now()[1].reads.add(memory._cell_name(cell))
+            memory._now().reads.add(memory._cell_name(cell))
             return cell_get(cell)
 
         def set(cell: Cell[Any], value: Any) -> None:
-            memory._now()[1].writes.add(memory._cell_name(cell))
+            memory._now().writes.add(memory._cell_name(cell))
             cell_set(cell, value)
 
         with (
@@ -198,7 +199,7 @@ class Memory(TorchDispatchMode):
         return buffer is not None and buffer.places is not None
 
     def _note(self, reads: Sequence[Tensor], writes: Sequence[Tensor], func: Any = None, args: Any = ()) -> None:
-        footprint = self._now()[1]
+        footprint = self._now()
         for tensor in reads:
             footprint.reads.update(self._units(tensor, func, args))
         for tensor in writes:
@@ -223,7 +224,7 @@ class Memory(TorchDispatchMode):
         self._buffers[storage._cdata] = buffer
 
     def _new_name(self) -> Hashable:
-        owner = self._now()[0]
+        owner = self._owner()
         self._num_made[owner] = self._num_made.get(owner, 0) + 1
         return (owner, self._num_made[owner])
 
@@ -237,11 +238,18 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     written = _written_arguments(func)
-    for name, value in (*enumerate(args), *kwargs.items()):
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, Tensor):
-                (writes if name in written else reads).append(each)
+    for place, value in enumerate(args):
+        _put_operand(value, writes if place in written else reads)
+    for name, value in kwargs.items():
+        _put_operand(value, writes if name in written else reads)
     return reads, writes
+
+
+def _put_operand(value: Any, operands: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        operands.append(value)
+    elif isinstance(value, tuple | list):
+        operands += [each for each in value if isinstance(each, Tensor)]
 
 
 @functools.cache

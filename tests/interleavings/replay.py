@@ -1,0 +1,34 @@
+"""Runs one order of a scenario again, as a script tells it.
+
+python -m tests.interleavings.replay two_requests-plain-2_rows 'host*2 wire host*5 landing'
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from tests.interleavings.catalogue import SCENARIOS
+from tests.interleavings.explorer import Script, replay
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", choices=sorted(SCENARIOS), metavar="scenario")
+    parser.add_argument("script", type=Script.parse, help="behind its end streams run as late as they can")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    error = replay(SCENARIOS[options.scenario].program, options.script)
+    if error is not None:
+        traceback.print_exception(error)
+        return 1
+    print("clean")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Runs orders of every scenario until so many different ones were run: all of the small ones, random ones of the large.
+
+python -m tests.interleavings.soak --interleavings 100000 [--minutes M] [--processes P] [--seed S]
+
+Orders that differ only in what nobody notices count once. Each large scenario gets the same time. Ends with status 1 at
+the first failure, with the order as a script to replay, or when the minutes are over before so many were run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+import torch
+
+from tests.interleavings.catalogue import EXHAUSTIVE, LARGE
+from tests.interleavings.explorer import Failure, explore, random_order, shorten
+from tests.interleavings.scenarios import Scenario
+
+_RUNS_A_SPELL = 40
+_PROGRESS_S = 30.0
+_FEW_NEW = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """Some random orders of a scenario, or all there are. `failure` is told, as exceptions do not travel."""
+
+    num_runs: int
+    digests: frozenset[int]
+    seconds: float
+    num_known: int = 0
+    is_exhaustive: bool = False
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was run of a scenario so far. `is_used_up`: hardly any order is new any more."""
+
+    num_spells: int = 0
+    num_runs: int = 0
+    seconds: float = 0.0
+    digests: set[int] = field(default_factory=set)
+    num_known: int = 0
+    is_exhaustive: bool = False
+    is_used_up: bool = False
+    failure: str = ""
+
+    @property
+    def num_interleavings(self) -> int:
+        return self.num_known + len(self.digests)
+
+    def add(self, spell: Spell) -> None:
+        before = self.num_interleavings
+        self.num_runs += spell.num_runs
+        self.seconds += spell.seconds
+        self.digests |= spell.digests
+        self.num_known += spell.num_known
+        self.is_exhaustive = spell.is_exhaustive
+        self.is_used_up = spell.is_exhaustive or self.num_interleavings - before < _FEW_NEW * spell.num_runs
+        self.failure = self.failure or spell.failure
+
+
+def run_all(scenario: Scenario) -> Spell:
+    began_s = time.monotonic()
+    report = explore(scenario.program)
+    num_known = report.num_interleavings
+    told = "" if report.failure is None else _tell(scenario, report.failure)
+    if not told and num_known != EXHAUSTIVE.get(scenario, num_known):
+        told = f"{scenario.name}: {num_known} orders, and {EXHAUSTIVE[scenario]} are known"
+    return Spell(num_known, frozenset(), time.monotonic() - began_s, num_known, report.is_exhaustive, told)
+
+
+def run_some(scenario: Scenario, seed: str) -> Spell:
+    began_s = time.monotonic()
+    digests: set[int] = set()
+    for number in range(_RUNS_A_SPELL):
+        order = random_order(scenario.program, f"{seed}/{number}")
+        digests.add(order.digest)
+        if order.error is not None:
+            told = _tell(scenario, Failure(order.script, order.error, len(digests)))
+            return Spell(number + 1, frozenset(digests), time.monotonic() - began_s, failure=told)
+    return Spell(_RUNS_A_SPELL, frozenset(digests), time.monotonic() - began_s)
+
+
+def _tell(scenario: Scenario, failure: Failure) -> str:
+    short = shorten(scenario.program, failure)
+    return (
+        f"{scenario.name}: {short.error}\nreplay: python -m tests.interleavings.replay {scenario.name} '{short.script}'"
+    )
+
+
+class Soak:
+    """Goes on until `num_wanted` orders were run, or `minutes` are over, or no scenario has more to give."""
+
+    def __init__(
+        self,
+        *,
+        small: Sequence[Scenario],
+        large: Sequence[Scenario],
+        num_wanted: int,
+        minutes: float = math.inf,
+        seed: int = 0,
+    ) -> None:
+        self._small = list(small)
+        self._num_wanted = num_wanted
+        self._seed = seed
+        self._began_s = time.monotonic()
+        self._ends_s = self._began_s + 60 * minutes
+        self._large = {scenario: Tally() for scenario in large}
+        self.tallies = {**{scenario: Tally() for scenario in small}, **self._large}
+
+    @property
+    def num_interleavings(self) -> int:
+        return sum(tally.num_interleavings for tally in self.tallies.values())
+
+    @property
+    def failures(self) -> list[str]:
+        return [tally.failure for tally in self.tallies.values() if tally.failure]
+
+    @property
+    def shortcomings(self) -> list[str]:
+        """What is wrong at the end: a failure, or fewer orders than were wanted."""
+        if not self.failures and not self.is_reached:
+            return [f"{self.num_interleavings} interleavings of {self._num_wanted}: time, or orders, were short"]
+        return self.failures
+
+    @property
+    def is_reached(self) -> bool:
+        return self.num_interleavings >= self._num_wanted and all(
+            tally.is_exhaustive for scenario, tally in self.tallies.items() if scenario not in self._large
+        )
+
+    def run(self, executor: Executor, *, num_at_once: int) -> None:
+        running: dict[Future[Spell], Scenario] = {}
+        told_s = self._began_s
+        while True:
+            while len(running) < num_at_once and (begun := self._begin(executor, set(running.values()))):
+                running[begun[0]] = begun[1]
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                self.tallies[running.pop(future)].add(future.result())
+            if time.monotonic() - told_s >= _PROGRESS_S:
+                told_s = time.monotonic()
+                print(f"{told_s - self._began_s:6.0f} s: {self.num_interleavings} interleavings", flush=True)
+
+    def _begin(self, executor: Executor, running: set[Scenario]) -> tuple[Future[Spell], Scenario] | None:
+        if self.failures or self.is_reached or time.monotonic() >= self._ends_s:
+            return None
+        if self._small:
+            scenario = self._small.pop(0)
+            return executor.submit(run_all, scenario), scenario
+        left = [each for each, tally in self._large.items() if not tally.is_used_up and each not in running]
+        if not left:
+            return None
+        scenario = min(left, key=lambda each: self._large[each].seconds)
+        tally = self._large[scenario]
+        tally.num_spells += 1
+        return executor.submit(run_some, scenario, f"{self._seed}/{tally.num_spells}"), scenario
+
+    def table(self) -> str:
+        lines = ["| scenario | runs | interleavings | all of them | seconds | result |", "|---|---|---|---|---|---|"]
+        for scenario, tally in self.tallies.items():
+            is_all, result = "yes" if tally.is_exhaustive else "no", "FAILED" if tally.failure else "clean"
+            if not tally.num_runs:
+                result = "not run"
+            lines.append(
+                f"| {scenario.name} | {tally.num_runs} | {tally.num_interleavings} | {is_all} "
+                f"| {tally.seconds:.0f} | {result} |"
+            )
+        num_runs = sum(tally.num_runs for tally in self.tallies.values())
+        lines.append(
+            f"| together | {num_runs} | {self.num_interleavings} | | {time.monotonic() - self._began_s:.0f} | |"
+        )
+        return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--interleavings", type=int, default=100_000, help="different orders that are wanted")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="when to give up")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="another one, other random orders")
+    options = parser.parse_args(arguments)
+    soak = Soak(
+        small=tuple(EXHAUSTIVE),
+        large=LARGE,
+        num_wanted=options.interleavings,
+        minutes=options.minutes,
+        seed=options.seed,
+    )
+    with ProcessPoolExecutor(
+        options.processes, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as executor:
+        soak.run(executor, num_at_once=options.processes)
+    print(soak.table())
+    for shortcoming in soak.shortcomings:
+        print(f"FAILED {shortcoming}")
+    return 1 if soak.shortcomings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
