@@ -80,8 +80,14 @@ class Relay:
         self.future_map.stash(req_pool_indices, payload, scope)
 
 
-def make_relay(*, max_rows: int = 4, relays_lengths: bool = True, poisons_consumed_rows: bool = False) -> Relay:
-    device = ScriptedDevice()
+def make_relay(
+    *,
+    device: ScriptedDevice | None = None,
+    max_rows: int = 4,
+    relays_lengths: bool = True,
+    poisons_consumed_rows: bool = False,
+) -> Relay:
+    device = device or ScriptedDevice()
     forward = device.new_stream("forward")
     future_map = FutureMap(
         device=device,

@@ -147,4 +147,5 @@ class TagModel:
             kv = batch.kv[:, :, slots].numpy()
             logits.append(logits_of(choose(kv, token)))
             states.append([token, position, (int(kv[0, 0, 0, 0, 0]) - 1) // 512])
-        return TargetOutput(torch.stack(logits), torch.tensor(states, dtype=torch.float32))
+        wanted = torch.stack(logits) if batch.logits_rows is None else torch.stack(logits)[batch.logits_rows]
+        return TargetOutput(wanted, torch.tensor(states, dtype=torch.float32))

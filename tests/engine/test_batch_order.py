@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from decode_service.schedule_batch import ScheduleBatch
 from tests.engine.mutants import batches
-from tests.engine.mutants.kinds import Mutant, name_of, see_it_fail
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch
 
 MAX_MERGED = 4
@@ -70,15 +70,18 @@ def test_columns_follow_the_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "symptom"),
+    ("check", "mutant", "symptom"),
     [
-        (batches.merge_reorders, "the order of requests"),
-        (batches.filter_reorders, "the order of requests"),
-        (batches.filter_keeps_old_slots, "out_cache_loc outlived"),
-        *((batches.forgetful("filter_batch", column), f"{column} are not") for column in batches.COLUMNS),
-        *((batches.forgetful("merge_batch", column), f"{column} are not") for column in batches.COLUMNS),
+        (check_columns_follow_the_requests, batches.merge_reorders, "the order of requests"),
+        (check_columns_follow_the_requests, batches.filter_reorders, "the order of requests"),
+        (check_columns_follow_the_requests, batches.filter_keeps_old_slots, "out_cache_loc outlived"),
+        *(
+            (check_columns_follow_the_requests, batches.forgetful(operation, column), f"{column} are not")
+            for operation in ("filter_batch", "merge_batch")
+            for column in batches.COLUMNS
+        ),
     ],
     ids=name_of,
 )
-def test_is_broken_by(mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check_columns_follow_the_requests, mutant, symptom, monkeypatch)
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    see_it_fail(check, mutant, symptom, monkeypatch)

@@ -113,6 +113,13 @@ def summing_lines(source: str) -> list[int]:
     return lines
 
 
+def check_the_sum_is_that_of_the_lengths_launched() -> None:
+    batch = grown_batch()
+    for _ in range(2):
+        launched = ForwardBatch.snapshot(batch)
+        assert launched.seq_lens_sum == int(launched.seq_lens.sum()), "the sum is not that of the lengths launched"
+
+
 def check_lengths_are_replaced() -> None:
     batch = make_batch([], [])
     batch.merge_batch(prebuilt_batch())
@@ -153,6 +160,7 @@ CHECKS = [
     check_no_length_is_a_sentinel,
     check_a_snapshot_is_the_forwards_own,
     check_lengths_are_summed_in_one_place,
+    check_the_sum_is_that_of_the_lengths_launched,
     check_lengths_are_replaced,
     check_a_late_forward_sees_the_lengths_it_was_launched_with,
     check_lengths_do_not_wait_for_the_device,
@@ -174,6 +182,7 @@ def test_holds(check: Check) -> None:
         (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_lengths, "schedule side's lengths"),
         (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_rows, "schedule side's rows"),
         (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_slots, "schedule side's slots"),
+        (check_the_sum_is_that_of_the_lengths_launched, lengths.sum_is_stale, "the sum is not"),
         (check_lengths_are_replaced, lengths.lengths_changed_in_place, "in place"),
         (
             check_a_late_forward_sees_the_lengths_it_was_launched_with,

@@ -179,6 +179,7 @@ def test_holds(check: Check) -> None:
         (check_nothing_is_reused_while_a_forward_holds_it, rows.launch_does_not_hold_its_rows, "given out while"),
         (check_rows_and_slots_are_conserved, rows.grown_slot_leaks, "slots are lost"),
         (check_rows_and_slots_are_conserved, rows.aborted_row_leaks, "not over"),
+        (check_rows_and_slots_are_conserved, rows.slots_released_twice, "not conserved|held twice"),
         (check_a_late_copy_does_not_meet_another_request, rows.landing_does_not_hold_its_row, "landed in slots"),
         (check_a_late_copy_does_not_meet_another_request, rows.quarantine_skipped, "landed in slots"),
         (check_a_released_row_takes_no_further_segment, rows.landing_into_a_released_row, "was given up"),

@@ -309,6 +309,7 @@ def test_holds(check: Check) -> None:
         (check_an_unusable_token_fails_its_row_alone, relay.row_flag_dropped, "unusable token"),
         (check_bootstrap_does_not_move_the_fence, bootstrap.bootstrap_rearms_publish_ready, "touched publish_ready"),
         (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_lengths, "length was lost"),
+        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_on_another_stream, "length was lost"),
         (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_tokens, "token was lost"),
         (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_seeds, "seed was lost"),
         (check_a_row_in_flight_is_not_handed_off_again, rows.quarantine_skipped, "while a forward held it"),

@@ -295,6 +295,11 @@ def test_holds(check: Check) -> None:
             "waited for draft-extend",
         ),
         (
+            check_the_next_step_is_launched_before_draft_extend,
+            relay.published_after_draft_extend,
+            "waited for draft-extend",
+        ),
+        (
             check_lengths_of_a_step_without_drafts_are_not_waited_for,
             speculation.an_earlier_steps_fence_stays_armed,
             "decoded wrongly",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from tests.engine.mutants import batches, bootstrap, lengths, relay, rows, speculation, tokens
+from tests.engine.mutants import batches, bootstrap, lengths, prefill, relay, rows, speculation, tokens
 from tests.engine.mutants.kinds import Mutant
 from tests.engine.speculating import CHAIN, TREE
-from tests.interleavings import scenarios
-from tests.interleavings.scenarios import Scenario
+from tests.interleavings import prefill_scenarios, scenarios
+from tests.interleavings.prefill_scenarios import PrefillScenario
+from tests.interleavings.scenarios import (
+    BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
+    LAUNCHED_BEFORE_DRAFT_EXTEND,
+    RESOLVED_BEFORE_DRAFT_EXTEND,
+    RETRACTED,
+    RETRIED,
+    RelayAlone,
+    Scenario,
+)
+
+AnyScenario = Scenario | RelayAlone | PrefillScenario
 
 NUM_ORDERS = 60
 """Random ones in which a mutant must show, and in which a large scenario is looked at by the test suite."""
@@ -17,9 +28,18 @@ _beside_chain = Scenario(scenarios.two_requests, 2, 60, CHAIN)
 _aborted = Scenario(scenarios.one_aborted, 1, 16)
 _aborted_by_frames = Scenario(scenarios.one_aborted, 1, 16, frames_come_apart=True)
 _chain_by_frames = Scenario(scenarios.one_request, 1, 24, CHAIN, frames_come_apart=True)
+_relay = RelayAlone()
+_lost = Scenario(scenarios.handoff_lost, 1, 16)
+_soon_short = Scenario(scenarios.soon_short_of_slots, 2, 5, headroom_tokens=1)
+_aborted_when_short = Scenario(scenarios.aborted_when_short_of_slots, 2, 7, headroom_tokens=1)
 _growing = Scenario(scenarios.growing_beside_an_abort, 2, 60)
 
-EXHAUSTIVE: dict[Scenario, int] = {
+_prompt = PrefillScenario(prefill_scenarios.one_prompt, 1, 8)
+_cancelled = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8)
+_cancelled_in_a_budget = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2)
+
+EXHAUSTIVE: dict[AnyScenario, int] = {
+    _relay: 2,
     Scenario(scenarios.one_request, 1, 16): 7,
     Scenario(scenarios.one_request, 1, 16, lags=True): 21,
     Scenario(scenarios.one_request, 1, 24, CHAIN): 31,
@@ -28,25 +48,41 @@ EXHAUSTIVE: dict[Scenario, int] = {
     Scenario(scenarios.two_requests, 1, 16, lags=True): 441,
     _beside: 929,
     _aborted: 798,
+    Scenario(scenarios.one_stopped, 1, 16): 798,
+    _lost: 196,
+    _soon_short: 765,
+    _prompt: 162,
+    PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
+    PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 560,
 }
 """Each order of theirs is run, so many. Were there fewer, something shared would not be seen any more; the number
 changes with what the engine's thread asks of the device.
 """
 
-LARGE: tuple[Scenario, ...] = (
+LARGE: tuple[AnyScenario, ...] = (
     Scenario(scenarios.two_requests, 2, 80, TREE),
     Scenario(scenarios.two_requests, 2, 60, overlap=False),
     Scenario(scenarios.one_aborted, 2, 60, CHAIN),
     Scenario(scenarios.one_aborted, 2, 60, CHAIN, lags=True),
     Scenario(scenarios.short_of_slots, 2, 36),
     Scenario(scenarios.short_of_slots, 2, 36, CHAIN),
+    Scenario(scenarios.one_aborted, 1, 24, CHAIN),
+    Scenario(scenarios.one_aborted, 2, 80, TREE),
+    Scenario(scenarios.one_stopped, 1, 16, lags=True),
+    Scenario(scenarios.one_stopped, 2, 60, CHAIN),
+    Scenario(scenarios.handoff_lost, 2, 60),
+    _aborted_when_short,
     _beside_lagging,
     _beside_chain,
     _aborted_by_frames,
     _growing,
+    PrefillScenario(prefill_scenarios.two_prompts, 2, 16),
+    PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2, lags=True),
+    _cancelled,
+    _cancelled_in_a_budget,
 )
 
-CAUGHT_BY: tuple[tuple[Mutant, Scenario, str], ...] = (
+CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (relay.lengths_read_without_waiting, _beside_chain, "a race for .*new_seq_lens_buf"),
     (relay.inputs_taken_at_launch, _beside, "a race for .*output_tokens|wrongly"),
     (relay.relay_is_a_ring, Scenario(scenarios.four_requests, 4, 200), "decoded wrongly|a race for .*output_tokens"),
@@ -72,14 +108,38 @@ CAUGHT_BY: tuple[tuple[Mutant, Scenario, str], ...] = (
     (speculation.seeds_stashed_on_another_stream, _beside_chain, "a race for .* and stash"),
     (speculation.no_slots_for_drafts, _beside_chain, "a race for .*token table|wrongly"),
     (speculation.rejected_slots_given_back, _beside_chain, "a race for .*token table|wrongly"),
+    (relay.lengths_read_without_waiting, _relay, "a race for .*relay 1"),
+    (bootstrap.bootstrap_on_another_stream, _beside, "a race for .* and bootstrap|a race for .*bootstrap"),
+    (rows.slots_released_twice, _beside, "not conserved|held twice"),
     (speculation.drafts_kv_not_awaited, _chain_by_frames, "drafts were not those"),
+    (prefill.kv_leaves_before_it_is_computed, _prompt, "a race for .*kv of target|wrong KV was sent"),
+    (prefill.sending_does_not_hold_its_row, _cancelled, "a race for .*kv of target"),
+    (prefill.chunk_does_not_hold_its_row, _cancelled_in_a_budget, "a race for .*token table"),
+    (prefill.first_tokens_taken_early, _prompt, "a fence is missing"),
+    (prefill.cancelled_row_is_sent, _cancelled, "a segment of row 0, which was cancelled"),
 )
 """With what is then wrong (a regular expression)."""
 
 FOUND_BY_EXPLORING = (rows.quarantine_skipped, rows.quarantine_ends_too_early, rows.launch_does_not_hold_its_rows)
 """Those that exhaustive exploration is to find too: the default order does not show them."""
 
-SCENARIOS: dict[str, Scenario] = {
+SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
+    _beside_chain: frozenset({LAUNCHED_BEFORE_DRAFT_EXTEND, BOOTSTRAPPED_BEFORE_DRAFT_EXTEND}),
+    _relay: frozenset({RESOLVED_BEFORE_DRAFT_EXTEND}),
+    _lost: frozenset({RETRIED}),
+    _soon_short: frozenset({RETRACTED}),
+    _aborted_when_short: frozenset({RETRACTED}),
+}
+"""What makes it worth it: an engine that waited for everything would be right in every order too."""
+
+NO_ORDER_HAS: tuple[tuple[Mutant, AnyScenario], ...] = (
+    (relay.fence_covers_draft_extend, _beside_chain),
+    (relay.published_after_draft_extend, _beside_chain),
+    (bootstrap.bootstrap_rearms_publish_ready, _relay),
+)
+"""Mutants that show by what they prevent: nothing is wrong, and no order has what some order should have."""
+
+SCENARIOS: dict[str, AnyScenario] = {
     scenario.name: scenario for scenario in (*EXHAUSTIVE, *LARGE, *(scenario for _, scenario, _ in CAUGHT_BY))
 }
 """By name."""

@@ -139,6 +139,8 @@ class ExploredDevice(ScriptedDevice):
         self._memory.reads_shadows = lambda: self.is_host_running
         self._schedule: ExploredStream | None = None
         self._is_watching = False
+        self.witnessed: set[str] = set()
+        """What the program saw of which it is enough that some order has it."""
 
     @property
     def current(self) -> Transition:

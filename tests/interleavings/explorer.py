@@ -62,11 +62,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`num_interleavings`: orders that were run to their end and differ; `is_exhaustive`: there are no others."""
+    """`num_interleavings`: orders that were run to their end and differ; `is_exhaustive`: there are no others.
+    `witnessed`: what some of them saw.
+    """
 
     num_interleavings: int
     is_exhaustive: bool
     failure: Failure | None = None
+    witnessed: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -130,10 +133,12 @@ def explore(program: Program, *, max_interleavings: int | None = None) -> Report
     """Run orders of `program` until all are known, `max_interleavings` were run, or one fails."""
     nodes: list[_Node] = []
     num_interleavings = 0
+    witnessed: set[str] = set()
     while True:
         device, error = _Run(nodes).execute(program)
         if not isinstance(error, Abandoned):
             num_interleavings += 1
+            witnessed |= device.witnessed
         if error is not None and not isinstance(error, Abandoned):
             script = Script(tuple(node.chosen for node in nodes))
             return Report(num_interleavings, False, Failure(script, error, num_interleavings))
@@ -144,9 +149,9 @@ def explore(program: Program, *, max_interleavings: int | None = None) -> Report
         while nodes and not (nodes[-1].todo - nodes[-1].done.keys() - nodes[-1].sleep.keys()):
             nodes.pop()
         if not nodes:
-            return Report(num_interleavings, True)
+            return Report(num_interleavings, True, witnessed=frozenset(witnessed))
         if num_interleavings == max_interleavings:
-            return Report(num_interleavings, False)
+            return Report(num_interleavings, False, witnessed=frozenset(witnessed))
         node = nodes[-1]
         node.chosen = min(node.todo - node.done.keys() - node.sleep.keys())
 
@@ -177,6 +182,7 @@ class RandomOrder:
     digest: int
     script: Script
     error: BaseException | None
+    witnessed: frozenset[str]
 
 
 def random_order(program: Program, seed: str) -> RandomOrder:
@@ -195,18 +201,20 @@ def random_order(program: Program, seed: str) -> RandomOrder:
     clocks = Clocks(joins_conflicts=True)
     for transition in device.trace:
         clocks.add(transition)
-    return RandomOrder(clocks.digest, Script(tuple(choices)), error)
+    return RandomOrder(clocks.digest, Script(tuple(choices)), error, frozenset(device.witnessed))
 
 
 def sample(program: Program, *, num_runs: int, seed: int) -> Report:
     """Run random orders, until one fails."""
     seen: set[int] = set()
+    witnessed: set[str] = set()
     for number in range(num_runs):
         order = random_order(program, f"{seed}/{number}")
         seen.add(order.digest)
+        witnessed |= order.witnessed
         if order.error is not None:
             return Report(len(seen), False, Failure(order.script, order.error, len(seen)))
-    return Report(len(seen), False)
+    return Report(len(seen), False, witnessed=frozenset(witnessed))
 
 
 def replay(program: Program, script: Script) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""Prints, as tables, how many orders each scenario has and which order shows each mutant.
+"""Prints, as tables, how many orders each scenario has, and which order, or check of tests/engine, shows each mutant.
 
 python -m tests.interleavings.report [--orders N]
 """
@@ -11,8 +11,10 @@ import time
 import pytest
 import torch
 
-from tests.interleavings.catalogue import CAUGHT_BY, EXHAUSTIVE, LARGE, NUM_ORDERS
+from tests.engine.mutants.kinds import Mutant
+from tests.interleavings.catalogue import CAUGHT_BY, EXHAUSTIVE, LARGE, NO_ORDER_HAS, NUM_ORDERS, SOME_ORDER_HAS
 from tests.interleavings.explorer import explore, sample, shorten
+from tests.interleavings.shown import shown_by_checks
 
 
 def main() -> None:
@@ -29,17 +31,31 @@ def main() -> None:
         print(
             f"| {scenario.name} | {found.num_interleavings} | {is_all} | {seconds:.1f} | {found.failure or 'clean'} |"
         )
-    print("\n| mutant | scenario | after interleavings | what showed | order |\n|---|---|---|---|---|")
+    print("\n| mutant | shown by | after interleavings | what showed | order |\n|---|---|---|---|---|")
     for mutant, scenario, _ in CAUGHT_BY:
         with pytest.MonkeyPatch.context() as patch:
             mutant(patch)
             failure = sample(scenario.program, num_runs=NUM_ORDERS, seed=0).failure
-            if failure is None:
-                print(f"| {mutant.__name__} | {scenario.name} | {NUM_ORDERS} | NOT CAUGHT | |")
-                continue
+            assert failure is not None, f"{mutant.__name__} does not show in {scenario.name}"
             short = shorten(scenario.program, failure)
-            symptom = str(short.error).splitlines()[0][:80]
-            print(f"| {mutant.__name__} | {scenario.name} | {short.num_interleavings} | {symptom} | `{short.script}` |")
+            _print_row(mutant, scenario.name, short.num_interleavings, str(short.error), f"`{short.script}`")
+    for mutant, scenario in NO_ORDER_HAS:
+        with pytest.MonkeyPatch.context() as patch:
+            mutant(patch)
+            report = sample(scenario.program, num_runs=NUM_ORDERS, seed=0)
+            gone = sorted(SOME_ORDER_HAS[scenario] - report.witnessed)
+            assert gone, f"{mutant.__name__} does not show in {scenario.name}"
+            _print_row(mutant, scenario.name, report.num_interleavings, f"in no order {gone[-1]}", "every one")
+    explored = {entry[0].__name__ for entry in (*CAUGHT_BY, *NO_ORDER_HAS)}
+    checks = {shown.mutant.__name__: shown for shown in reversed(list(shown_by_checks()))}
+    for name in sorted(checks.keys() - explored):
+        shown = checks[name]
+        _print_row(shown.mutant, shown.test, 1, shown.symptom(), "the check's")
+
+
+def _print_row(mutant: Mutant, shown_by: str, num_interleavings: int, symptom: str, order: str) -> None:
+    line = symptom.splitlines()[0][:90].replace("|", "\\|")
+    print(f"| {mutant.__name__} | {shown_by} | {num_interleavings} | {line} | {order} |")
 
 
 if __name__ == "__main__":

@@ -10,22 +10,45 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
 from common.device.scripted import ScriptedDevice
+from common.errors import PrefillUnavailable
+from common.kv.pool import KvPool
+from decode_service import dispatcher
 from decode_service.future_map import FutureMap
-from decode_service.messages import Abort, Command, Event
+from decode_service.messages import (
+    Abort,
+    CallEnded,
+    Command,
+    Event,
+    Failed,
+    FinishAtStop,
+    Finished,
+    FinishReason,
+    Tokens,
+)
+from decode_service.schedule_batch import ScheduleBatch
 from decode_service.scheduler import DecodeEngine
 from decode_service.spec_info import SpecInfo
+from decode_service.step_in_flight import StepInFlight
 from tests.engine.harness import ScriptedEngine
+from tests.engine.relay_rig import make_batch, make_relay, payload_of
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT
 from tests.interleavings.explored_device import ExploredDevice, Shared
 from tests.interleavings.races import check_no_races
 
 Body = Callable[["ExploredEngine"], None]
-_INBOX = "inbox"
+INBOX = "inbox"
+
+LAUNCHED_BEFORE_DRAFT_EXTEND = "a request's next step was launched while its draft-extend had not run"
+BOOTSTRAPPED_BEFORE_DRAFT_EXTEND = "a row was bootstrapped and launched beside another whose draft-extend had not run"
+RETRIED = "a handoff was tried again"
+RETRACTED = "a request was retracted"
+RESOLVED_BEFORE_DRAFT_EXTEND = "lengths were resolved behind a bootstrap while the draft-extend had not run"
 
 
 class ExploredEngine(ScriptedEngine):
@@ -43,24 +66,50 @@ class ExploredEngine(ScriptedEngine):
         self._wire = device.new_stream("wire")
         self._client = device.new_stream("client")
         self._frames_come_apart = frames_come_apart
+        self._to_lose: set[str] = set()
+        self._to_abort: dict[str, int] = {}
         self.must_retract = False
+        self._launch, self.engine._launch = self.engine._launch, self._watched_launch  # type: ignore[method-assign]
 
     def hand_over(self, request_id: str, *, last: str = DRAFT.name) -> None:
-        before = len(self._posted)
+        call_id, before = self.handoffs[request_id].call_id, len(self._posted)
         with self._explored.unwatched():
             super().hand_over(request_id, last=last)
         commands = self.hold_back(len(self._posted) - before)
+        if request_id in self._to_lose:
+            self._to_lose.remove(request_id)
+            commands[1:] = [CallEnded(call_id, PrefillUnavailable("the replica is gone"))]
         for part in [[command] for command in commands] if self._frames_come_apart else [commands]:
             self._wire.enqueue(partial(self._deliver, *part))
 
-    def abort_some_time(self, request_id: str) -> None:
-        """What is handed over for it all the same comes too late for the engine."""
+    def abort_some_time(self, request_id: str, *, after_tokens: int = 0) -> None:
+        """Once the client has so many. What is handed over for it all the same comes too late for the engine."""
+        if len(self.outcomes[request_id].token_ids) < after_tokens:
+            self._to_abort[request_id] = after_tokens
+            return
+        self._to_abort.pop(request_id, None)
 
         def abort() -> None:
             self.outcomes[request_id].is_abandoned = True
             self._deliver(Abort(request_id))
 
         self._client.enqueue(abort)
+
+    def _watched_launch(self, batch: ScheduleBatch) -> StepInFlight:
+        before = self.engine._in_flight
+        if "extend" in self.forward.pending() and before is not None and any(req in before.reqs for req in batch.reqs):
+            self._explored.witnessed.add(LAUNCHED_BEFORE_DRAFT_EXTEND)
+            if any(req in batch.reqs for req in self.engine._unseeded):
+                self._explored.witnessed.add(BOOTSTRAPPED_BEFORE_DRAFT_EXTEND)
+        return self._launch(batch)
+
+    def lose_handoff_once(self, request_id: str) -> None:
+        """Its first call breaks behind the first segment."""
+        self._to_lose.add(request_id)
+
+    def stop_some_time(self, request_id: str) -> None:
+        """The edge matched a stop string in its first token."""
+        self._client.enqueue(partial(self._deliver, FinishAtStop(request_id, 1, "stop")))
 
     def step(self) -> list[Event]:
         self._explored.point()
@@ -71,17 +120,26 @@ class ExploredEngine(ScriptedEngine):
         """Go on, handing over what the engine asks for, until every request has ended and all is free again."""
         self.run(advance=self._rest)
 
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Tokens | Finished | Failed):
+            outcome = self.outcomes[event.request_id]
+            has_ended = outcome.finished is not None or outcome.error is not None
+            assert not has_ended, f"{event.request_id} has ended, and then came {event}"
+        super()._note(event)
+        if isinstance(event, Tokens) and event.request_id in self._to_abort:
+            self.abort_some_time(event.request_id, after_tokens=self._to_abort[event.request_id])
+
     def _is_over(self) -> bool:
         self._look_into_the_inbox()
         return super()._is_over()
 
     def _look_into_the_inbox(self) -> None:
-        self._explored.current.footprint.reads.add(_INBOX)
+        self._explored.current.footprint.reads.add(INBOX)
 
     def _deliver(self, *commands: Command) -> None:
         for command in commands:
             self.post(command)
-        self._explored.current.footprint.writes.add(_INBOX)
+        self._explored.current.footprint.writes.add(INBOX)
 
     def _rest(self, device: ScriptedDevice) -> None:
         if self.engine.idle_timeout_s() > 0:
@@ -92,7 +150,8 @@ class ExploredEngine(ScriptedEngine):
 class Scenario:
     """`body` says what is asked of an engine of so many rows and slots; its whole life is then explored.
 
-    `lags`: the schedule side is behind the host, as on a GPU.
+    `lags`: the schedule side is behind the host, as on a GPU. `headroom_tokens`: slots left free at admission for each
+    row; few, for requests to meet that soon have to be retracted.
     """
 
     body: Body
@@ -102,6 +161,7 @@ class Scenario:
     overlap: bool = True
     lags: bool = False
     frames_come_apart: bool = False
+    headroom_tokens: int = dispatcher._HEADROOM_TOKENS
 
     @property
     def name(self) -> str:
@@ -128,28 +188,64 @@ class Scenario:
             overlap=self.overlap,
             frames_come_apart=self.frames_come_apart,
         )
-        with device.exploring(shared_by(engine.engine)):
+        with (
+            mock.patch.object(dispatcher, "_HEADROOM_TOKENS", self.headroom_tokens),
+            device.exploring(_shared_by_decode(engine.engine)),
+        ):
             self.body(engine)
             engine.live()
         check_no_races(device.trace)
-        assert not engine.must_retract or engine.engine.load().num_retractions, "nothing was retracted"
+        load = engine.engine.load()
+        assert not engine.must_retract or load.num_retractions, "nothing was retracted"
+        if load.num_row_retries:
+            device.witnessed.add(RETRIED)
+        if load.num_retractions:
+            device.witnessed.add(RETRACTED)
         for request_id, outcome in engine.outcomes.items():
-            wanted = outcome.expected[: len(outcome.token_ids)] if outcome.is_abandoned else outcome.expected
+            is_cut = outcome.is_abandoned or (outcome.finished and outcome.finished.reason is FinishReason.STOP_STRING)
+            wanted = outcome.expected[: len(outcome.token_ids)] if is_cut else outcome.expected
             assert outcome.error is None, f"{request_id} failed: {outcome.error}"
             assert outcome.token_ids == wanted, f"{request_id} was decoded wrongly: {outcome.token_ids}, not {wanted}"
-            if self.spec_info is CHAIN and not outcome.is_abandoned and not engine.engine.load().num_retractions:
+            is_drafted_for = self.spec_info is CHAIN and outcome.sampling.max_tokens > 1
+            if is_drafted_for and not is_cut and not load.num_retractions:
                 assert_drafted_as_expected(outcome)
 
 
-def shared_by(engine: DecodeEngine) -> Iterator[Shared]:
-    """What the engine's thread and its streams both touch, all of it allocated at start-up."""
-    for name, buffer in engine.pool.buffers.items():
+@dataclass(frozen=True, slots=True)
+class RelayAlone:
+    """The relay without an engine: a row is bootstrapped beside a step that verifies and extends."""
+
+    name: str = "bootstrap_beside_draft_extend"
+
+    def program(self, device: ExploredDevice) -> None:
+        """A Program."""
+        relay = make_relay(device=device)
+        future_map = relay.future_map
+        buffers = [future_map.output_tokens, future_map.new_seq_lens_buf]
+        with device.exploring(Shared(f"relay {i}", buffer, 0) for i, buffer in enumerate(buffers)):
+            relay.launch([1, 2], [7, 8], [10, 20])
+            future_map.bootstrap(make_batch([3], [5]), payload_of([30]))
+            running = make_batch([1, 2, 3], [5, 5, 5])
+            future_map.resolve_seq_lens(running)
+            if "draft_extend" in relay.forward.pending():
+                device.witnessed.add(RESOLVED_BEFORE_DRAFT_EXTEND)
+        check_no_races(device.trace)
+        assert running.seq_lens_cpu.tolist() == [7, 8, 5], f"lengths were resolved wrongly: {running.seq_lens_cpu}"
+
+
+def _shared_by_decode(engine: DecodeEngine) -> Iterator[Shared]:
+    backlog = getattr(engine._worker, "_backlog", None)
+    return shared_by(engine.pool, engine.future_map, engine._sampling_state, *([backlog] if backlog else []))
+
+
+def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
+    """What an engine's thread and its streams both touch, all of it allocated at start-up."""
+    for name, buffer in pool.buffers.items():
         yield Shared(f"kv of {name}", buffer, 2)
-    yield Shared("token table", engine.pool.rows.req_to_token, is_written_by_host_alone=True)
-    for holder in (engine.future_map, engine._sampling_state, getattr(engine._worker, "_backlog", None)):
-        attributes = {} if holder is None else _attributes(holder)
-        for name, value in attributes.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape[0] == engine.pool.rows.max_rows + 1:
+    yield Shared("token table", pool.rows.req_to_token, is_written_by_host_alone=True)
+    for holder in holders:
+        for name, value in _attributes(holder).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] == pool.rows.max_rows + 1:
                 yield Shared(f"{type(holder).__name__}.{name}", value, 0)
 
 
@@ -194,3 +290,30 @@ def short_of_slots(engine: ExploredEngine) -> None:
     engine.submit("a", [1, 2], 20)
     engine.submit("b", [5, 6], 20)
     engine.must_retract = True
+
+
+def soon_short_of_slots(engine: ExploredEngine) -> None:
+    """The same within a few steps, or not at all where one has ended before the other comes."""
+    engine.submit("a", [1], 4)
+    engine.submit("b", [5], 4)
+
+
+def aborted_when_short_of_slots(engine: ExploredEngine) -> None:
+    """The younger request is aborted before it is retracted, while it is, waiting again, or back again."""
+    engine.submit("a", [1], 6)
+    engine.submit("b", [5], 6)
+    engine.abort_some_time("b", after_tokens=3)
+
+
+def handoff_lost(engine: ExploredEngine) -> None:
+    """The second handoff breaks with a segment under way, and is tried again beside the first request's forwards."""
+    engine.submit("a", [1, 2], 4)
+    engine.submit("b", [5, 6, 7], 3)
+    engine.lose_handoff_once("b")
+
+
+def one_stopped(engine: ExploredEngine) -> None:
+    """A stop string ends a request at any time, also with a forward of it in flight; the other takes what it held."""
+    engine.submit("a", [1, 2], 3)
+    engine.submit("b", [5, 6, 7], 3)
+    engine.stop_some_time("a")

@@ -19,9 +19,8 @@ from multiprocessing import get_context
 
 import torch
 
-from tests.interleavings.catalogue import EXHAUSTIVE, LARGE
+from tests.interleavings.catalogue import EXHAUSTIVE, LARGE, AnyScenario
 from tests.interleavings.explorer import Failure, explore, random_order, shorten
-from tests.interleavings.scenarios import Scenario
 
 _RUNS_A_SPELL = 40
 _PROGRESS_S = 30.0
@@ -68,7 +67,7 @@ class Tally:
         self.failure = self.failure or spell.failure
 
 
-def run_all(scenario: Scenario) -> Spell:
+def run_all(scenario: AnyScenario) -> Spell:
     began_s = time.monotonic()
     report = explore(scenario.program)
     num_known = report.num_interleavings
@@ -78,7 +77,7 @@ def run_all(scenario: Scenario) -> Spell:
     return Spell(num_known, frozenset(), time.monotonic() - began_s, num_known, report.is_exhaustive, told)
 
 
-def run_some(scenario: Scenario, seed: str) -> Spell:
+def run_some(scenario: AnyScenario, seed: str) -> Spell:
     began_s = time.monotonic()
     digests: set[int] = set()
     for number in range(_RUNS_A_SPELL):
@@ -90,7 +89,7 @@ def run_some(scenario: Scenario, seed: str) -> Spell:
     return Spell(_RUNS_A_SPELL, frozenset(digests), time.monotonic() - began_s)
 
 
-def _tell(scenario: Scenario, failure: Failure) -> str:
+def _tell(scenario: AnyScenario, failure: Failure) -> str:
     short = shorten(scenario.program, failure)
     return (
         f"{scenario.name}: {short.error}\nreplay: python -m tests.interleavings.replay {scenario.name} '{short.script}'"
@@ -103,8 +102,8 @@ class Soak:
     def __init__(
         self,
         *,
-        small: Sequence[Scenario],
-        large: Sequence[Scenario],
+        small: Sequence[AnyScenario],
+        large: Sequence[AnyScenario],
         num_wanted: int,
         minutes: float = math.inf,
         seed: int = 0,
@@ -139,7 +138,7 @@ class Soak:
         )
 
     def run(self, executor: Executor, *, num_at_once: int) -> None:
-        running: dict[Future[Spell], Scenario] = {}
+        running: dict[Future[Spell], AnyScenario] = {}
         told_s = self._began_s
         while True:
             while len(running) < num_at_once and (begun := self._begin(executor, set(running.values()))):
@@ -152,7 +151,7 @@ class Soak:
                 told_s = time.monotonic()
                 print(f"{told_s - self._began_s:6.0f} s: {self.num_interleavings} interleavings", flush=True)
 
-    def _begin(self, executor: Executor, running: set[Scenario]) -> tuple[Future[Spell], Scenario] | None:
+    def _begin(self, executor: Executor, running: set[AnyScenario]) -> tuple[Future[Spell], AnyScenario] | None:
         if self.failures or self.is_reached or time.monotonic() >= self._ends_s:
             return None
         if self._small:

@@ -7,9 +7,16 @@ import re
 import pytest
 
 from tests.engine.mutants.kinds import Mutant
-from tests.interleavings.catalogue import CAUGHT_BY, FOUND_BY_EXPLORING, NUM_ORDERS
+from tests.interleavings.catalogue import (
+    CAUGHT_BY,
+    FOUND_BY_EXPLORING,
+    NO_ORDER_HAS,
+    NUM_ORDERS,
+    SOME_ORDER_HAS,
+    AnyScenario,
+)
 from tests.interleavings.explorer import explore, replay, sample, shorten
-from tests.interleavings.scenarios import Scenario
+from tests.interleavings.shown import mutant_names, shown_by_checks
 
 
 @pytest.mark.parametrize(
@@ -17,7 +24,7 @@ from tests.interleavings.scenarios import Scenario
     [pytest.param(*entry, id=f"{entry[0].__name__}-{entry[1].name}") for entry in CAUGHT_BY],
 )
 def test_an_order_that_shows_it_is_found(
-    mutant: Mutant, scenario: Scenario, symptom: str, monkeypatch: pytest.MonkeyPatch
+    mutant: Mutant, scenario: AnyScenario, symptom: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         mutant(patch)
@@ -27,6 +34,24 @@ def test_an_order_that_shows_it_is_found(
         assert re.search(symptom, str(failure.error))
         assert re.search(symptom, str(replay(scenario.program, script)))
     assert replay(scenario.program, script) is None, "the engine as it is fails in this order too"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "scenario"),
+    [pytest.param(*entry, id=f"{entry[0].__name__}-{entry[1].name}") for entry in NO_ORDER_HAS],
+)
+def test_what_some_order_has_no_order_has_with_it(
+    mutant: Mutant, scenario: AnyScenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    report = sample(scenario.program, num_runs=NUM_ORDERS, seed=0)
+    assert report.failure is None, "it is right in every order, only late"
+    assert report.witnessed.isdisjoint(SOME_ORDER_HAS[scenario])
+
+
+def test_every_mutant_is_shown_by_an_order_or_a_check() -> None:
+    explored = {entry[0].__name__ for entry in (*CAUGHT_BY, *NO_ORDER_HAS)}
+    assert mutant_names() == explored | {shown.mutant.__name__ for shown in shown_by_checks()}
 
 
 @pytest.mark.parametrize("mutant", FOUND_BY_EXPLORING, ids=lambda mutant: mutant.__name__)

@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interleavings.catalogue import EXHAUSTIVE, LARGE, NUM_ORDERS
+from tests.interleavings.catalogue import EXHAUSTIVE, LARGE, NUM_ORDERS, SOME_ORDER_HAS, AnyScenario
 from tests.interleavings.explorer import explore, sample, shorten
-from tests.interleavings.scenarios import Scenario
 
 
-def name_of(scenario: Scenario) -> str:
+def name_of(scenario: AnyScenario) -> str:
     return scenario.name
 
 
 @pytest.mark.parametrize("scenario", EXHAUSTIVE, ids=name_of)
-def test_every_order(scenario: Scenario) -> None:
+def test_every_order(scenario: AnyScenario) -> None:
     report = explore(scenario.program)
     assert report.failure is None, str(shorten(scenario.program, report.failure))
     assert (report.num_interleavings, report.is_exhaustive) == (EXHAUSTIVE[scenario], True)
 
 
+@pytest.mark.parametrize("scenario", SOME_ORDER_HAS, ids=name_of)
+def test_some_order_has_it(scenario: AnyScenario) -> None:
+    assert sample(scenario.program, num_runs=NUM_ORDERS, seed=0).witnessed >= SOME_ORDER_HAS[scenario]
+
+
 @pytest.mark.parametrize("scenario", LARGE, ids=name_of)
-def test_random_orders(scenario: Scenario) -> None:
+def test_random_orders(scenario: AnyScenario) -> None:
     report = sample(scenario.program, num_runs=NUM_ORDERS, seed=1)
     assert report.failure is None, str(shorten(scenario.program, report.failure))
     assert report.num_interleavings >= NUM_ORDERS // 4, "hardly any of the orders differ"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 from torch import Tensor
@@ -19,6 +20,19 @@ def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
         bootstrap(self, prebuilt, payload)
         self.publish_ready = self._forward_stream.record()
+
+    patch.setattr(FutureMap, "bootstrap", mutant)
+
+
+def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
+    """Which no forward waits for."""
+    bootstrap = FutureMap.bootstrap
+
+    def mutant(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
+        device = self._forward_stream.device  # type: ignore[attr-defined]
+        if not any(stream.name == "bootstrap" for stream in device.streams):
+            device.new_stream("bootstrap")
+        device.stream("bootstrap").enqueue(partial(bootstrap, self, prebuilt, payload))
 
     patch.setattr(FutureMap, "bootstrap", mutant)
 

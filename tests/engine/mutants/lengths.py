@@ -46,6 +46,19 @@ def lengths_not_checked_at_launch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ForwardBatch, "snapshot", mutant)
 
 
+def sum_is_stale(patch: pytest.MonkeyPatch) -> None:
+    """That of the launch before."""
+    sums = [0]
+    snapshot = ForwardBatch.snapshot
+
+    def mutant(batch: ScheduleBatch) -> ForwardBatch:
+        made = snapshot(batch)
+        sums.append(made.seq_lens_sum)
+        return dataclasses.replace(made, seq_lens_sum=sums[-2])
+
+    patch.setattr(ForwardBatch, "snapshot", mutant)
+
+
 def _snapshot_aliases(patch: pytest.MonkeyPatch, column: str) -> None:
     snapshot = ForwardBatch.snapshot
 

@@ -19,7 +19,7 @@ from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 from decode_service.speculative_worker import SpeculativeWorker
 from decode_service.step_in_flight import RowResult, StepInFlight
-from decode_service.worker import PlainWorker, Worker, WorkerOutput
+from decode_service.worker import OnPublish, PlainWorker, Worker, WorkerOutput
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
@@ -125,6 +125,19 @@ def fence_covers_draft_extend(patch: pytest.MonkeyPatch) -> None:
         self.publish_ready = self._forward_stream.record(scope)
 
     patch.setattr(FutureMap, "stash", mutant)
+
+
+def published_after_draft_extend(patch: pytest.MonkeyPatch) -> None:
+    forward = SpeculativeWorker.forward
+
+    def mutant(self: SpeculativeWorker, batch: ForwardBatch, *, on_publish: OnPublish, **rest: Any) -> WorkerOutput:
+        lengths: list[Cell[Tensor]] = []
+        output = forward(self, batch, on_publish=lengths.append, **rest)
+        for new_seq_lens in lengths:
+            on_publish(new_seq_lens)
+        return output
+
+    patch.setattr(SpeculativeWorker, "forward", mutant)
 
 
 def only_the_device_twin_is_resolved(patch: pytest.MonkeyPatch) -> None:

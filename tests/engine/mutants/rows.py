@@ -78,6 +78,18 @@ def grown_slot_leaks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvPool, "release", mutant)
 
 
+def slots_released_twice(patch: pytest.MonkeyPatch) -> None:
+    """When a request ends, and again when quarantine does."""
+    release = KvPool.release
+
+    def mutant(self: KvPool, lease: RowLease) -> None:
+        if lease.is_held:
+            self._slots.give_back(lease.slots)
+        release(self, lease)
+
+    patch.setattr(KvPool, "release", mutant)
+
+
 def aborted_row_leaks(patch: pytest.MonkeyPatch) -> None:
     release = KvPool.release
 

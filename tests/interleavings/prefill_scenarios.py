@@ -1,0 +1,171 @@
+"""Small lives of a prefill engine: its chunks, the copies of their KV on the way out, and cancellations at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from prefill_service.messages import CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall, SegmentBytesSent
+from prefill_service.scheduler import PrefillEngine
+from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
+from tests.interleavings.explored_device import ExploredDevice
+from tests.interleavings.races import check_no_races
+from tests.interleavings.scenarios import INBOX, shared_by
+
+Body = Callable[["ExploredPrefill"], None]
+_MAX_STEPS = 400
+
+
+@dataclass(slots=True)
+class _Row:
+    token_ids: tuple[int, ...]
+    sent: list[int] = field(default_factory=list)
+    first_token: int | None = None
+    is_cancelled: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.first_token is not None and sorted(self.sent) == list(range(len(self.token_ids)))
+
+
+class ExploredPrefill:
+    """One call. What its transport takes, and cancellations, come when the explorer lets them: "wire" and "client"."""
+
+    def __init__(self, device: ExploredDevice, *, max_rows: int, max_kv_tokens: int, budget_tokens: int) -> None:
+        self.engine = PrefillEngine(
+            model=cast(TargetModel, TagModel()),
+            device=device,
+            max_rows=max_rows,
+            max_kv_tokens=max_kv_tokens,
+            max_context_tokens=CONTEXT_TOKENS,
+            chunk_tokens=2,
+            max_batch_tokens=4,
+            send_budget_bytes=budget_tokens * GROUP.token_bytes,
+            max_segment_bytes=2 * GROUP.token_bytes,
+            clock=lambda: 0.0,
+        )
+        self._device = device
+        self._wire = device.new_stream("wire")
+        self._client = device.new_stream("client")
+        self._posted: list[Command] = []
+        self._sampling = ResolvedSampling(seed=0, max_tokens=4, temperature=0.0)
+        self.rows: list[_Row] = []
+        self._is_done = False
+
+    def open(self, *prompts: tuple[int, ...]) -> None:
+        self.rows = [_Row(prompt) for prompt in prompts]
+        rows = [HandoffRow(str(i), 0, prompt, len(prompt), self._sampling) for i, prompt in enumerate(prompts)]
+        self._posted.append(OpenCall("call", tuple(rows)))
+
+    def cancel_some_time(self, row: int) -> None:
+        self._client.enqueue(partial(self._deliver, CancelCallRows("call", (row,))))
+
+    def live(self) -> None:
+        """Until every row has ended and all is free again."""
+        for _ in range(_MAX_STEPS):
+            self._step()
+            load = self.engine.load()
+            all_free = load.rows.free == load.rows.total and load.slots.free == load.slots.total
+            if self._is_done and all_free and not load.unsent_bytes:
+                self.engine.pool.check_conservation()
+                return
+            if self.engine.idle_timeout_s() > 0:
+                self._device.idle()
+        raise AssertionError(f"not over after {_MAX_STEPS} steps: {self.engine.load()}")
+
+    def _step(self) -> None:
+        self._device.point()
+        self._device.current.footprint.reads.add(INBOX)
+        commands, self._posted = self._posted, []
+        for command in commands:
+            if isinstance(command, CancelCallRows) and not self._is_done:
+                self.rows[command.rows[0]].is_cancelled = True
+        for event in self.engine.step(commands):
+            self._note(event)
+        load = self.engine.load()
+        for counts in (load.rows, load.slots):
+            parts = (counts.free, counts.reserved, counts.transferring, counts.running, counts.quarantined)
+            assert sum(parts) == counts.total, f"not conserved: {counts}"
+
+    def _deliver(self, command: Command) -> None:
+        self._posted.append(command)
+        self._device.current.footprint.writes.add(INBOX)
+
+    def _note(self, event: Event) -> None:
+        assert not self._is_done, f"the call is done, and then came {event}"
+        match event:
+            case FrameReady(_, KvSegment() as segment):
+                self._take_segment(segment)
+            case FrameReady(_, PrebuiltBatch() as columns):
+                for index, token in zip(columns.rows.tolist(), columns.first_token_ids.tolist(), strict=True):
+                    row = self.rows[index]
+                    assert not row.is_cancelled, f"a first token of row {index}, which was cancelled"
+                    assert row.first_token is None, f"two first tokens of row {index}"
+                    (row.first_token,) = (token,)
+                    assert [token] == oracle(row.token_ids, 1, self._sampling), f"first token {token} is wrong"
+            case FrameReady(_, RowFailed() as failed):
+                assert self.rows[failed.row].is_cancelled, f"a row failed: {failed}"
+            case CallDone():
+                self._is_done = True
+                assert all(row.is_complete or row.is_cancelled for row in self.rows), "done before all was sent"
+
+    def _take_segment(self, segment: KvSegment) -> None:
+        self._wire.enqueue(partial(self._deliver, SegmentBytesSent("call", segment.num_bytes)))
+        row = self.rows[segment.row]
+        assert not row.is_cancelled, f"a segment of row {segment.row}, which was cancelled"
+        tokens = range(segment.token_start, segment.token_start + segment.num_tokens)
+        right = kv_of(row.token_ids)[:, :, tokens.start : tokens.stop]
+        sent = np.frombuffer(segment.payload, np.float32).reshape(right.shape)
+        assert np.array_equal(sent, right), f"wrong KV was sent of row {segment.row}, {tokens}"
+        row.sent += tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillScenario:
+    """`budget_tokens`: of how many tokens KV may be on its way out."""
+
+    body: Body
+    max_rows: int
+    max_kv_tokens: int
+    budget_tokens: int = 64
+    lags: bool = False
+
+    @property
+    def name(self) -> str:
+        lagging = "-lagging" if self.lags else ""
+        return f"prefill-{self.body.__name__}-{self.max_rows}_rows-{self.budget_tokens}_budget{lagging}"
+
+    def program(self, device: ExploredDevice) -> None:
+        """A Program."""
+        if self.lags:
+            device.lag_schedule_side()
+        prefill = ExploredPrefill(
+            device, max_rows=self.max_rows, max_kv_tokens=self.max_kv_tokens, budget_tokens=self.budget_tokens
+        )
+        with device.exploring(shared_by(prefill.engine.pool, prefill.engine._sampling_state)):
+            self.body(prefill)
+            prefill.live()
+        check_no_races(device.trace)
+
+
+def one_prompt(prefill: ExploredPrefill) -> None:
+    """Two chunks; the first one's KV leaves while the second is computed."""
+    prefill.open((1, 2, 3))
+
+
+def two_prompts(prefill: ExploredPrefill) -> None:
+    """Side by side, or one behind the other where rows are short."""
+    prefill.open((1, 2, 3), (5, 6))
+
+
+def one_cancelled(prefill: ExploredPrefill) -> None:
+    """At any time: queued, computing, leaving. The other takes its row or its slots."""
+    prefill.open((1, 2, 3), (5, 6, 7))
+    prefill.cancel_some_time(0)
