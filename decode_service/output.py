@@ -42,7 +42,7 @@ class OutputProcessor:
 
     Of several stop strings the one completed first wins, then the one that begins first: how tokens cut the text does
     not matter. The first `min_tokens` tokens complete none. `generated_token_ids` is what an earlier stream of the same
-    request delivered, with its text: it is context here, and nothing of it is delivered again.
+    request delivered, with its text: it is replayed here, and nothing of it is delivered again.
     """
 
     def __init__(
@@ -57,13 +57,12 @@ class OutputProcessor:
         self._detokenizer = IncrementalDetokenizer(decoder)
         self._stop_strings = tuple(stop_strings)
         self._end_token_ids = end_token_ids
-        self._min_tokens = max(min_tokens, len(generated_token_ids))
+        self._min_tokens = min_tokens
         self._held = ""  # text that may begin a stop string
         self._num_exempt_chars = 0  # of `_held` and what follows it: a stop string must end later
         self._num_output_tokens = 0
         self._match: StopMatch | None = None
-        for token_id in generated_token_ids:
-            self._push_one(token_id)
+        self.push(generated_token_ids)
 
     @property
     def match(self) -> StopMatch | None:

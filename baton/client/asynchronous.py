@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -10,10 +12,12 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
-from baton.client.event_order import CompletionBuilder, EventOrder
+from baton.client.channel import ChannelOptions, Tls, authorized
+from baton.client.event_order import CompletionBuilder
+from baton.client.generation import Generation, Progress
+from baton.client.target import target_and_options
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
-from baton.errors import BatonError, Internal, error_from_rpc
+from baton.errors import BatonError, Cancelled, Internal, error_from_rpc
 from baton.events import Completion, Event
 from baton.requests import ChatMessage, SamplingOptions, generate_request
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
@@ -23,27 +27,63 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 class AsyncEventStream(AsyncIterator[Event]):
     """One generation's events. Closing it, leaving its `async with` block or dropping it cancels the call."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._order = EventOrder()
+    def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
+        self._generation = generation
+        self._generate = generate
+        self._is_closed = asyncio.Event()
+        self._call: Any = None
+        self._call = self._next_call()
+
+    @property
+    def progress(self) -> Progress:
+        """What has been delivered: enough to go on by hand, whatever ended the stream."""
+        return self._generation.progress
 
     async def __anext__(self) -> Event:
         """Raises a BatonError when the request fails, StopAsyncIteration after Finished."""
         try:
-            message = await self._call.read()
-            if message is grpc.aio.EOF:
-                self._order.end()
-                raise StopAsyncIteration
-            return self._order.accept(message)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            while True:
+                try:
+                    message = await self._call.read()
+                except grpc.RpcError as failure:
+                    error = error_from_rpc(failure)
+                else:
+                    if message is grpc.aio.EOF:
+                        break
+                    if (event := self._generation.accept(message)) is not None:
+                        return event
+                    continue
+                if self._generation.has_finished:  # only the call's own status is lost
+                    break
+                await self._resume(error)
+            self._generation.end()
         except BatonError:
-            self._call.cancel()
+            await self.aclose()
             raise
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Cancel what is left of the call. Both services drop the request. Closing twice is fine."""
+        self._is_closed.set()
         self._call.cancel()
+
+    async def _resume(self, error: BatonError) -> None:
+        """Replace the broken call. Raises what ends the stream."""
+        if self._is_closed.is_set():
+            raise error
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._generation.pause_s_after(error)):
+                await self._is_closed.wait()
+        if self._is_closed.is_set():
+            raise Cancelled("the stream was closed")
+        self._call = self._next_call()
+
+    def _next_call(self) -> Any:
+        request, timeout_s = self._generation.next_call()
+        try:
+            return self._generate(request, timeout=timeout_s)
+        except grpc.aio.UsageError as error:  # for a closed channel
+            raise Cancelled(f"the client is closed: {error}") from None
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,14 +94,18 @@ class AsyncEventStream(AsyncIterator[Event]):
         await self.aclose()
 
     def __del__(self) -> None:
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
 
 
 class AsyncClient:
-    """Talks to one decode service from a running event loop.
+    """Talks to one decode service, or in turn to those of several that are ready.
 
-    `rpc_timeout_s` bounds the small calls (model_info, load, health). A generation is bounded by its own `timeout_s`,
-    which travels as the request's deadline; None leaves it unbounded. `token` is shown with every call but health.
+    `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
+    (model_info, load, health). A generation is bounded by its own `timeout_s`, which travels as the request's deadline;
+    None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE goes on in another, where it
+    broke; it fails once `resume_timeout_s` have passed since the break without an event. `token` is shown
+    with every call but health. Needs a running event loop.
     """
 
     def __init__(
@@ -71,15 +115,18 @@ class AsyncClient:
         tls: Tls | None = None,
         token: str | None = None,
         rpc_timeout_s: float = 10.0,
+        resume: bool = False,
+        resume_timeout_s: float = 60.0,
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
         self.address = address
+        self._resume_timeout_s = resume_timeout_s if resume else None
         self._rpc_timeout_s = rpc_timeout_s
-        options = channel_options(tls, channel_overrides)
+        target, options = target_and_options(address, tls, channel_overrides)
         self._channel = (
-            grpc.aio.insecure_channel(address, options)
+            grpc.aio.insecure_channel(target, options)
             if tls is None
-            else grpc.aio.secure_channel(address, tls.credentials(), options)
+            else grpc.aio.secure_channel(target, tls.credentials(), options)
         )
         self._inference = inference_pb2_grpc.InferenceStub(authorized(self._channel, token))
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -108,7 +155,8 @@ class AsyncClient:
             generated_token_ids=generated_token_ids,
             sampling=sampling,
         )
-        return AsyncEventStream(self._inference.Generate(request, timeout=timeout_s))
+        generation = Generation(request, timeout_s=timeout_s, resume_timeout_s=self._resume_timeout_s)
+        return AsyncEventStream(generation, self._inference.Generate)
 
     async def complete(
         self,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
-from baton.client.event_order import CompletionBuilder, EventOrder
+from baton.client.channel import ChannelOptions, Tls, authorized
+from baton.client.event_order import CompletionBuilder
+from baton.client.generation import Generation, Progress
+from baton.client.target import target_and_options
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
-from baton.errors import BatonError, Internal, error_from_rpc
+from baton.errors import BatonError, Cancelled, Internal, error_from_rpc
 from baton.events import Completion, Event
 from baton.requests import ChatMessage, SamplingOptions, generate_request
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
@@ -22,26 +25,60 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 class EventStream(Iterator[Event]):
     """One generation's events. Closing it, leaving its `with` block or dropping it cancels the call."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call  # cancels itself when it is collected
-        self._order = EventOrder()
+    def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
+        self._generation = generation
+        self._generate = generate
+        self._is_closed = threading.Event()
+        self._call = self._next_call()  # cancels itself when it is collected
+
+    @property
+    def progress(self) -> Progress:
+        """What has been delivered: enough to go on by hand, whatever ended the stream."""
+        return self._generation.progress
 
     def __next__(self) -> Event:
         """Raises a BatonError when the request fails, StopIteration after Finished."""
         try:
-            return self._order.accept(next(self._call))
+            while True:
+                try:
+                    message = next(self._call)
+                except grpc.RpcError as failure:
+                    error = error_from_rpc(failure)
+                else:
+                    if (event := self._generation.accept(message)) is not None:
+                        return event
+                    continue
+                if self._generation.has_finished:  # only the call's own status is lost
+                    raise StopIteration
+                self._resume(error)
         except StopIteration:
-            self._order.end()
+            self._generation.end()
             raise
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
         except BatonError:
             self.close()
             raise
 
     def close(self) -> None:
         """Cancel what is left of the call. Both services drop the request. Closing twice is fine."""
+        self._is_closed.set()
         self._call.cancel()
+
+    def _resume(self, error: BatonError) -> None:
+        """Replace the broken call. Raises what ends the stream."""
+        if self._is_closed.is_set():
+            raise error
+        if self._is_closed.wait(self._generation.pause_s_after(error)):
+            raise Cancelled("the stream was closed")
+        self._call = self._next_call()
+        if self._is_closed.is_set():  # by another thread, which cancelled the call before
+            self._call.cancel()
+
+    def _next_call(self) -> Any:
+        request, timeout_s = self._generation.next_call()
+        try:
+            return self._generate(request, timeout=timeout_s)
+        except ValueError as error:  # grpc's for a closed channel
+            raise Cancelled(f"the client is closed: {error}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -53,10 +90,13 @@ class EventStream(Iterator[Event]):
 
 
 class Client:
-    """Talks to one decode service.
+    """Talks to one decode service, or in turn to those of several that are ready.
 
-    `rpc_timeout_s` bounds the small calls (model_info, load, health). A generation is bounded by its own `timeout_s`,
-    which travels as the request's deadline; None leaves it unbounded. `token` is shown with every call but health.
+    `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
+    (model_info, load, health). A generation is bounded by its own `timeout_s`, which travels as the request's deadline;
+    None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE goes on in another, where it
+    broke; it fails once `resume_timeout_s` have passed since the break without an event. `token` is shown
+    with every call but health.
     """
 
     def __init__(
@@ -66,15 +106,18 @@ class Client:
         tls: Tls | None = None,
         token: str | None = None,
         rpc_timeout_s: float = 10.0,
+        resume: bool = False,
+        resume_timeout_s: float = 60.0,
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
         self.address = address
+        self._resume_timeout_s = resume_timeout_s if resume else None
         self._rpc_timeout_s = rpc_timeout_s
-        options = channel_options(tls, channel_overrides)
+        target, options = target_and_options(address, tls, channel_overrides)
         self._channel = (
-            grpc.insecure_channel(address, options)
+            grpc.insecure_channel(target, options)
             if tls is None
-            else grpc.secure_channel(address, tls.credentials(), options)
+            else grpc.secure_channel(target, tls.credentials(), options)
         )
         self._inference = inference_pb2_grpc.InferenceStub(authorized(self._channel, token))
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -103,7 +146,8 @@ class Client:
             generated_token_ids=generated_token_ids,
             sampling=sampling,
         )
-        return EventStream(self._inference.Generate(request, timeout=timeout_s))
+        generation = Generation(request, timeout_s=timeout_s, resume_timeout_s=self._resume_timeout_s)
+        return EventStream(generation, self._inference.Generate)
 
     def complete(
         self,

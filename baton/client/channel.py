@@ -1,4 +1,4 @@
-"""How the clients connect: TLS, bounded messages, keepalive."""
+"""How the clients connect: TLS, bounded messages, keepalive, reconnecting."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import grpc
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_TIME_S = 60
 KEEPALIVE_TIMEOUT_S = 20
+INITIAL_RECONNECT_S = 0.1
+MAX_RECONNECT_S = 1.0
 
 ChannelOptions = Mapping[str, int | str]
 ChannelT = TypeVar("ChannelT")
@@ -47,6 +49,8 @@ def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[t
         "grpc.keepalive_time_ms": KEEPALIVE_TIME_S * 1000,
         "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_S * 1000,
         "grpc.keepalive_permit_without_calls": 0,
+        "grpc.initial_reconnect_backoff_ms": int(INITIAL_RECONNECT_S * 1000),
+        "grpc.max_reconnect_backoff_ms": int(MAX_RECONNECT_S * 1000),
         "grpc.enable_http_proxy": 0,
     }
     if tls is not None and tls.server_name is not None:

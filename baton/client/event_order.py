@@ -15,6 +15,10 @@ class EventOrder:
         self._has_started = False
         self._has_finished = False
 
+    @property
+    def has_finished(self) -> bool:
+        return self._has_finished
+
     def accept(self, message: inference_pb2.GenerateEvent) -> Event:
         event = event_from_wire(message)
         if self._has_finished or isinstance(event, Started) == self._has_started:

@@ -17,6 +17,7 @@ from common.engine_thread import EnginePort
 from common.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, RequestCancelled
 from common.rpc_errors import abort_with
 from common.tokenizer import PromptEncoder, TokenDecoder
+from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
@@ -113,15 +114,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
         prompt_token_ids = await self._encode(checked)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
+        output = OutputProcessor(
+            decoder=self._tokenizer,
+            stop_strings=checked.sampling.stop_strings,
+            end_token_ids=frozenset(sampling.end_token_ids),
+            min_tokens=sampling.min_tokens,
+            generated_token_ids=checked.generated_token_ids,
+        )
+        ending = ending_of_brought(
+            checked.generated_token_ids, sampling=sampling, output=output, num_prompt_tokens=len(prompt_token_ids)
+        )
+        if ending is not None:
+            live.end_at_once(output, len(prompt_token_ids))
+            await self._write(context, started_event(live.request_id, len(prompt_token_ids), sampling.seed))
+            return ending
         self._live_requests.submit(
             live,
-            output=OutputProcessor(
-                decoder=self._tokenizer,
-                stop_strings=checked.sampling.stop_strings,
-                end_token_ids=frozenset(sampling.end_token_ids),
-                min_tokens=sampling.min_tokens,
-                generated_token_ids=checked.generated_token_ids,
-            ),
+            output=output,
             prompt_token_ids=prompt_token_ids,
             generated_token_ids=checked.generated_token_ids,
             sampling=sampling,

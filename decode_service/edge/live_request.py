@@ -46,6 +46,11 @@ class LiveRequest:
         self._output = output
         self._num_prompt_tokens = num_prompt_tokens
 
+    def end_at_once(self, output: OutputProcessor, num_prompt_tokens: int) -> None:
+        """What it brought along is the whole output: the engine never hears of it."""
+        self.begin(output, num_prompt_tokens)
+        self.is_done_in_engine = True
+
     @property
     def is_submitted(self) -> bool:
         return self._output is not None

@@ -88,9 +88,7 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
         )
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
-    resolved = sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)
-    _check_generated(checked.generated_token_ids, resolved)
-    return resolved
+    return sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)
 
 
 def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:
@@ -101,13 +99,6 @@ def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:
             "prompt", f"{num_prompt_tokens} tokens leave no room for output in a context of {limits.max_context_tokens}"
         )
     return room
-
-
-def _check_generated(token_ids: Sequence[int], sampling: ResolvedSampling) -> None:
-    if len(token_ids) >= sampling.max_tokens:
-        raise InvalidRequest("generated_token_ids", f"max_tokens, {sampling.max_tokens}, leaves nothing to generate")
-    if not set(sampling.end_token_ids).isdisjoint(token_ids[sampling.min_tokens :]):
-        raise InvalidRequest("generated_token_ids", "the output has already ended")
 
 
 def _request_id(request: inference_pb2.GenerateRequest) -> str | None:

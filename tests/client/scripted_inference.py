@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,11 +21,14 @@ BOUND_S = 10.0
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServicer):
-    """Plays `script` for every Generate: events are sent, an exception-like status ends the call, HOLD waits."""
+    """Plays the next of `scripts` for a Generate, and `script` once there is none: events are sent, an exception-like
+    status ends the call, HOLD waits.
+    """
 
     HOLD = object()
 
     def __init__(self) -> None:
+        self.scripts: deque[Sequence[Any]] = deque()
         self.script: Sequence[Any] = ()
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
         self.deadlines_s: queue.Queue[float | None] = queue.Queue()
@@ -34,7 +38,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.requests.put(request)
         self.deadlines_s.put(context.time_remaining())
         context.add_callback(self.call_ended.set)
-        for item in self.script:
+        for item in self.scripts.popleft() if self.scripts else self.script:
             if item is self.HOLD:
                 self.call_ended.wait(BOUND_S)
             elif isinstance(item, inference_pb2.GenerateEvent):

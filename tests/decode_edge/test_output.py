@@ -82,16 +82,19 @@ def test_a_resumed_stream_continues_where_the_first_one_was_cut(data: st.DataObj
     tokenizer = data.draw(every_tokenizer())
     token_ids = data.draw(likely_token_ids(tokenizer))
     num_delivered = data.draw(st.integers(0, len(token_ids)))
-    whole = OutputProcessor(decoder=tokenizer, stop_strings=["never seen"])
-    before = "".join(whole.push([token_id]).text for token_id in token_ids[:num_delivered])
+    stops = data.draw(st.lists(st.sampled_from(["ab", "bc", "abcab", "a", "€", "d stop"]), max_size=3))
+    min_tokens = data.draw(st.integers(0, 4))
+    whole = OutputProcessor(decoder=tokenizer, stop_strings=stops, min_tokens=min_tokens)
+    before = whole.push(token_ids[:num_delivered])
 
     resumed = OutputProcessor(
-        decoder=tokenizer, stop_strings=["never seen"], generated_token_ids=token_ids[:num_delivered]
+        decoder=tokenizer, stop_strings=stops, min_tokens=min_tokens, generated_token_ids=before.token_ids
     )
-    after = resumed.push(token_ids[num_delivered:]).text + resumed.finish()
+    after = resumed.push(token_ids[num_delivered:])
 
-    assert before + after == tokenizer.decode(token_ids)
-    assert resumed.num_output_tokens == len(token_ids)
+    expected = whole.push(token_ids[num_delivered:])
+    assert (after, resumed.finish(), resumed.match) == (expected, whole.finish(), whole.match)
+    assert resumed.num_output_tokens == whole.num_output_tokens
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())

@@ -1,0 +1,138 @@
+"""One generation over the calls that carry it, without the calls: both clients share it.
+
+call 1:  Started  Delta  Delta  ✗          what its caller sees:  Started  Delta  Delta  Delta  Finished
+call 2:                           (Started)  Delta  Finished
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.client.event_order import EventOrder
+from baton.errors import AlreadyExists, BatonError, DeadlineExceeded, Internal, ResourceExhausted, Unavailable
+from baton.events import Delta, Event, Started
+from baton.v1 import inference_pb2
+
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a generation has delivered. With its prompt and options these two make a request that goes on after it.
+
+    `seed` is None before Started. `generated_token_ids` begins with those that the request itself brought.
+    """
+
+    seed: int | None
+    generated_token_ids: tuple[int, ...]
+
+
+class Generation:
+    """`timeout_s` is for all calls together. With `resume_timeout_s` a broken call has successors until that long
+    after the break without an event; with None it has none.
+
+    What may pass: UNAVAILABLE; and once a call broke, refusals that are due to the break: admission that is full, and
+    the caller's own request id, which the server that lost the connection may still hold.
+    """
+
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout_s: float | None,
+        resume_timeout_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._request = request
+        self._clock = clock
+        self._jitter = jitter
+        self._deadline_s = None if timeout_s is None else clock() + timeout_s
+        self._resume_timeout_s = resume_timeout_s
+        self._order = EventOrder()
+        self._started: Started | None = None
+        self._token_ids: list[int] = list(request.generated_token_ids)
+        self._broken_since_s: float | None = None
+        self._num_breaks = 0  # since then
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(None if self._started is None else self._started.seed, tuple(self._token_ids))
+
+    @property
+    def has_finished(self) -> bool:
+        return self._order.has_finished
+
+    def next_call(self) -> tuple[inference_pb2.GenerateRequest, float | None]:
+        """The next call's request and time-out in seconds."""
+        self._order = EventOrder()
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.generated_token_ids[:] = self._token_ids
+        if self._started is not None:
+            request.sampling.seed = self._started.seed
+        return request, None if self._deadline_s is None else self._deadline_s - self._clock()
+
+    def accept(self, message: inference_pb2.GenerateEvent) -> Event | None:
+        """The caller's event; None for a further call's Started. Raises Internal for what breaks the order."""
+        event = self._order.accept(message)
+        if isinstance(event, Started):
+            if self._started is not None:
+                _check_same(self._started, event)
+                return None
+            self._started = event
+        elif isinstance(event, Delta):
+            self._token_ids += event.token_ids
+        self._broken_since_s = None
+        self._num_breaks = 0
+        return event
+
+    def end(self) -> None:
+        """The call ended without an error status."""
+        self._order.end()
+
+    def pause_s_after(self, error: BatonError) -> float:
+        """How long to wait before `next_call`. Raises `error`, or DeadlineExceeded, when there is none."""
+        if self._resume_timeout_s is None or not self._may_pass(error):
+            raise error
+        now_s = self._clock()
+        if self._broken_since_s is None:
+            self._broken_since_s = now_s
+        pause_s = self._pause_s()
+        self._num_breaks += 1
+        if now_s + pause_s - self._broken_since_s > self._resume_timeout_s:
+            raise error
+        if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
+            raise DeadlineExceeded(f"no time is left to resume after: {error}") from error
+        return pause_s
+
+    def _pause_s(self) -> float:
+        """None after the first break, since another replica may be ready; then twice as long each time."""
+        if self._num_breaks == 0:
+            return 0.0
+        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._num_breaks - 1))
+        return pause_s * (0.5 + 0.5 * self._jitter())
+
+    def _may_pass(self, error: BatonError) -> bool:
+        match error:
+            case Unavailable():
+                return True
+            case AlreadyExists():
+                return self._num_breaks > 0 and self._request.HasField("request_id")
+            case ResourceExhausted():
+                return self._num_breaks > 0 and error.reason == "QUEUE_FULL"
+            case _:
+                return False
+
+
+def _check_same(first: Started, again: Started) -> None:
+    if first.num_prompt_tokens != again.num_prompt_tokens:
+        raise Internal(
+            f"the prompt was {first.num_prompt_tokens} tokens and is {again.num_prompt_tokens} where it was resumed: "
+            "another model",
+            reason="PROTOCOL",
+        )

@@ -1,0 +1,60 @@
+"""Where a client's calls go: to one server, or in turn to those of several that are ready."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+from baton.client.channel import ChannelOptions, Tls, channel_options
+from baton.errors import InvalidArgument, Unavailable
+
+_INFERENCE_SERVICE = "baton.v1.Inference"
+_READY_IN_TURN = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _INFERENCE_SERVICE}}
+)
+_SCHEMES = {socket.AF_INET: "ipv4", socket.AF_INET6: "ipv6"}
+
+
+def target_and_options(
+    address: str, tls: Tls | None, overrides: ChannelOptions | None
+) -> tuple[str, list[tuple[str, int | str]]]:
+    """gRPC's target for `address`, and its channel arguments.
+
+    "HOST:PORT" is one server, which answers for itself when it is not ready. "HOST:PORT,HOST:PORT,..." names several,
+    whose hosts are looked up now, once; "dns:///NAME:PORT" those that gRPC finds behind the name, again and again.
+    Raises InvalidArgument for an address that names none, Unavailable for a host that nobody knows.
+    """
+    if "," not in address and not address.startswith("dns:"):
+        return address, channel_options(tls, overrides)
+    balanced: ChannelOptions = {"grpc.service_config": _READY_IN_TURN, **(overrides or {})}
+    if address.startswith("dns:"):
+        return address, channel_options(tls, balanced)
+    if tls is not None and tls.server_name is None:
+        raise _invalid("several addresses with TLS need Tls.server_name, which all their certificates name")
+    servers = [_host_and_port(part) for part in address.split(",") if part.strip()]
+    for family, scheme in _SCHEMES.items():
+        found = [_look_up(host, port, family) for host, port in servers]
+        if all(found):
+            return f"{scheme}:{','.join(found)}", channel_options(tls, balanced)
+    raise Unavailable(f"{address}: no addresses of one family for all of these")
+
+
+def _host_and_port(part: str) -> tuple[str, int]:
+    host, _, port = part.strip().rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise _invalid(f"{part.strip()!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
+    """The first numeric address, "" without one."""
+    try:
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+    except socket.gaierror:
+        return ""
+    number = found[0][4][0]
+    return f"[{number}]:{port}" if family is socket.AF_INET6 else f"{number}:{port}"
+
+
+def _invalid(message: str) -> InvalidArgument:
+    return InvalidArgument(f"address: {message}", reason="INVALID_FIELD", metadata={"field": "address"})

@@ -1,0 +1,289 @@
+"""`resume=True`: a stream that breaks goes on in another call, and its caller sees one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from google.rpc import code_pb2
+
+from baton import AsyncClient, Client, Completion, Delta, Event, Finished, Started, errors
+from baton.client.generation import Generation, Progress
+from baton.events import Usage
+from baton.v1 import inference_pb2
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+
+LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
+DRAINING = failure(code_pb2.UNAVAILABLE, "stopped", reason="DRAINING")
+FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL")
+LIVE = failure(code_pb2.ALREADY_EXISTS, "live", reason="DUPLICATE_REQUEST_ID")
+
+
+class Reader:
+    """Either client, by one face."""
+
+    def __init__(self, client: Client | AsyncClient) -> None:
+        self._client = client
+
+    async def read(self, **options: Any) -> tuple[list[Event], errors.BatonError | None, Progress]:
+        """Events, the error after them, and what the stream says of itself."""
+        options = {"prompt": "Hi", **options}
+        events: list[Event] = []
+        stream = self._client.generate(**options)
+        error = None
+        try:
+            if isinstance(self._client, Client):
+                for event in stream:  # type: ignore[union-attr]
+                    events.append(event)
+            else:
+                async for event in stream:  # type: ignore[union-attr]
+                    events.append(event)
+        except errors.BatonError as raised:
+            error = raised
+        return events, error, stream.progress
+
+    async def complete(self, **options: Any) -> Completion:
+        if isinstance(self._client, Client):
+            return self._client.complete("Hi", **options)
+        return await self._client.complete("Hi", **options)
+
+
+@pytest.fixture(params=["Client", "AsyncClient"])
+async def make_reader(request: pytest.FixtureRequest, server: ScriptedServer) -> AsyncIterator[Callable[..., Reader]]:
+    made: list[Client | AsyncClient] = []
+
+    def make(**options: Any) -> Reader:
+        kind = Client if request.param == "Client" else AsyncClient
+        made.append(kind(server.address, **{"resume": True, **options}))
+        return Reader(made[-1])
+
+    yield make
+    for client in made:
+        if isinstance(client, Client):
+            client.close()
+        else:
+            await client.close()
+
+
+@pytest.fixture
+def reader(make_reader: Callable[..., Reader]) -> Reader:
+    return make_reader()
+
+
+def requests(server: ScriptedServer) -> Iterator[inference_pb2.GenerateRequest]:
+    while not server.inference.requests.empty():
+        yield server.inference.requests.get()
+
+
+@pytest.mark.parametrize("broken_by", [LOST, DRAINING], ids=["lost", "draining"])
+async def test_a_broken_stream_goes_on_with_its_seed_and_what_came(
+    server: ScriptedServer, reader: Reader, broken_by: Any
+) -> None:
+    server.inference.scripts.extend(
+        [
+            [started("first", seed=7), delta([5, 6], "Hel"), broken_by],
+            [started("second", seed=7), delta([8], "lo"), broken_by],
+            [started("third", seed=7), finished(num_completion_tokens=4)],
+        ]
+    )
+    events, error, progress = await reader.read(generated_token_ids=[4], temperature=0.5)
+
+    assert error is None
+    assert events[:-1] == [Started("first", 3, 7), Delta((5, 6), "Hel", ()), Delta((8,), "lo", ())]
+    assert isinstance(events[-1], Finished) and events[-1].usage == Usage(3, 4)
+    assert progress == Progress(7, (4, 5, 6, 8))
+    first, second, third = requests(server)
+    assert not first.sampling.HasField("seed")
+    for request, token_ids in ((first, [4]), (second, [4, 5, 6]), (third, [4, 5, 6, 8])):
+        assert (request.text, request.sampling.temperature) == ("Hi", 0.5)
+        assert list(request.generated_token_ids) == token_ids
+        assert not request.HasField("request_id")
+    assert (second.sampling.seed, third.sampling.seed) == (7, 7)
+
+
+async def test_a_call_that_broke_before_started_is_made_again(server: ScriptedServer, reader: Reader) -> None:
+    server.inference.scripts.extend([[LOST], [started("second", seed=9), delta([5], "a"), finished()]])
+
+    completion = await reader.complete()
+
+    assert (completion.request_id, completion.seed, completion.token_ids) == ("second", 9, (5,))
+    assert [request.sampling.HasField("seed") for request in requests(server)] == [False, False]
+
+
+async def test_a_status_lost_behind_finished_breaks_nothing(server: ScriptedServer, reader: Reader) -> None:
+    server.inference.scripts.append([started(), finished(), LOST])
+
+    events, error, _ = await reader.read()
+
+    assert (len(events), error) == (2, None)
+    assert len(list(requests(server))) == 1
+
+
+async def test_refusals_due_to_the_break_pass(server: ScriptedServer, reader: Reader) -> None:
+    """The dying server may still hold the caller's own id, and the others are full of what it lost."""
+    server.inference.scripts.extend([[started(), delta([5], "a"), LOST], [LIVE], [FULL], [started(), finished()]])
+
+    events, error, _ = await reader.read(request_id="mine")
+
+    assert (len(events), error) == (3, None)
+    assert [request.request_id for request in requests(server)] == ["mine"] * 4
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        failure(code_pb2.INVALID_ARGUMENT, "no"),
+        failure(code_pb2.INTERNAL, "no", reason="ENGINE_FAULT"),
+        failure(code_pb2.RESOURCE_EXHAUSTED, "no"),
+        failure(code_pb2.ALREADY_EXISTS, "no"),
+        failure(code_pb2.DEADLINE_EXCEEDED, "no"),
+    ],
+    ids=lambda status: code_pb2.Code.Name(status.code),
+)
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["first call", "second call"])
+async def test_what_another_server_would_say_too_is_raised(
+    server: ScriptedServer, reader: Reader, status: Any, is_resumed: bool
+) -> None:
+    if is_resumed:
+        server.inference.scripts.append([started(), delta([5], "a"), LOST])
+    server.inference.scripts.append([status])
+
+    _, error, progress = await reader.read()
+
+    assert error is not None and error.code.value[0] == status.code
+    assert progress.generated_token_ids == ((5,) if is_resumed else ())
+    assert len(list(requests(server))) == 1 + is_resumed
+
+
+@pytest.mark.parametrize("status", [FULL, LIVE], ids=["full", "live"])
+async def test_a_refusal_that_no_break_explains_is_raised(server: ScriptedServer, reader: Reader, status: Any) -> None:
+    server.inference.scripts.append([status])
+
+    _, error, _ = await reader.read(request_id="mine")
+
+    assert isinstance(error, errors.ResourceExhausted | errors.AlreadyExists)
+
+
+async def test_another_prompt_length_is_another_model(server: ScriptedServer, reader: Reader) -> None:
+    server.inference.scripts.extend([[started(num_prompt_tokens=3), LOST], [started(num_prompt_tokens=4), finished()]])
+
+    _, error, _ = await reader.read()
+
+    assert isinstance(error, errors.Internal) and "another model" in str(error)
+
+
+async def test_it_gives_up_in_time_with_the_last_error(
+    server: ScriptedServer, make_reader: Callable[..., Reader]
+) -> None:
+    server.inference.scripts.append([started(seed=7), delta([5], "a"), LOST])
+    server.inference.script = [DRAINING]
+
+    _, error, progress = await make_reader(resume_timeout_s=0.3).read()
+
+    assert isinstance(error, errors.Unavailable) and error.reason == "DRAINING"
+    assert progress == Progress(7, (5,))
+    assert 3 <= len(list(requests(server))) <= 6
+
+
+async def test_the_deadline_covers_all_calls(server: ScriptedServer, reader: Reader) -> None:
+    server.inference.scripts.append([started(), delta([5], "a"), LOST])
+    server.inference.script = [LOST]
+
+    _, error, _ = await reader.read(timeout_s=0.3)
+
+    assert isinstance(error, errors.DeadlineExceeded)
+    remaining_s = [server.inference.deadlines_s.get() or 0.0 for _ in range(server.inference.deadlines_s.qsize())]
+    assert 0.0 < remaining_s[-1] < remaining_s[0] - 0.04
+
+
+async def test_without_resume_the_stream_still_says_how_to_go_on(
+    server: ScriptedServer, make_reader: Callable[..., Reader]
+) -> None:
+    server.inference.scripts.append([started(seed=7), delta([5, 6], "a"), LOST])
+    reader = make_reader(resume=False)
+
+    events, error, progress = await reader.read(generated_token_ids=[4])
+
+    assert isinstance(error, errors.Unavailable) and len(events) == 2
+    assert progress == Progress(seed=7, generated_token_ids=(4, 5, 6))
+    assert len(list(requests(server))) == 1
+
+
+def test_closing_ends_the_wait_for_the_next_call(server: ScriptedServer) -> None:
+    server.inference.script = [LOST]
+    with Client(server.address, resume=True) as client:
+        stream = client.generate("Hi")
+        raised: list[errors.BatonError] = []
+
+        def read() -> None:
+            try:
+                next(stream)
+            except errors.BatonError as error:
+                raised.append(error)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        for _ in range(4):  # the next pause is long enough to be met
+            server.inference.requests.get(timeout=BOUND_S)
+        stream.close()
+        reading.join(BOUND_S)
+    assert isinstance(raised[0], errors.Cancelled)
+
+
+async def test_cancelling_the_reading_task_ends_the_wait_for_the_next_call(server: ScriptedServer) -> None:
+    server.inference.script = [LOST]
+    async with AsyncClient(server.address, resume=True) as client:
+        reading = asyncio.create_task(client.complete("Hi"))
+        for _ in range(3):
+            await asyncio.to_thread(server.inference.requests.get, timeout=BOUND_S)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
+async def test_a_closed_client_resumes_nothing(server: ScriptedServer) -> None:
+    server.inference.scripts.append([started(), delta([5], "a"), server.inference.HOLD])
+    client = Client(server.address, resume=True)
+    stream = client.generate("Hi")
+    next(stream)
+    client.close()
+    with pytest.raises(errors.Cancelled):
+        list(stream)
+    with pytest.raises(errors.Cancelled):
+        client.generate("Hi")
+
+    async_client = AsyncClient(server.address, resume=True)
+    await async_client.close()
+    with pytest.raises(errors.Cancelled):
+        async_client.generate("Hi")
+
+
+def test_pauses_grow_to_a_bound_and_begin_anew_with_each_event() -> None:
+    now_s = 0.0
+    generation = Generation(
+        inference_pb2.GenerateRequest(), timeout_s=None, resume_timeout_s=10.0, clock=lambda: now_s, jitter=lambda: 1.0
+    )
+    generation.next_call()
+    generation.accept(started())
+    lost = errors.Unavailable("lost")
+
+    now_s = 100.0
+    pauses = [generation.pause_s_after(lost) for _ in range(8)]
+    assert pauses == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    now_s = 108.0
+    assert generation.pause_s_after(lost) == 2.0
+    now_s = 108.1
+    with pytest.raises(errors.Unavailable):
+        generation.pause_s_after(lost)
+
+    generation.next_call()
+    assert generation.accept(started()) is None, "a further Started is no event of the caller's"
+    with pytest.raises(errors.Unavailable):
+        generation.pause_s_after(lost)
+    generation.next_call()
+    generation.accept(started())
+    generation.accept(delta([5], "a"))
+    assert generation.pause_s_after(lost) == 0.0
