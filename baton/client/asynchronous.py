@@ -69,11 +69,10 @@ class AsyncEventStream(AsyncIterator[Event]):
 
     async def _resume(self, error: BatonError) -> None:
         """Replace the broken call. Raises what ends the stream."""
-        if self._is_closed.is_set():
-            raise error
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._generation.pause_s_after(error)):
-                await self._is_closed.wait()
+        if not self._is_closed.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._generation.pause_s_after(error)):
+                    await self._is_closed.wait()
         if self._is_closed.is_set():
             raise Cancelled("the stream was closed")
         self._call = self._next_call()

@@ -65,9 +65,7 @@ class EventStream(Iterator[Event]):
 
     def _resume(self, error: BatonError) -> None:
         """Replace the broken call. Raises what ends the stream."""
-        if self._is_closed.is_set():
-            raise error
-        if self._is_closed.wait(self._generation.pause_s_after(error)):
+        if self._is_closed.is_set() or self._is_closed.wait(self._generation.pause_s_after(error)):
             raise Cancelled("the stream was closed")
         self._call = self._next_call()
         if self._is_closed.is_set():  # by another thread, which cancelled the call before
