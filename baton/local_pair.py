@@ -155,7 +155,7 @@ class LocalPair:
     ) -> ServiceProcess:
         # Several processes share this host, so a default metrics port would be taken by the first.
         flags = {"listen": address, "metrics-listen": "", **options}
-        return ServiceProcess(
+        return self._new_service(
             name=f"{role}-{index}",
             role=role,
             address=address,
@@ -167,6 +167,9 @@ class LocalPair:
             ),
             log_file=self.log_dir / f"{role}-{index}.log",
         )
+
+    _new_service = ServiceProcess
+    """Builds one service's process."""
 
 
 def _health_client(address: str) -> Client:

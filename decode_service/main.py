@@ -126,12 +126,12 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         await terminated.wait()
         _log.info("draining", num_requests=len(live_requests))
         live_requests.drain()
+        await server.set_ready(False)  # at once: balancers must not wait for the next look
         with suppress(TimeoutError):
             await asyncio.wait_for(live_requests.wait_idle(), settings.grace_period_s)
         thread.post(Drain())
         live_requests.fail_all(Draining("the service stopped before the request's end"))
         readiness.cancel()
-        await server.set_ready(False)
         await server.stop(_CLOSE_GRACE_S)
         await transport.close()
         if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S):

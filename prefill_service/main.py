@@ -88,12 +88,12 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         await terminated.wait()
         _log.info("draining", num_calls=servicer.num_calls)
         thread.post(Drain())
+        await server.set_ready(False)  # at once: decode services must not wait for the next look
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.grace_period_s):
                 while servicer.num_calls and thread.is_alive:  # noqa: ASYNC110 - either may change first
                     await asyncio.sleep(_DRAIN_POLL_S)
         readiness.cancel()
-        await server.set_ready(False)
         await server.stop(_CLOSE_GRACE_S)
         await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S)
 

@@ -27,8 +27,12 @@ class RunningPair:
     """`processes` may be killed and started again; the clients reconnect."""
 
     processes: LocalPair
-    client: Client
+    decodes: tuple[Client, ...]
     prefills: tuple[PrefillClient, ...]
+
+    @property
+    def client(self) -> Client:
+        return self.decodes[0]
 
     def load(self) -> InferenceLoad:
         return self.client.load()
@@ -41,7 +45,7 @@ class RunningPair:
 
     def holds_nothing(self) -> bool:
         """Whether no service that runs has a row, a slot or a request."""
-        clients: tuple[Client | PrefillClient, ...] = (*self.prefills, self.client)
+        clients: tuple[Client | PrefillClient, ...] = (*self.prefills, *self.decodes)
         return all(
             is_empty(client.load())
             for client, process in zip(clients, self.processes.services, strict=True)
@@ -53,16 +57,19 @@ class RunningPair:
 def running_pair(
     model: Path,
     *,
+    kind: Callable[..., LocalPair] = LocalPair,
     num_prefill: int = 1,
+    num_decode: int = 1,
     shared_args: Sequence[str] = (),
     prefill_args: Sequence[str] = (),
     decode_args: Sequence[str] = (),
     modules: Mapping[Role, str] = MODULES,
 ) -> Iterator[RunningPair]:
-    processes = LocalPair(
+    processes = kind(
         model=str(model),
         dtype="float32",
         num_prefill=num_prefill,
+        num_decode=num_decode,
         prefill_args=(*COMMON_ARGS, *shared_args, *prefill_args),
         decode_args=(*COMMON_ARGS, *shared_args, *decode_args),
         modules=modules,
@@ -74,12 +81,15 @@ def running_pair(
 @contextmanager
 def clients_of(processes: LocalPair) -> Iterator[RunningPair]:
     with ExitStack() as stack:
-        client = stack.enter_context(Client(processes.decode_addresses[0], channel_overrides=RECONNECT_AT_ONCE))
+        decodes = tuple(
+            stack.enter_context(Client(address, channel_overrides=RECONNECT_AT_ONCE))
+            for address in processes.decode_addresses
+        )
         prefills = tuple(
             stack.enter_context(PrefillClient(address, channel_overrides=RECONNECT_AT_ONCE))
             for address in processes.prefill_addresses
         )
-        yield RunningPair(processes, client, prefills)
+        yield RunningPair(processes, decodes, prefills)
 
 
 def is_empty(load: InferenceLoad | PrefillLoad) -> bool:

@@ -1,0 +1,123 @@
+"""Requests that keep services busy, each compared with what it gives undisturbed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from baton import Client, Completion, Delta
+from baton.client.event_order import CompletionBuilder
+from baton.errors import BatonError
+from baton.requests import SamplingOptions
+from tests.e2e.running import BOUND_S, wait_until
+
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Request `number` asks for the same each time: every other one greedy, some with log-probabilities."""
+
+    prompt_tokens: int
+    new_tokens: int
+    num_kinds: int = 8
+
+    def options(self, number: int) -> dict[str, Any]:
+        number %= self.num_kinds
+        sampling: SamplingOptions = {
+            "max_tokens": self.new_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0 if number % 2 else 0.9,
+            "seed": number,
+            "logprobs": 1 if number % 3 == 0 else None,
+        }
+        prompt = [10 + (number * 37 + place * (number + 3)) % 240 for place in range(self.prompt_tokens)]
+        return {"token_ids": prompt, "timeout_s": BOUND_S, **sampling}
+
+    def undisturbed(self, client: Client) -> list[Completion]:
+        with ThreadPoolExecutor(self.num_kinds) as threads:
+            return list(threads.map(lambda number: client.complete(**self.options(number)), range(self.num_kinds)))
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """Of a load that runs: how many requests were served as they should be, and what became of the others."""
+
+    num_served: int = 0
+    num_deltas: int = 0
+    errors: list[BatonError] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def served(self) -> None:
+        with self._lock:
+            self.num_served += 1
+
+    def failed(self, error: BatonError) -> None:
+        with self._lock:
+            self.errors.append(error)
+
+    def wait_for_more(self, num: int = 4) -> None:
+        """Return once so many more requests have been served."""
+        wanted = self.num_served + num
+        wait_until(lambda: self.num_served >= wanted, about=lambda: (self.num_served, self.errors[-1:]))
+
+
+@contextmanager
+def load(
+    client: Client, workload: Workload, expected: Sequence[Completion], *, num_threads: int = 6
+) -> Iterator[Outcomes]:
+    """Requests without end from `num_threads` threads, each begun when its thread's last one is over.
+
+    At the end those under way are waited for. A request that gives anything but `expected` or a BatonError fails.
+    """
+    outcomes, numbers, stop = Outcomes(), itertools.count(), threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            number = next(numbers)
+            try:
+                completion = follow(client, workload.options(number), outcomes)
+            except BatonError as error:
+                outcomes.failed(error)
+                stop.wait(0.05)
+            else:
+                assert_same(completion, expected[number % workload.num_kinds])
+                outcomes.served()
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        asking: list[Future[None]] = [threads.submit(ask) for _ in range(num_threads)]
+        try:
+            wait_until(lambda: outcomes.num_deltas > num_threads or any(each.done() for each in asking))
+            yield outcomes
+        finally:
+            stop.set()
+    for each in asking:
+        each.result()
+
+
+def follow(client: Client, options: dict[str, Any], outcomes: Outcomes) -> Completion:
+    builder = CompletionBuilder()
+    completion = None
+    with client.generate(**options) as events:
+        for event in events:
+            outcomes.num_deltas += isinstance(event, Delta)
+            completion = builder.add(event)
+    assert completion is not None
+    return completion
+
+
+def assert_same(completion: Completion, expected: Completion) -> None:
+    """One stream's tokens, text, log-probabilities, ending and count, whatever served it."""
+    for name in ("token_ids", "text", "seed", "finish_reason", "matched_stop", "usage"):
+        assert getattr(completion, name) == getattr(expected, name), name
+    assert [entry.chosen.token_id for entry in completion.logprobs] == [e.chosen.token_id for e in expected.logprobs]
+    assert [entry.chosen.logprob for entry in completion.logprobs] == pytest.approx(
+        [entry.chosen.logprob for entry in expected.logprobs], abs=LOGPROB_TOLERANCE
+    )

@@ -1,0 +1,202 @@
+"""Two prefill and two decode services, drained, killed and replaced under load: `resume=True` clients notice nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from baton import Client, Completion, Delta, errors
+from baton.client import EventStream
+from baton.local_pair import LocalPair
+from baton.server_info import HealthStatus
+from baton.service_process import READY_SERVICE, ServiceProcess
+from tests.e2e.load import Workload, load
+from tests.e2e.running import BOUND_S, RECONNECT_AT_ONCE, RunningPair, is_empty, running_pair, wait_until
+
+WORKLOAD = Workload(prompt_tokens=60, new_tokens=150)
+ENDLESS = 3000
+GRACE_S = 0.3
+"""Short: streams are cut."""
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+    with running_pair(
+        tiny_model_dir("llama"),
+        kind=forked,
+        num_prefill=2,
+        num_decode=2,
+        shared_args=(f"--grace-period-s={GRACE_S}", "--max-kv-tokens=8192"),
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: RunningPair) -> list[Completion]:
+    return WORKLOAD.undisturbed(pair.client)
+
+
+@pytest.fixture
+def client(pair: RunningPair) -> Iterator[Client]:
+    """Of both decode services."""
+    address = ",".join(pair.processes.decode_addresses)
+    with Client(address, resume=True, channel_overrides=RECONNECT_AT_ONCE) as client:
+        yield client
+
+
+def is_serving(service: ServiceProcess) -> bool:
+    with Client(service.address, channel_overrides=RECONNECT_AT_ONCE) as client:
+        return client.health(READY_SERVICE[service.role]) is HealthStatus.SERVING
+
+
+def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
+    """In this order. Returns when all are ready and every decode service has found every prefill service."""
+    for service in services:
+        service.start()
+    wait_until(lambda: all(map(is_serving, pair.processes.services)))
+    wait_until(
+        lambda: all(replica.is_ready for decode in pair.decodes for replica in decode.load().prefill_replicas),
+        about=lambda: [decode.load() for decode in pair.decodes],
+    )
+
+
+def kill(service: ServiceProcess) -> None:
+    service.kill()
+    assert service.wait(BOUND_S)
+
+
+@contextmanager
+def frozen(services: Sequence[ServiceProcess]) -> Iterator[None]:
+    for service in services:
+        os.kill(service.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for service in services:
+            os.kill(service.pid, signal.SIGCONT)
+
+
+def endless(client: Client) -> EventStream:
+    """A stream that has delivered something and will not end by itself."""
+    stream = client.generate(token_ids=[10, 11], max_tokens=ENDLESS, ignore_eos=True, seed=5, timeout_s=BOUND_S)
+    next(event for event in stream if isinstance(event, Delta))
+    return stream
+
+
+def error_of(stream: EventStream) -> errors.BatonError:
+    with pytest.raises(errors.BatonError) as raised:
+        list(stream)
+    return raised.value
+
+
+def num_cut(pair: RunningPair) -> int:
+    return sum(service.log_file.read_text().count('"outcome": "draining"') for service in pair.processes.decode)
+
+
+def test_a_rolling_restart_under_load_changes_no_output(
+    pair: RunningPair, client: Client, undisturbed: list[Completion], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with load(client, WORKLOAD, undisturbed) as outcomes:
+        for service in (*pair.processes.prefill, *pair.processes.decode):
+            service.terminate()
+            assert service.wait(BOUND_S)
+            outcomes.wait_for_more()
+            start(pair, [service])
+            outcomes.wait_for_more()
+    assert outcomes.errors == []
+    with capsys.disabled():
+        print(f" [{outcomes.num_served} requests, {num_cut(pair)} streams cut and resumed]", end="")
+    assert num_cut(pair) > 0
+
+
+def test_a_draining_decode_service_cuts_what_is_left_with_its_reason_and_the_rest_of_the_output_is_elsewhere(
+    pair: RunningPair,
+) -> None:
+    decode, other = pair.processes.decode[0], pair.decodes[1]
+    stream = endless(pair.decodes[0])
+    decode.terminate()
+    wait_until(lambda: not pair.is_ready())
+    assert pair.client.health("") is HealthStatus.SERVING
+    with pytest.raises(errors.Unavailable) as refusal:
+        pair.client.complete(token_ids=[10], max_tokens=1)
+    assert refusal.value.reason == "DRAINING"
+
+    error = error_of(stream)
+
+    assert isinstance(error, errors.Unavailable) and error.reason == "DRAINING"
+    assert decode.wait(BOUND_S)
+    progress = stream.progress
+    num_left = 5
+    rest = other.complete(
+        token_ids=[10, 11],
+        max_tokens=len(progress.generated_token_ids) + num_left,
+        ignore_eos=True,
+        seed=progress.seed,
+        generated_token_ids=progress.generated_token_ids,
+    )
+    whole = other.complete(
+        token_ids=[10, 11], max_tokens=len(progress.generated_token_ids) + num_left, ignore_eos=True, seed=5
+    )
+    assert (*progress.generated_token_ids, *rest.token_ids) == whole.token_ids
+    assert rest.usage == whole.usage
+    start(pair, [decode])
+
+
+def test_a_killed_decode_service_loses_only_its_own_streams_and_prefill_frees_their_rows(
+    pair: RunningPair, undisturbed: list[Completion]
+) -> None:
+    victim = pair.processes.decode[0]
+    with load(pair.decodes[1], WORKLOAD, undisturbed, num_threads=2) as others:
+        lost = endless(pair.decodes[0])
+        with frozen(pair.processes.prefill):
+            handed_over = [pair.client.generate(token_ids=[10 + n] * 50, max_tokens=5) for n in range(4)]
+            wait_until(lambda: sum(replica.num_rows for replica in pair.load().prefill_replicas) == 4, about=pair.load)
+            kill(victim)
+        others.wait_for_more()
+    assert others.errors == []
+    for stream in (lost, *handed_over):
+        assert isinstance(error_of(stream), errors.Unavailable)
+    assert lost.progress.seed == 5 and lost.progress.generated_token_ids
+    wait_until(lambda: all(is_empty(prefill.load()) for prefill in pair.prefills), about=pair.prefill_load)
+    start(pair, [victim])
+
+
+@pytest.mark.parametrize("restarted_first", ["prefill", "decode"])
+def test_all_services_killed_and_started_again_in_either_order_serve_again_and_no_request_is_lost(
+    pair: RunningPair, client: Client, undisturbed: list[Completion], restarted_first: str
+) -> None:
+    services = sorted(pair.processes.services, key=lambda service: service.role != restarted_first)
+    with load(client, WORKLOAD, undisturbed) as outcomes:
+        for service in reversed(services):
+            kill(service)
+        for service in services:
+            service.start()
+        outcomes.wait_for_more(12)
+    assert outcomes.errors == []
+    start(pair, [])
+
+
+def test_each_decode_service_that_is_ready_gets_its_turn_and_one_that_drains_gets_none(
+    pair: RunningPair, undisturbed: list[Completion]
+) -> None:
+    """By a client that resumes nothing."""
+    with Client(",".join(pair.processes.decode_addresses), channel_overrides=RECONNECT_AT_ONCE) as client:
+        wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
+        stream = endless(pair.decodes[0])
+        decode = pair.processes.decode[0]
+        remaining = pair.decodes[1].load().instance_id
+        decode.terminate()
+        wait_until(lambda: {client.load().instance_id for _ in range(4)} == {remaining})
+        for _ in range(4):
+            client.complete(token_ids=[10], max_tokens=1)
+        assert error_of(stream).reason == "DRAINING"
+        assert decode.wait(BOUND_S)
+        for _ in range(4):
+            client.complete(token_ids=[10], max_tokens=1)
+        start(pair, [decode])
+        wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)

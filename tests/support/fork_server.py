@@ -1,0 +1,89 @@
+"""`python -m tests.support.fork_server`: forks services from a process that has imported what they need.
+
+A line on standard input, `{"arguments": ["-m", MODULE, ...], "log_file": PATH}`, is answered by the child's process id;
+`[pid, status]` follows when it has ended. The children die with this process, and it ends with its input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+import prefill_service.main  # noqa: F401 - imported for the children
+from common.model.loader import load_target
+from tests.support.models import save_tiny_model
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    _compile_kernels()
+    assert len(os.listdir("/proc/self/task")) == 1, "a child would miss the other threads"
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _be_service(**order)
+        _say(pid)
+
+
+def _compile_kernels() -> None:
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as directory:
+        load_target(save_tiny_model(Path(directory), "llama"), device="cpu", dtype="float32")
+
+
+def _reap() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _say([pid, os.waitstatus_to_exitcode(status)])
+
+
+def _say(value: object) -> None:
+    os.write(1, json.dumps(value).encode() + b"\n")
+
+
+def _be_service(*, arguments: list[str], log_file: str) -> None:
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        flag, module, *rest = arguments
+        assert flag == "-m"
+        sys.argv = [module, *rest]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
