@@ -52,6 +52,7 @@ from decode_service.speculation_settings import speculation_of
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0
+_ACCEPT_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
 
@@ -172,7 +173,10 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         fingerprint=process.runtime.fingerprint,
         vocab_size=process.runtime.model.vocab_size,
         receive_budget_bytes=settings.receive_budget_bytes,
-        timeouts=HandoffTimeouts(progress_timeout_s=settings.handoff_progress_timeout_s),
+        timeouts=HandoffTimeouts(
+            accept_timeout_s=min(_ACCEPT_TIMEOUT_S, settings.handoff_progress_timeout_s),
+            progress_timeout_s=settings.handoff_progress_timeout_s,
+        ),
         credentials=credentials,
         metadata=metadata,
     )

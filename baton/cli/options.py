@@ -13,7 +13,10 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Address = Annotated[
-    str, typer.Option("--address", "-a", envvar="BATON_ADDRESS", help="HOST:PORT of the decode service.")
+    str,
+    typer.Option(
+        "--address", "-a", envvar="BATON_ADDRESS", help="HOST:PORT of the decode service, or of several with commas."
+    ),
 ]
 
 _TLS = "Connection"

@@ -31,7 +31,7 @@ def target_and_options(
         return address, channel_options(tls, balanced)
     if tls is not None and tls.server_name is None:
         raise _invalid("several addresses with TLS need Tls.server_name, which all their certificates name")
-    servers = [_host_and_port(part) for part in address.split(",") if part.strip()]
+    servers = [_host_and_port(part) for part in address.split(",")]
     for family, scheme in _SCHEMES.items():
         found = [_look_up(host, port, family) for host, port in servers]
         if all(found):

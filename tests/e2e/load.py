@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from baton.requests import SamplingOptions
 from tests.e2e.running import BOUND_S, wait_until
 
 LOGPROB_TOLERANCE = 1e-3
+PAUSE_AFTER_ERROR_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +52,19 @@ class Workload:
 class Outcomes:
     """Of a load that runs: how many requests were served as they should be, and what became of the others."""
 
-    num_served: int = 0
-    num_deltas: int = 0
+    served_at_s: list[float] = field(default_factory=list)
+    durations_s: list[float] = field(default_factory=list)
     errors: list[BatonError] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    num_deltas: int = 0
 
-    def served(self) -> None:
-        with self._lock:
-            self.num_served += 1
+    @property
+    def num_served(self) -> int:
+        return len(self.served_at_s)
 
-    def failed(self, error: BatonError) -> None:
-        with self._lock:
-            self.errors.append(error)
+    def first_served_after(self, start_s: float) -> float:
+        """Seconds from `start_s` (monotonic) to the end of the first request served after it."""
+        wait_until(lambda: self.served_at_s[-1] >= start_s, about=lambda: self.errors[-1:])
+        return min(moment for moment in list(self.served_at_s) if moment >= start_s) - start_s
 
     def wait_for_more(self, num: int = 4) -> None:
         """Return once so many more requests have been served."""
@@ -81,15 +84,16 @@ def load(
 
     def ask() -> None:
         while not stop.is_set():
-            number = next(numbers)
+            number, begun_s = next(numbers), time.monotonic()
             try:
                 completion = follow(client, workload.options(number), outcomes)
             except BatonError as error:
-                outcomes.failed(error)
-                stop.wait(0.05)
+                outcomes.errors.append(error)
+                stop.wait(PAUSE_AFTER_ERROR_S)
             else:
                 assert_same(completion, expected[number % workload.num_kinds])
-                outcomes.served()
+                outcomes.served_at_s.append(time.monotonic())
+            outcomes.durations_s.append(time.monotonic() - begun_s)
 
     with ThreadPoolExecutor(num_threads) as threads:
         asking: list[Future[None]] = [threads.submit(ask) for _ in range(num_threads)]

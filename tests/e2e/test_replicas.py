@@ -1,4 +1,4 @@
-"""Two prefill and two decode services, drained, killed and replaced under load: `resume=True` clients notice nothing."""
+"""Two prefill and two decode services drained, killed and replaced under load: clients with `resume` notice nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs whose services are forked from one warm process: real processes to kill and drain, without their imports' time."""
+"""Pairs whose services are forked from one warm process: real ones to kill and drain, without the time of imports."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from baton.local_pair import LocalPair
-from baton.service_process import ServiceProcess
+from baton.service_process import Role, ServiceProcess
+from tests.support.black_hole import BlackHoleProxy
 
 ROOT = Path(__file__).parents[2]
 START_BOUND_S = 120.0
@@ -107,10 +108,22 @@ class ForkedService(ServiceProcess):
 
 
 def forked_pairs(server: ForkServer) -> Callable[..., LocalPair]:
-    """LocalPair, with its services forked from `server`."""
+    """LocalPair, with its services forked from `server`. `through`: proxies by which decode reaches prefill."""
 
     class ForkedPair(LocalPair):
-        def _new_service(self, **options: Any) -> ServiceProcess:
-            return ForkedService(server, **options)
+        def __init__(self, *, through: Sequence[BlackHoleProxy] = (), **options: Any) -> None:
+            self._proxies = tuple(through)
+            super().__init__(**options)
+            for proxy, address in zip(through, self.prefill_addresses, strict=bool(through)):
+                host, _, port = address.rpartition(":")
+                proxy.target = host, int(port)
+
+        def _new_service(self, *, role: Role, arguments: tuple[str, ...], **options: Any) -> ServiceProcess:
+            if role == "decode" and self._proxies:
+                proxies = ",".join(proxy.address for proxy in self._proxies)
+                found = [argument for argument in arguments if argument.startswith("--prefill=")]
+                assert len(found) == 1
+                arguments = tuple(f"--prefill={proxies}" if each in found else each for each in arguments)
+            return ForkedService(server, role=role, arguments=arguments, **options)
 
     return ForkedPair

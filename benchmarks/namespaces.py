@@ -1,0 +1,62 @@
+"""Two network namespaces with a cable between them that can be cut. Linux, as root; gone with the process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+NEAR_ADDRESS, FAR_ADDRESS = "10.77.0.1", "10.77.0.2"
+_CLONE_NEWNET = 0x40000000
+# What is larger than the burst is dropped, and so is everything: silently, as on a cable that is cut.
+_CUT = "root tbf rate 8bit burst 1 latency 1ms"
+
+T = TypeVar("T")
+
+
+class Cable:
+    """Moves the calling thread, and threads and processes that it starts from now on, to one end of a cable.
+
+    What is called with `at_far_end` runs in the other namespace, in one thread that lives as long as this.
+    """
+
+    def __init__(self) -> None:
+        _new_namespace()
+        self._far_end = ThreadPoolExecutor(1, thread_name_prefix="far-end")
+        far_thread = self.at_far_end(_new_namespace)
+        _ip(f"link add near type veth peer name far netns {far_thread}")
+        _ip(f"addr add {NEAR_ADDRESS}/24 dev near")
+        _ip("link set near up")
+        self.at_far_end(lambda: _ip(f"addr add {FAR_ADDRESS}/24 dev far"))
+        self.at_far_end(lambda: _ip("link set far up"))
+
+    def at_far_end(self, call: Callable[[], T]) -> T:
+        return self._far_end.submit(call).result()
+
+    def cut(self) -> None:
+        _run(f"tc qdisc add dev near {_CUT}")
+        self.at_far_end(lambda: _run(f"tc qdisc add dev far {_CUT}"))
+
+    def mend(self) -> None:
+        _run("tc qdisc del dev near root")
+        self.at_far_end(lambda: _run("tc qdisc del dev far root"))
+
+
+def _new_namespace() -> int:
+    """Returns the calling thread's id."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
+    _ip("link set lo up")
+    return threading.get_native_id()
+
+
+def _ip(arguments: str) -> None:
+    _run(f"ip {arguments}")
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True)

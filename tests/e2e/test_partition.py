@@ -1,0 +1,133 @@
+"""C8: nothing passes between decode and prefill any more, and nothing is closed either.
+
+A proxy on loopback holds back what both sides send. `python -m benchmarks.partition` does the same for 10 s to two
+network namespaces, where TCP notices the silence too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from baton import Completion, errors
+from baton.local_pair import LocalPair
+from tests.e2e.load import Workload, assert_same, load
+from tests.e2e.running import BOUND_S, RunningPair, is_empty, running_pair, wait_until
+from tests.support.black_hole import BlackHoleProxy
+from tests.support.models import save_tiny_model
+
+WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
+TIMEOUT_S = 1.5
+"""Of a handoff's progress, of a wait for any replica, and of a receiver that takes nothing."""
+
+
+@pytest.fixture(scope="module")
+def proxies() -> Iterator[tuple[BlackHoleProxy, ...]]:
+    with ExitStack() as stack:
+        yield tuple(stack.enter_context(BlackHoleProxy()) for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair], proxies: Sequence[BlackHoleProxy]
+) -> Iterator[RunningPair]:
+    """KV that is large for the compute behind it lands one 64-KiB segment at a time."""
+    model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
+    with running_pair(
+        model,
+        kind=partial(forked, through=proxies),
+        num_prefill=2,
+        shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
+        prefill_args=(
+            "--max-segment-bytes=65536",
+            "--send-budget-bytes=262144",
+            "--chunk-tokens=64",
+            f"--stall-timeout-s={TIMEOUT_S}",
+        ),
+        decode_args=(
+            "--receive-budget-bytes=1",
+            f"--prefill-timeout-s={TIMEOUT_S}",
+            f"--handoff-progress-timeout-s={TIMEOUT_S}",
+        ),
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: RunningPair) -> list[Completion]:
+    return WORKLOAD.undisturbed(pair.client)
+
+
+@pytest.fixture(autouse=True)
+def all_is_mended_at_the_end(
+    everything_is_free_at_the_end: None, pair: RunningPair, proxies: Sequence[BlackHoleProxy]
+) -> Iterator[None]:
+    yield
+    for proxy in proxies:
+        proxy.mend()
+    wait_until(lambda: all(replica.is_ready for replica in pair.load().prefill_replicas), about=pair.load)
+
+
+def has_rows_with(pair: RunningPair, replica: int) -> bool:
+    load = pair.load()
+    return load.rows.transferring > 0 and load.prefill_replicas[replica].num_rows > 0
+
+
+def test_rows_of_a_replica_that_fell_silent_are_computed_by_the_other(
+    pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]
+) -> None:
+    num_retries_before = pair.load().num_row_retries
+    with load(pair.client, WORKLOAD, undisturbed, num_threads=8) as outcomes:
+        wait_until(lambda: has_rows_with(pair, 0), about=pair.load)
+        proxies[0].cut()
+        wait_until(lambda: not pair.load().prefill_replicas[0].is_ready, about=pair.load)
+        outcomes.wait_for_more()
+        # A replica that nobody reads from is owed nothing, even while the cut lasts.
+        wait_until(lambda: is_empty(pair.prefill_load(0)), about=pair.prefill_load)
+        assert pair.is_ready()
+    assert outcomes.errors == []
+    assert pair.load().num_row_retries > num_retries_before
+
+
+def test_while_all_are_cut_off_requests_end_in_time_and_mended_they_serve_again(
+    pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]
+) -> None:
+    with load(pair.client, WORKLOAD, undisturbed, num_threads=8) as outcomes:
+        wait_until(lambda: has_rows_with(pair, 0) and has_rows_with(pair, 1), about=pair.load)
+        for proxy in proxies:
+            proxy.cut()
+        wait_until(lambda: not pair.is_ready(), about=pair.load)
+        wait_until(lambda: len(outcomes.errors) >= 8, about=lambda: outcomes)
+        for prefill in pair.prefills:
+            wait_until(lambda prefill=prefill: is_empty(prefill.load()), about=pair.prefill_load)
+        for proxy in proxies:
+            proxy.mend()
+        outcomes.wait_for_more(16)
+    assert {(type(error), error.reason) for error in outcomes.errors} == {(errors.Unavailable, "NO_PREFILL")}
+
+
+def test_a_short_cut_costs_time_only(
+    pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]
+) -> None:
+    """Shorter than any time-out: what was held back arrives, in its calls."""
+    num_retries_before = pair.load().num_row_retries
+
+    def complete(number: int) -> Completion:
+        return pair.client.complete(**{**WORKLOAD.options(number), "timeout_s": BOUND_S})
+
+    with ThreadPoolExecutor(WORKLOAD.num_kinds) as threads:
+        asked: list[Future[Completion]] = [threads.submit(complete, n) for n in range(WORKLOAD.num_kinds)]
+        wait_until(lambda: has_rows_with(pair, 0) or all(each.done() for each in asked), about=pair.load)
+        for proxy in proxies:
+            proxy.cut()
+        num_rows = sum(replica.num_rows for replica in pair.load().prefill_replicas)
+        for proxy in proxies:
+            proxy.mend()
+        for each, expected in zip(asked, undisturbed, strict=True):
+            assert_same(each.result(), expected)
+    assert num_rows > 0
+    assert pair.load().num_row_retries == num_retries_before
