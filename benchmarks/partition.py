@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import re
 import sys
 import tempfile
@@ -148,7 +149,11 @@ def _row(name: str, each: Partition) -> str:
         each.ready_after_mend_s,
         each.first_served_after_mend_s,
     )
-    return f"| {name} | {' | '.join(f'{value:.2f}' for value in seconds)} | {each.num_served} | {errors} |"
+    return f"| {name} | {' | '.join(map(_shown, seconds))} | {each.num_served} | {errors} |"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f}" if math.isfinite(seconds) else "not during the cut"
 
 
 def main() -> None:
