@@ -7,13 +7,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import grpc
 import pytest
 from google.rpc import code_pb2
 
 from baton import AsyncClient, Client, Completion, Delta, Event, Finished, Started, errors
+from baton.client import EventStream
+from baton.client import generation as generation_module
 from baton.client.generation import Generation, Progress
 from baton.events import Usage
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
@@ -212,11 +215,21 @@ async def test_without_resume_the_stream_still_says_how_to_go_on(
     assert len(list(requests(server))) == 1
 
 
-def test_closing_ends_the_wait_for_the_next_call(server: ScriptedServer) -> None:
+def test_closing_ends_the_wait_for_the_next_call(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_module, "FIRST_PAUSE_S", 2 * BOUND_S)
+    monkeypatch.setattr(generation_module, "MAX_PAUSE_S", 2 * BOUND_S)
+    is_pausing = threading.Event()
+
+    def jitter() -> float:
+        is_pausing.set()
+        return 1.0
+
     server.inference.script = [LOST]
-    with Client(server.address, resume=True) as client:
-        stream = client.generate("Hi")
-        raised: list[errors.BatonError] = []
+    request = inference_pb2.GenerateRequest(text="Hi")
+    raised: list[errors.BatonError] = []
+    with grpc.insecure_channel(server.address) as channel:
+        generation = Generation(request, timeout_s=None, resume_timeout_s=100.0, jitter=jitter)
+        stream = EventStream(generation, inference_pb2_grpc.InferenceStub(channel).Generate)
 
         def read() -> None:
             try:
@@ -226,10 +239,10 @@ def test_closing_ends_the_wait_for_the_next_call(server: ScriptedServer) -> None
 
         reading = threading.Thread(target=read)
         reading.start()
-        for _ in range(4):  # the next pause is long enough to be met
-            server.inference.requests.get(timeout=BOUND_S)
+        assert is_pausing.wait(BOUND_S)
         stream.close()
         reading.join(BOUND_S)
+        assert not reading.is_alive()
     assert isinstance(raised[0], errors.Cancelled)
 
 

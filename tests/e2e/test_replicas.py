@@ -94,6 +94,21 @@ def error_of(stream: EventStream) -> errors.BatonError:
     return raised.value
 
 
+def refusal_of(client: Client) -> errors.Unavailable:
+    """The first, of requests made until one is refused."""
+    refusals: list[errors.Unavailable] = []
+
+    def is_refused() -> bool:
+        try:
+            client.complete(token_ids=[10], max_tokens=1, timeout_s=BOUND_S)
+        except errors.Unavailable as refusal:
+            refusals.append(refusal)
+        return bool(refusals)
+
+    wait_until(is_refused)
+    return refusals[0]
+
+
 def num_cut(pair: RunningPair) -> int:
     return sum(service.log_file.read_text().count('"outcome": "draining"') for service in pair.processes.decode)
 
@@ -120,11 +135,9 @@ def test_a_draining_decode_service_cuts_what_is_left_with_its_reason_and_the_res
     decode, other = pair.processes.decode[0], pair.decodes[1]
     stream = endless(pair.decodes[0])
     decode.terminate()
-    wait_until(lambda: not pair.is_ready())
+    assert refusal_of(pair.client).reason == "DRAINING"
+    assert not pair.is_ready(), "health must turn before the first refusal"
     assert pair.client.health("") is HealthStatus.SERVING
-    with pytest.raises(errors.Unavailable) as refusal:
-        pair.client.complete(token_ids=[10], max_tokens=1)
-    assert refusal.value.reason == "DRAINING"
 
     error = error_of(stream)
 
