@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from baton import Completion, errors
+from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
 from baton.server_info import HealthStatus, PrefillLoad
 from baton.service_process import ServiceProcess
@@ -23,11 +24,12 @@ NUM_TRIES = 5
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
+def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
     """KV that is large for the compute behind it (4 KiB a token) lands one 64-KiB segment at a time."""
     model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
     with running_pair(
         model,
+        kind=forked,
         num_prefill=2,
         shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
         prefill_args=("--max-segment-bytes=65536", "--send-budget-bytes=262144", "--chunk-tokens=64"),
