@@ -74,6 +74,8 @@ class EngineThread(EnginePort[CommandT]):
         self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
         self._load = engine.load()
         self._stopping = threading.Event()
+        self._num_steps_begun = 0
+        self._is_stepping = False
         self._thread = threading.Thread(target=self._run, args=(engine, deliver), name=name, daemon=True)
 
     def start(self) -> None:
@@ -90,6 +92,16 @@ class EngineThread(EnginePort[CommandT]):
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping.is_set()
 
+    @property
+    def is_stepping(self) -> bool:
+        """A step, or the delivery of its events, has begun and not ended."""
+        return self._is_stepping
+
+    @property
+    def num_steps_begun(self) -> int:
+        """Those that had nothing to do included."""
+        return self._num_steps_begun
+
     def stop(self, timeout_s: float) -> bool:
         """End the loop after the step in progress. False when it did not end within `timeout_s`."""
         self._stopping.set()
@@ -105,10 +117,13 @@ class EngineThread(EnginePort[CommandT]):
         try:
             while not self._stopping.is_set():
                 commands = self._drain(engine.idle_timeout_s())
+                self._num_steps_begun += 1
+                self._is_stepping = True
                 events = engine.step(commands)
                 self._load = engine.load()
                 if events:
                     deliver(events)
+                self._is_stepping = False
             engine.close()
         except BaseException as error:
             self._stopping.set()

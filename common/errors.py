@@ -11,6 +11,8 @@ BatonError
 ├── PrefillUnavailable     no prefill replica could serve the request in time
 ├── Draining               the service is stopping
 ├── EngineFault            a step failed, or an invariant broke
+├── EngineLost             the engine died; its process ends
+│   └── EngineStalled      the engine made no progress for too long; its process ends
 └── StartupError           raised before serving
     ├── ConfigError
     ├── UnsupportedModel
@@ -127,6 +129,15 @@ class Draining(BatonError):
 class EngineFault(BatonError):
     code = "INTERNAL"
     reason = "ENGINE_FAULT"
+
+
+class EngineLost(BatonError):
+    code = "UNAVAILABLE"
+    reason = "ENGINE_LOST"
+
+
+class EngineStalled(EngineLost):
+    reason = "ENGINE_STALLED"
 
 
 class StartupError(BatonError):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from common.config.load import load_settings
 from common.config.settings import ServiceSettings
-from common.errors import ConfigError, StartupError
+from common.errors import ConfigError, EngineLost, StartupError
 from common.openmp import spin_briefly
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.logs import configure_logs
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
-EXIT_OK, EXIT_STARTUP, EXIT_CONFIG = 0, 1, 2
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 _log = structlog.get_logger(__name__)
 
 
@@ -48,8 +49,9 @@ def run_service(
 ) -> int:
     """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status.
 
-    0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong. The libraries that models need
-    are imported only after the settings were found right: `--help` and mistakes are answered at once.
+    0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong. When its engine was lost the
+    process ends here, with 1. The libraries that models need are imported only after the settings were found right:
+    `--help` and mistakes are answered at once.
     """
     with _exit_on_termination():
         try:
@@ -70,13 +72,23 @@ def run_service(
             return EXIT_CONFIG
         except StartupError as error:
             print(f"{program}: {error}", file=sys.stderr)
-            return EXIT_STARTUP
+            return EXIT_FAILED
+        except EngineLost as error:
+            _log.critical("ended", reason=str(error))
+            _end_process(EXIT_FAILED)
     _log.info("stopped")
     return EXIT_OK
 
 
 async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process) -> None:
     await serve(settings, process)
+
+
+def _end_process(status: int) -> NoReturn:
+    """Without the interpreter's own end, which may wait for what hangs on a stream or a device."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from baton.v1 import inference_pb2_grpc
 from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
 from common.engine_thread import EngineThread
-from common.errors import Draining
+from common.errors import Draining, EngineLost, EngineStalled
 from common.service_main import Process
 from common.serving import (
     ServerLimits,
@@ -35,6 +35,7 @@ from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
 from common.wire.grpc_options import Metadata
+from common.watchdog import Watchdog
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
@@ -58,7 +59,10 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: DecodeSettings, process: Process) -> None:
-    """Serve until SIGTERM or SIGINT; then finish the requests there are, within the grace period."""
+    """Serve until SIGTERM or SIGINT; then finish the requests there are, within the grace period.
+
+    Raises EngineLost when the engine died or hangs: every request has then been failed.
+    """
     runtime = process.runtime
     engine_metrics = EngineMetrics(process.registry)
     speculation_metrics = SpeculationMetrics(process.registry) if runtime.draft else None
@@ -97,6 +101,12 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         tokens=server_tokens(settings),
         limits=ServerLimits(max_message_bytes=settings.max_request_bytes, max_streams=settings.max_streams),
     )
+    watchdog = Watchdog(
+        engine=thread,
+        device=runtime.device,
+        num_layers_begun=lambda: runtime.model.num_layers_begun,
+        stall_timeout_s=settings.engine_stall_timeout_s,
+    )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor, termination_signals() as terminated:
         servicer = InferenceServicer(
             engine=thread,
@@ -121,22 +131,35 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         port = await server.start(settings.listen)
         _log.info("serving", port=port)
         readiness = asyncio.create_task(
-            server.follow(lambda: is_ready(engine=thread, replicas=replicas, live_requests=live_requests)),
+            server.follow(
+                lambda: is_ready(is_engine_well=watchdog.is_well, replicas=replicas, live_requests=live_requests)
+            ),
             name="readiness",
         )
+
+        def on_lost(error: EngineLost) -> None:
+            live_requests.drain()
+            live_requests.fail_all(error)
+            terminated.set()
+
+        watching = asyncio.create_task(watchdog.follow(on_lost), name="watchdog")
         await terminated.wait()
         _log.info("draining", num_requests=len(live_requests))
         live_requests.drain()
         await server.set_ready(False)  # at once: balancers must not wait for the next look
         with suppress(TimeoutError):
-            await asyncio.wait_for(live_requests.wait_idle(), settings.grace_period_s)
+            grace_s = settings.grace_period_s if watchdog.lost is None else _CLOSE_GRACE_S
+            await asyncio.wait_for(live_requests.wait_idle(), grace_s)
         thread.post(Drain())
         live_requests.fail_all(Draining("the service stopped before the request's end"))
         readiness.cancel()
         await server.stop(_CLOSE_GRACE_S)
         await transport.close()
-        if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S):
-            _log.error("engine_did_not_stop", timeout_s=_ENGINE_STOP_TIMEOUT_S)
+        watching.cancel()
+        if watchdog.lost is not None:
+            raise watchdog.lost
+        if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S if watchdog.is_well else 0.0):
+            raise EngineStalled("the engine did not stop")
 
 
 def _engine(settings: DecodeSettings, process: Process, on_step: OnStep) -> DecodeEngine:

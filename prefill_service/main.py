@@ -14,11 +14,12 @@ import structlog
 from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
-from common.errors import StartupError
+from common.errors import EngineLost, EngineStalled, StartupError
 from common.service_main import Process
 from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
+from common.watchdog import Watchdog
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -33,7 +34,10 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: PrefillSettings, process: Process) -> None:
-    """Serve until SIGTERM or SIGINT; then finish the calls there are, within the grace period."""
+    """Serve until SIGTERM or SIGINT; then finish the calls there are, within the grace period.
+
+    Raises EngineLost when the engine died or hangs: every call has then been failed.
+    """
     runtime = process.runtime
     check_chunks(settings, runtime.draft)
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
@@ -78,24 +82,40 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         limits=ServerLimits(max_streams=settings.max_streams),
     )
     engine_metrics.watch(lambda: thread.load)
+    watchdog = Watchdog(
+        engine=thread,
+        device=runtime.device,
+        num_layers_begun=lambda: runtime.model.num_layers_begun,
+        stall_timeout_s=settings.engine_stall_timeout_s,
+    )
     with termination_signals() as terminated:
         thread.start()
         port = await server.start(settings.listen)
         _log.info("serving", port=port)
         readiness = asyncio.create_task(
-            server.follow(lambda: thread.is_alive and not terminated.is_set()), name="readiness"
+            server.follow(lambda: watchdog.is_well and not terminated.is_set()), name="readiness"
         )
+
+        def on_lost(error: EngineLost) -> None:
+            servicer.fail_calls(error)
+            terminated.set()
+
+        watching = asyncio.create_task(watchdog.follow(on_lost), name="watchdog")
         await terminated.wait()
         _log.info("draining", num_calls=servicer.num_calls)
         thread.post(Drain())
         await server.set_ready(False)  # at once: decode services must not wait for the next look
         with suppress(TimeoutError):
-            async with asyncio.timeout(settings.grace_period_s):
+            async with asyncio.timeout(settings.grace_period_s if watchdog.lost is None else _CLOSE_GRACE_S):
                 while servicer.num_calls and thread.is_alive:  # noqa: ASYNC110 - either may change first
                     await asyncio.sleep(_DRAIN_POLL_S)
         readiness.cancel()
         await server.stop(_CLOSE_GRACE_S)
-        await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S)
+        watching.cancel()
+        if watchdog.lost is not None:
+            raise watchdog.lost
+        if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S if watchdog.is_well else 0.0):
+            raise EngineStalled("the engine did not stop")
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:

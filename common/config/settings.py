@@ -61,6 +61,7 @@ class ServiceSettings(BaseSettings):
     max_rows: Positive = 32
     max_kv_tokens: Positive = 32768
     max_context_tokens: Positive | None = None
+    engine_stall_timeout_s: Seconds = 60.0
     grace_period_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     debug_checks: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
 from common.device.piece import close_all, failure_of, raise_failure, run_piece
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
 
 _ABANDON_POLL_S = 0.1
 
@@ -74,8 +74,12 @@ class CpuStream(Stream):
     Pieces start with torch's defaults: grad mode and inference mode are thread-local, and nobody sets them here.
     """
 
-    def __init__(self, name: str, *, num_threads: int) -> None:
+    def __init__(self, name: str, *, num_threads: int, kind: StreamKind = StreamKind.COMPUTE) -> None:
         self._scope = Scope(name)
+        self._kind = kind
+        self._num_enqueued = 0  # written by the enqueuer alone, the next two by the stream's thread alone
+        self._num_done = 0
+        self._is_waiting = False
         self._queue: queue.SimpleQueue[_Piece | _Wait | CpuEvent | None] = queue.SimpleQueue()
         self._is_closed = False
         self._is_abandoned = False
@@ -85,6 +89,10 @@ class CpuStream(Stream):
     @property
     def name(self) -> str:
         return self._scope.name
+
+    def progress(self) -> StreamProgress:
+        is_busy = self._num_done < self._num_enqueued and not (self._is_waiting or self._is_abandoned)
+        return StreamProgress(self.name, self._kind, is_busy, self._num_done, self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._put(_Piece(work, scope))
@@ -110,6 +118,7 @@ class CpuStream(Stream):
     def _put(self, operation: _Piece | _Wait | CpuEvent) -> None:
         if self._is_closed:
             raise StreamClosed(f"stream {self.name} is closed")
+        self._num_enqueued += 1
         self._queue.put(operation)
         if self._is_abandoned:
             self._abandon()
@@ -127,15 +136,18 @@ class CpuStream(Stream):
                     case _Wait(event):
                         self._block_until_done(event)
                         del event
+                self._num_done += 1
                 del operation  # or the next get() would keep it alive for as long as the stream is idle
         finally:
             self._abandon()
 
     def _block_until_done(self, event: Event) -> None:
         """Also ends when this stream is abandoned. The other stream completes its events even in death."""
+        self._is_waiting = True
         while not (event.is_done() or self._is_abandoned):
             with contextlib.suppress(DeviceTimeout, PieceFailed):
                 event.synchronize(_ABANDON_POLL_S)
+        self._is_waiting = False
 
     def _abandon(self) -> None:
         """Complete what is queued without running it. Any thread may call this, several times."""
@@ -172,9 +184,12 @@ class CpuDevice(Device):
         return self._schedule_stream
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
-        stream = CpuStream(name, num_threads=1 if kind is StreamKind.COPY else self._num_threads)
+        stream = CpuStream(name, num_threads=1 if kind is StreamKind.COPY else self._num_threads, kind=kind)
         self._streams.append(stream)
         return stream
+
+    def progress(self) -> Sequence[StreamProgress]:
+        return [stream.progress() for stream in self._streams]
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)

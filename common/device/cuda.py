@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
 from common.device.piece import close_all, failure_of, raise_failure, run_piece
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
 
 _FIRST_POLL_S = 20e-6
 _LONGEST_POLL_S = 500e-6
@@ -61,14 +61,26 @@ class CudaEvent(Event):
 class CudaStream(Stream):
     """Tensors that cross streams stay referenced until the step's end event: a block's allocator knows one stream."""
 
-    def __init__(self, name: str, cuda_stream: torch.cuda.Stream) -> None:
+    def __init__(self, name: str, cuda_stream: torch.cuda.Stream, *, kind: StreamKind = StreamKind.COMPUTE) -> None:
         self._scope = Scope(name)
+        self._kind = kind
         self._cuda_stream = cuda_stream
+        self._latest: CudaEvent | None = None
+        self._watched: CudaEvent | None = None  # by who asks for progress, like the next
+        self._num_passed = 0
         self._is_closed = False
 
     @property
     def name(self) -> str:
         return self._scope.name
+
+    def progress(self) -> StreamProgress:
+        """A recorded point is watched until it is passed; then the latest is."""
+        if self._watched is None or self._watched.is_done():
+            self._num_passed += 1
+            self._watched = self._latest
+        is_busy = self._watched is not None and not self._watched.is_done()
+        return StreamProgress(self.name, self._kind, is_busy, self._num_passed, self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._check_open()
@@ -104,7 +116,9 @@ class CudaStream(Stream):
             cuda_event.record(self._cuda_stream)
         except RuntimeError as error:
             self._scope.fail(_lost(error))
-        return CudaEvent(cuda_event, (scope or self._scope).name, failure_of(scope, self._scope))
+        event = CudaEvent(cuda_event, (scope or self._scope).name, failure_of(scope, self._scope))
+        self._latest = event
+        return event
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -128,9 +142,12 @@ class CudaDevice(Device):
         return self._schedule_stream
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
-        stream = CudaStream(name, torch.cuda.Stream(self._torch_device))
+        stream = CudaStream(name, torch.cuda.Stream(self._torch_device), kind=kind)
         self._streams.append(stream)
         return stream
+
+    def progress(self) -> Sequence[StreamProgress]:
+        return [stream.progress() for stream in self._streams]
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)

@@ -7,7 +7,7 @@ import time
 
 from common.device.errors import PieceFailed, StreamClosed
 from common.device.piece import failure_of, raise_failure, run_piece
-from common.device.stream import Event, Scope, Stream, Work
+from common.device.stream import Event, Scope, Stream, StreamKind, StreamProgress, Work
 
 
 class InlineEvent(Event):
@@ -44,6 +44,10 @@ class InlineStream(Stream):
     @property
     def name(self) -> str:
         return self._scope.name
+
+    def progress(self) -> StreamProgress:
+        """Never busy: what runs here is what its caller is busy with."""
+        return StreamProgress(self.name, StreamKind.COMPUTE, is_busy=False, num_done=0, error=self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._check_open()

@@ -24,7 +24,7 @@ from torch import Tensor
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
 from common.device.piece import close_all, failure_of, piece_name, raise_failure, run_piece
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
 
 Policy = Callable[["ScriptedDevice", Event], None]
 """What happens when somebody blocks on an event: run what should run. If the event is then not done, they time out."""
@@ -98,15 +98,20 @@ class _Wait:
 class ScriptedStream(Stream):
     """Made by `ScriptedDevice.new_stream`."""
 
-    def __init__(self, device: ScriptedDevice, name: str) -> None:
+    def __init__(self, device: ScriptedDevice, name: str, *, kind: StreamKind = StreamKind.COMPUTE) -> None:
         self.device = device
         self._scope = Scope(name)
+        self._kind = kind
+        self._num_done = 0
         self._queue: deque[_Piece | _Wait | ScriptedEvent] = deque()
         self._is_closed = False
 
     @property
     def name(self) -> str:
         return self._scope.name
+
+    def progress(self) -> StreamProgress:
+        return StreamProgress(self.name, self._kind, self.is_ready, self._num_done, self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._put(_Piece(work, scope))
@@ -155,6 +160,7 @@ class ScriptedStream(Stream):
         try:
             run_piece(piece.work, piece.scope, self._scope)
         finally:
+            self._num_done += 1
             self.device.settle()
         return piece_name(piece.work)
 
@@ -180,6 +186,7 @@ class ScriptedStream(Stream):
                 case _:
                     break
             self._queue.popleft()
+            self._num_done += 1
             moved = True
         return moved
 
@@ -231,9 +238,12 @@ class ScriptedDevice(Device):
         return self._schedule_stream
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> ScriptedStream:
-        stream = ScriptedStream(self, name)
+        stream = ScriptedStream(self, name, kind=kind)
         self.streams.append(stream)
         return stream
+
+    def progress(self) -> Sequence[StreamProgress]:
+        return [stream.progress() for stream in self.streams]
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)

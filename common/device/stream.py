@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -68,11 +69,38 @@ class Event(Protocol):
         """How long the stream took from `earlier`, another event of it, to this one. Valid once both are done."""
 
 
+class StreamKind(Enum):
+    """What a stream is for; a hint."""
+
+    COMPUTE = auto()
+    COPY = auto()
+    """Only moves data: on a CPU it uses one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamProgress:
+    """How far a stream is. Busy for long with the same `num_done`: it hangs, or has much to do.
+
+    `is_busy`: it has something that could run or runs, and does not wait for another stream (a CUDA stream cannot
+    tell that). `num_done` grows whenever it gets on: with each operation, on CUDA with the recorded points seen passed.
+    `error`: the stream itself has failed, and runs nothing any more.
+    """
+
+    name: str
+    kind: StreamKind
+    is_busy: bool
+    num_done: int
+    error: BaseException | None = None
+
+
 class Stream(Protocol):
     """Runs pieces in the order in which they were enqueued."""
 
     @property
     def name(self) -> str: ...
+
+    def progress(self) -> StreamProgress:
+        """Never blocks. For one watcher, on a thread of its choice."""
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         """Run `work` after everything enqueued here before. The stream drops its reference once it has run.
@@ -99,14 +127,6 @@ class Stream(Protocol):
         """
 
 
-class StreamKind(Enum):
-    """What a stream is for; a hint."""
-
-    COMPUTE = auto()
-    COPY = auto()
-    """Only moves data: on a CPU it uses one thread."""
-
-
 class Device(Protocol):
     @property
     def torch_device(self) -> torch.device: ...
@@ -116,6 +136,9 @@ class Device(Protocol):
         """The engine thread's own: what its code does directly is ordered with the pieces of this stream."""
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream: ...
+
+    def progress(self) -> Sequence[StreamProgress]:
+        """Of every stream made by `new_stream`. Never blocks. For one watcher, on a thread of its choice."""
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory, pinned where that makes copies asynchronous."""

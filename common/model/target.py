@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import AttentionBackend, ForwardInput
+from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
 
 _FINAL = -1  # among captured states: what leaves the final norm
@@ -55,6 +56,12 @@ class TargetModel:
         self.dtype = dtype
         self.torch_device = torch_device
         self._capture: HiddenCapture | None = None
+        self._num_layers_begun = 0
+
+    @property
+    def num_layers_begun(self) -> int:
+        """Over all forwards, growing while one runs (on CUDA: is enqueued). May be asked from any thread."""
+        return self._num_layers_begun
 
     @property
     def num_layers(self) -> int:
@@ -99,10 +106,13 @@ class TargetModel:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=self._backend.plan(batch),
+            attention_plan=_CountedPlan(self._backend.plan(batch), self._count_layer),
             **({} if self._capture is None else {"captured_states": states}),
         )
         return TargetOutput(output.logits[0].float(), self._ordered(states))
+
+    def _count_layer(self) -> None:
+        self._num_layers_begun += 1
 
     def _ordered(self, states: dict[int, Tensor]) -> Tensor | None:
         if self._capture is None:
@@ -119,6 +129,18 @@ class TargetModel:
         if len(lists) != 1:
             raise UnsupportedModel(f"{type(self._model).__name__}: its decoder layers cannot be told for a draft head")
         return lists[0]
+
+
+class _CountedPlan(AttentionPlan):
+    """Tells of each layer as it comes, so that who watches can tell a long forward from one that hangs."""
+
+    def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None]) -> None:
+        self._plan = plan
+        self._on_layer = on_layer
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self._on_layer()
+        return self._plan.attend(layer, query, key, value, scaling)
 
 
 def _base(model: nn.Module) -> nn.Module:

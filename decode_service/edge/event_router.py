@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from common.errors import EngineFault
+from common.errors import EngineLost
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.handoff.transport import HandoffTransport
@@ -46,8 +46,8 @@ class EventRouter:
 
     def on_death(self, error: BaseException) -> None:
         if not self._loop.is_closed():
-            fault = EngineFault(f"the engine died: {type(error).__name__}: {error}")
-            self._loop.call_soon_threadsafe(self._live_requests.fail_all, fault)
+            lost = EngineLost(f"the engine died: {type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._live_requests.fail_all, lost)
 
     def _dispatch(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import structlog
 
 from common.engine_thread import EnginePort
-from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, Overloaded
+from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
 from common.model.sampling_params import ResolvedSampling
 from decode_service.edge.live_request import LiveRequest
 from decode_service.edge.observer import RequestObserver
@@ -48,11 +48,11 @@ class LiveRequests:
         return self._is_draining
 
     def admit(self, request_id: str | None) -> LiveRequest:
-        """Raises Draining, EngineFault, DuplicateRequest or Overloaded. Each success needs one `release`."""
+        """Raises Draining, EngineLost, DuplicateRequest or Overloaded. Each success needs one `release`."""
         if self._is_draining:
             raise Draining("the service is stopping")
         if not self._engine.is_alive:
-            raise EngineFault("the engine does not run")
+            raise EngineLost("the engine does not run")
         if request_id in self._by_request_id:
             raise DuplicateRequest(str(request_id))
         if len(self) >= self._max_live:
@@ -94,7 +94,7 @@ class LiveRequests:
             )
         )
         if not self._engine.is_alive:  # it died after `admit`, perhaps too early for `fail_all` to end this one
-            live.fail(EngineFault("the engine does not run"))
+            live.fail(EngineLost("the engine does not run"))
 
     def release(self, live: LiveRequest) -> None:
         """Its stream is over. The engine drops it if it still has it. Further calls do nothing."""

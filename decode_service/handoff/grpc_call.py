@@ -24,6 +24,8 @@ from decode_service.messages import FrameArrived, StartHandoff
 
 _HANDOFF = f"/{prefill_pb2.DESCRIPTOR.services_by_name['Prefill'].full_name}/Handoff"
 
+_LOOKS_PER_TIMEOUT = 4
+
 Stream = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
@@ -106,15 +108,18 @@ class GrpcCall:
     async def _read(self, stream: Stream, timeout_s: float, num_steps: Callable[[], int] | None = None) -> Frame | None:
         """The next frame; None when the replica ended the call well.
 
-        A replica whose engine goes on stepping is busy with other rows, not lost: the bound starts anew.
+        A replica whose engine goes on stepping is busy with other rows, not lost: the bound starts anew. Looks are
+        counted, not time, as what came while this process was stopped is read first.
         """
         reading = asyncio.ensure_future(stream.read())
         try:
-            seen = num_steps() if num_steps else 0
-            while not (await asyncio.wait({reading}, timeout=timeout_s))[0]:
-                if num_steps is None or num_steps() == seen:
+            seen, num_looks = num_steps() if num_steps else 0, 0
+            while not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
+                num_looks += 1
+                if num_steps and num_steps() != seen:
+                    seen, num_looks = num_steps(), 0
+                elif num_looks == _LOOKS_PER_TIMEOUT:
                     raise PrefillUnavailable(f"{self._replica}: no frame within {timeout_s} s")
-                seen = num_steps()
             data = reading.result()
         finally:
             reading.cancel()

@@ -16,7 +16,14 @@ import grpc
 
 from baton.v1 import prefill_pb2, types_pb2
 from common.engine_thread import EnginePort
-from common.errors import BatonError, EngineFault, FingerprintMismatch, InvalidRequest, PrefillUnavailable
+from common.errors import (
+    BatonError,
+    EngineFault,
+    EngineLost,
+    FingerprintMismatch,
+    InvalidRequest,
+    PrefillUnavailable,
+)
 from common.load import PoolCounts
 from common.rpc_errors import abort_with
 from common.wire.codec_checks import ProtocolError, require
@@ -80,7 +87,12 @@ class PrefillServicer:
 
     def engine_died(self, error: BaseException) -> None:
         """Fail every call: the engine answers nothing any more. Any thread."""
-        self._loop.call_soon_threadsafe(self._fail_calls, PrefillUnavailable(f"the prefill engine died: {error!r}"))
+        self._loop.call_soon_threadsafe(self.fail_calls, EngineLost(f"the prefill engine died: {error!r}"))
+
+    def fail_calls(self, error: BatonError) -> None:
+        """End every call with `error`. Event loop only."""
+        for call in self._calls.values():
+            call.fail(error)
 
     # ---- rpcs -------------------------------------------------------------------------------------------------------
 
@@ -142,13 +154,13 @@ class PrefillServicer:
 
     def _require_engine(self) -> None:
         if not self._engine.is_alive:
-            raise PrefillUnavailable("the prefill engine is not running")
+            raise EngineLost("the prefill engine is not running")
 
     def _require_engine_of(self, call: HandoffCall) -> None:
         """An engine that died before the call was known never fails it."""
         try:
             self._require_engine()
-        except PrefillUnavailable:
+        except EngineLost:
             del self._calls[call.call_id]
             raise
 
@@ -223,10 +235,6 @@ class PrefillServicer:
             call = self._calls.get(event.call_id)
             if call is not None:  # else it was closed, and CloseCall is on its way to the engine
                 self._return_budget(call, call.take(event))
-
-    def _fail_calls(self, error: BatonError) -> None:
-        for call in self._calls.values():
-            call.fail(error)
 
 
 def _pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:

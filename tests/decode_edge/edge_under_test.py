@@ -114,7 +114,10 @@ async def running_edge(
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
     port = await server.start("127.0.0.1:0")
     follower = asyncio.create_task(
-        server.follow(lambda: is_ready(engine=engine, replicas=replicas, live_requests=live_requests), interval_s=0.01)
+        server.follow(
+            lambda: is_ready(is_engine_well=engine.is_alive, replicas=replicas, live_requests=live_requests),
+            interval_s=0.01,
+        )
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Edge(

@@ -1,0 +1,144 @@
+"""Whether an engine gets on. Looked at from the event loop, as the engine's own thread may be what hangs.
+
+engine thread: steps begun ─┐
+streams: operations done ───┼─look─▶ Watchdog ──▶ is_well: readiness
+model: layers begun ────────┘                └──▶ lost: every request fails, the process ends
+
+A part that has something to do and shows no sign of life stands still; how much there is to do does not matter, so a
+slow machine is not taken for a dead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from common.device.stream import Device, StreamKind, StreamProgress
+from common.errors import EngineLost, EngineStalled
+
+UNREADY_AFTER_S = 4.0
+"""Of standing still. With a look and a look at readiness, each 0.1 s, that is told within 5 s."""
+LOOK_INTERVAL_S = 0.1
+_LONGEST_LOOK_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class WatchedEngine(Protocol):
+    """What an EngineThread tells of its loop."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def is_stepping(self) -> bool: ...
+
+    @property
+    def num_steps_begun(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """One part: whether it has something to do, and what changes while it gets on."""
+
+    part: str
+    is_busy: bool
+    mark: Hashable
+
+
+class Watchdog:
+    """Event loop only.
+
+    Time counts only between looks, a second of it at most: a process that was itself stopped, or whose machine was,
+    finds its engine well. An engine once lost stays lost, whatever it does later.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: WatchedEngine,
+        device: Device,
+        num_layers_begun: Callable[[], int],
+        stall_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._device = device
+        self._num_layers_begun = num_layers_begun
+        self._stall_timeout_s = stall_timeout_s
+        self._clock = clock
+        self._looked_s = clock()
+        self._marks: dict[str, Hashable] = {}
+        self._still_s: dict[str, float] = {}
+        self._stalled: frozenset[str] = frozenset()
+        self._lost: EngineLost | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """As of the last look. False while a part stands still for `UNREADY_AFTER_S`, and once the engine is lost."""
+        return self._lost is None and self._engine.is_alive and not self._stalled
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why the engine will serve nothing any more: it died, its device failed, or it stalled for too long."""
+        return self._lost
+
+    def look(self) -> None:
+        """To be called often: a part that moved between two looks did not stand still."""
+        if self._lost is not None:
+            return
+        now_s = self._clock()
+        passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
+        streams = self._device.progress()
+        for sign in self._signs(streams):
+            if sign.is_busy and self._marks.get(sign.part) == sign.mark:
+                self._still_s[sign.part] += passed_s
+            else:
+                self._still_s[sign.part] = 0.0
+            self._marks[sign.part] = sign.mark
+        self._lost = self._loss(streams)
+        self._note_stalled()
+
+    async def follow(self, on_lost: Callable[[EngineLost], None]) -> None:
+        """Look until the engine is lost, say so, and return."""
+        while self._lost is None:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            self.look()
+        _log.critical("engine_lost", reason=str(self._lost))
+        on_lost(self._lost)
+
+    def _signs(self, streams: Sequence[StreamProgress]) -> Iterator[_Sign]:
+        """Streams by themselves; the step, which may wait for any of them, by their signs too.
+
+        Layers are a sign of the streams that compute, and no others: a copy may hang while the model runs.
+        """
+        layers = self._num_layers_begun()
+        for stream in streams:
+            own = (stream.num_done, layers if stream.kind is StreamKind.COMPUTE else 0)
+            yield _Sign(f"stream {stream.name}", stream.is_busy, own)
+        every = (self._engine.num_steps_begun, layers, *(stream.num_done for stream in streams))
+        yield _Sign("the engine's step", self._engine.is_stepping, every)
+
+    def _loss(self, streams: Sequence[StreamProgress]) -> EngineLost | None:
+        if not self._engine.is_alive:
+            return EngineLost("the engine died")
+        for stream in streams:
+            if stream.error is not None:
+                return EngineLost(f"stream {stream.name} failed: {type(stream.error).__name__}: {stream.error}")
+        for part, still_s in self._still_s.items():
+            if still_s >= self._stall_timeout_s:
+                return EngineStalled(f"{part} has not moved for {self._stall_timeout_s} s")
+        return None
+
+    def _note_stalled(self) -> None:
+        stalled = frozenset(part for part, still_s in self._still_s.items() if still_s >= UNREADY_AFTER_S)
+        for part in sorted(stalled - self._stalled):
+            _log.error("engine_stalled", part=part, still_s=UNREADY_AFTER_S)
+        for part in sorted(self._stalled - stalled):
+            _log.info("engine_moves_again", part=part)
+        self._stalled = stalled
