@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+EXIT_OK, EXIT_STARTUP, EXIT_ENGINE_LOST, EXIT_CONFIG = 0, 1, 1, 2
 _log = structlog.get_logger(__name__)
 
 
@@ -72,10 +72,10 @@ def run_service(
             return EXIT_CONFIG
         except StartupError as error:
             print(f"{program}: {error}", file=sys.stderr)
-            return EXIT_FAILED
+            return EXIT_STARTUP
         except EngineLost as error:
             _log.critical("ended", reason=str(error))
-            _end_process(EXIT_FAILED)
+            _end_process(EXIT_ENGINE_LOST)
     _log.info("stopped")
     return EXIT_OK
 

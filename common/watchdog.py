@@ -21,7 +21,7 @@ import structlog
 from common.device.stream import Device, StreamKind, StreamProgress
 from common.errors import EngineLost, EngineStalled
 
-UNREADY_AFTER_S = 4.0
+UNREADY_AFTER_S = 3.5
 """Of standing still. With a look and a look at readiness, each 0.1 s, that is told within 5 s."""
 LOOK_INTERVAL_S = 0.1
 _LONGEST_LOOK_S = 1.0

@@ -290,8 +290,8 @@ async def test_every_stream_ends_when_the_engine_dies(edge: Edge) -> None:
     edge.router.on_death(RuntimeError("poisoned"))
 
     for call in calls:
-        assert (await error_of(call))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
-    assert (await error_of(edge.generate()))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
+        assert (await error_of(call))[:2] == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+    assert (await error_of(edge.generate()))[:2] == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
 
 
 async def test_one_requests_broken_output_fails_alone(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:

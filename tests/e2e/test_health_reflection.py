@@ -23,6 +23,7 @@ from baton.client import AsyncClient, Client
 from baton.events import Delta
 from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings
+from common.errors import EngineLost
 from common.load import EngineLoad
 from common.runtime import open_runtime
 from common.service_main import Process
@@ -99,8 +100,8 @@ class MortalEngine:
 @asynccontextmanager
 async def decode_here(
     settings: DecodeSettings, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[AsyncClient, MortalEngine]]:
-    """A decode service in this process, until SIGTERM ends it in order."""
+) -> AsyncIterator[tuple[AsyncClient, MortalEngine, asyncio.Task[None]]]:
+    """A decode service in this process, until it ends by itself, or SIGTERM ends it in order."""
     process = Process(instance_id="here", runtime=open_runtime(settings), registry=CollectorRegistry())
     engine = MortalEngine(decode_main._engine(settings, process, EngineMetrics(CollectorRegistry()).on_step))
     monkeypatch.setattr(decode_main, "_engine", lambda *_: engine)
@@ -108,12 +109,12 @@ async def decode_here(
     try:
         async with AsyncClient(settings.listen) as client:
             await wait_for_health(client, HealthStatus.SERVING)
-            yield client, engine
+            yield client, engine, serving
     finally:
         if not serving.done():  # else nobody takes the signal
             os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(BOUND_S):
-            await serving
+            async with asyncio.timeout(BOUND_S):
+                await serving
         engine.close()
 
 
@@ -136,7 +137,7 @@ def free_address() -> str:
         return f"127.0.0.1:{held.getsockname()[1]}"
 
 
-async def test_an_engine_that_died_ends_its_streams_and_readiness_but_the_process_stays_alive(
+async def test_an_engine_that_died_ends_its_streams_and_the_service(
     pair: RunningPair, tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = DecodeSettings(
@@ -148,7 +149,7 @@ async def test_an_engine_that_died_ends_its_streams_and_readiness_but_the_proces
         max_kv_tokens=8192,
         debug_checks=True,
     )
-    async with decode_here(settings, monkeypatch) as (client, engine):
+    async with decode_here(settings, monkeypatch) as (client, engine, serving):
         stream = client.generate(token_ids=[10, 11, 12], max_tokens=3000, ignore_eos=True, temperature=0.0)
         async for event in stream:
             if isinstance(event, Delta):
@@ -156,10 +157,12 @@ async def test_an_engine_that_died_ends_its_streams_and_readiness_but_the_proces
 
         engine.is_cursed.set()
 
-        with pytest.raises(errors.Internal, match="cursed"):
+        with pytest.raises(errors.Unavailable, match="cursed") as ended:
             async for _ in stream:
                 pass
-        await wait_for_health(client, HealthStatus.NOT_SERVING)
-        assert await client.health("") is HealthStatus.SERVING
-        with pytest.raises(errors.Internal, match="the engine does not run"):
+        assert ended.value.reason == "ENGINE_LOST"
+        with pytest.raises(errors.Unavailable):
             await client.complete(token_ids=[10], max_tokens=1)
+        with pytest.raises(EngineLost, match="the engine died"):
+            async with asyncio.timeout(BOUND_S):
+                await serving

@@ -330,7 +330,10 @@ async def test_calls_of_an_engine_that_dies_are_unavailable(edge: Edge) -> None:
     edge.prefill.is_alive_for_looks = 0
     edge.servicer.engine_died(RuntimeError("out of memory"))
     status = await status_of(call)
+    info = error_info(status)
     assert status.code() == grpc.StatusCode.UNAVAILABLE
+    assert info is not None
+    assert info.reason == "ENGINE_LOST"
     assert "out of memory" in (status.details() or "")
 
 

@@ -55,6 +55,16 @@ def test_the_logits_of_a_last_token_model_depend_on_nothing_else(tmp_path: Path)
     assert logits[0].std() > 0.5
 
 
+def test_every_layer_of_a_forward_is_counted_as_it_begins(tiny_target: Callable[[str], TargetModel]) -> None:
+    model = tiny_target("llama")
+    paged = PagedModel(model, num_rows=1)
+    before = model.num_layers_begun
+    paged.extend({1: [9, 40, 41]})
+    assert model.num_layers_begun - before == model.num_layers
+    paged.decode({1: 5})
+    assert model.num_layers_begun - before == 2 * model.num_layers
+
+
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=tmp_path.name):
         load_target(tmp_path, device="cpu", dtype="float32")

@@ -26,6 +26,10 @@ class FaultyTarget(TargetModel):
         self.torch_device = sound.torch_device
         self.fails: Callable[[ForwardInput], bool] = lambda batch: False
 
+    @property
+    def num_layers_begun(self) -> int:
+        return self._sound.num_layers_begun
+
     def forward(self, batch: ForwardInput) -> TargetOutput:
         if self.fails(batch):
             raise ForwardFailed("planted")

@@ -1,0 +1,134 @@
+"""Both services in this process, on one event loop, with target models whose forwards can hang."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton import errors
+from baton.client import AsyncClient
+from baton.server_info import HealthStatus
+from common.config.settings import ServiceSettings
+from common.engine_thread import EngineThread
+from common.errors import EngineLost
+from common.model.attention import ForwardInput
+from common.runtime import open_runtime
+from common.service_main import Process
+from tests.support.faulty_target import FaultyTarget
+
+BOUND_S = 30.0
+LOOK_INTERVAL_S = 0.01
+
+
+class Hang:
+    """From `arm` on every forward hangs, as a kernel would that never ends; in tests, until `release`."""
+
+    def __init__(self) -> None:
+        self._is_armed = threading.Event()
+        self._has_begun = threading.Event()
+        self._is_released = threading.Event()
+
+    def arm(self) -> None:
+        self._is_armed.set()
+
+    def release(self) -> None:
+        self._is_released.set()
+
+    async def begun(self) -> None:
+        await until(self._has_begun.is_set)
+
+    def __call__(self, _batch: ForwardInput) -> bool:
+        if self._is_armed.is_set():
+            self._has_begun.set()
+            assert self._is_released.wait(4 * BOUND_S)
+        return False
+
+
+@dataclass
+class ServiceHere:
+    """`terminated.set()` is what SIGTERM does. `serving` ends as `serve` does."""
+
+    client: AsyncClient
+    ready_service: str
+    serving: asyncio.Task[None]
+    hang: Hang
+    terminated: asyncio.Event
+    threads: list[EngineThread[Any]] = field(default_factory=list)
+
+    async def health(self, service: str | None = None) -> HealthStatus | None:
+        """Of `ready_service` unless named; None while nobody answers."""
+        try:
+            return await self.client.health(self.ready_service if service is None else service)
+        except errors.Unavailable:
+            return None
+
+    async def turns(self, status: HealthStatus) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while await self.health() is not status:  # noqa: ASYNC110 - it can only be looked at
+                await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def lost(self) -> EngineLost:
+        """Why `serve` ended."""
+        with pytest.raises(EngineLost) as raised:
+            async with asyncio.timeout(BOUND_S):
+                await self.serving
+        return raised.value
+
+
+@asynccontextmanager
+async def serving_here(
+    main: ModuleType, settings: ServiceSettings, ready_service: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ServiceHere]:
+    """The service whose `serve` is in `main`. What is left at the end ends as by SIGTERM."""
+    terminated, hang = asyncio.Event(), Hang()
+    threads: list[EngineThread[Any]] = []
+
+    class KeptThread(EngineThread[Any]):
+        def start(self) -> None:
+            threads.append(self)
+            super().start()
+
+    monkeypatch.setattr(main, "EngineThread", KeptThread)
+    monkeypatch.setattr(main, "termination_signals", lambda: contextlib.nullcontext(terminated))
+    runtime = open_runtime(settings)
+    model = FaultyTarget(runtime.model)
+    model.fails = hang
+    process = Process(
+        instance_id=ready_service,
+        runtime=dataclasses.replace(runtime, model=model),
+        registry=CollectorRegistry(),
+    )
+    serving = asyncio.create_task(main.serve(settings, process))
+    try:
+        async with AsyncClient(settings.listen) as client:
+            yield ServiceHere(client, ready_service, serving, hang, terminated, threads)
+    finally:
+        hang.release()
+        terminated.set()
+        async with asyncio.timeout(BOUND_S):
+            await asyncio.gather(serving, return_exceptions=True)
+        for thread in threads:  # a process whose engine is lost ends without
+            assert await asyncio.to_thread(thread.stop, BOUND_S)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not condition():  # noqa: ASYNC110 - threads set it
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+
+def free_address() -> str:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{held.getsockname()[1]}"

@@ -1,0 +1,194 @@
+"""An engine that hangs or died: told within 5 s, every request ends with a reason, and so does the service."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton import errors
+from baton.events import Delta
+from baton.server_info import HealthStatus
+from common.config.settings import DecodeSettings, PrefillSettings
+from common.errors import EngineStalled
+from decode_service import main as decode_main
+from prefill_service import main as prefill_main
+from prefill_service.messages import Command, Event
+from prefill_service.scheduler import PrefillEngine
+from tests.services.services_here import BOUND_S, ServiceHere, free_address, serving_here
+
+TOLD_WITHIN_S = 5.0
+STALL_TIMEOUT_S = 5.5
+"""Longer than it takes to be told, so that the two are seen apart."""
+
+Tiny = Callable[[str], Path]
+
+
+@asynccontextmanager
+async def pair_here(
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch, *, stall_timeout_s: float = STALL_TIMEOUT_S
+) -> AsyncIterator[tuple[ServiceHere, ServiceHere]]:
+    """(prefill, decode), ready."""
+    common = {
+        "model": str(tiny_model_dir("llama")),
+        "dtype": "float32",
+        "num_threads": 1,
+        "max_kv_tokens": 4096,
+        "debug_checks": True,
+        "engine_stall_timeout_s": stall_timeout_s,
+        "grace_period_s": 0.5,
+    }
+    prefill_settings = PrefillSettings(listen=free_address(), **common)  # type: ignore[arg-type]
+    decode_settings = DecodeSettings(
+        listen=free_address(),
+        prefill=(prefill_settings.listen,),
+        prefill_timeout_s=1.0,
+        **common,  # type: ignore[arg-type]
+    )
+    async with (
+        serving_here(prefill_main, prefill_settings, "baton.v1.Prefill", monkeypatch) as prefill,
+        serving_here(decode_main, decode_settings, "baton.v1.Inference", monkeypatch) as decode,
+    ):
+        await decode.turns(HealthStatus.SERVING)
+        yield prefill, decode
+
+
+async def generate(decode: ServiceHere) -> int:
+    """The number of tokens of one request, which has many."""
+    num_tokens = 0
+    async for event in decode.client.generate(token_ids=[10, 11, 12], max_tokens=3000, ignore_eos=True):
+        if isinstance(event, Delta):
+            num_tokens += len(event.token_ids)
+    return num_tokens
+
+
+async def decode_runs(decode: ServiceHere) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while (await decode.client.load()).num_running == 0:  # noqa: ASYNC110 - it can only be looked at
+            await asyncio.sleep(0)
+
+
+async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_calls_and_then_its_service(
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
+        prefill.hang.arm()
+        request = asyncio.create_task(generate(decode))
+        await prefill.hang.begun()
+        begun_s = time.monotonic()
+        num_steps = prefill.threads[0].num_steps_begun
+
+        await asyncio.gather(prefill.turns(HealthStatus.NOT_SERVING), decode.turns(HealthStatus.NOT_SERVING))
+
+        assert time.monotonic() - begun_s < TOLD_WITHIN_S
+        assert await prefill.health("") is await decode.health("") is HealthStatus.SERVING
+        assert prefill.threads[0].num_steps_begun > num_steps, "its steps do not go on: another test's case"
+        assert prefill.threads[0].load.num_steps == 0, "a replica whose forward hangs seems to get on"
+        assert not request.done()
+        with pytest.raises(errors.Unavailable) as ended:
+            async with asyncio.timeout(BOUND_S):
+                await request
+        assert ended.value.reason == "NO_PREFILL"
+        lost = await prefill.lost()
+        assert isinstance(lost, EngineStalled)
+        assert str(lost) == f"stream forward has not moved for {STALL_TIMEOUT_S} s"
+        assert not decode.serving.done()
+
+
+async def test_a_decode_forward_that_hangs_is_told_ends_its_streams_and_then_the_service(
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
+        request = asyncio.create_task(generate(decode))
+        await decode_runs(decode)
+        decode.hang.arm()
+        await decode.hang.begun()
+        begun_s = time.monotonic()
+
+        await decode.turns(HealthStatus.NOT_SERVING)
+
+        assert time.monotonic() - begun_s < TOLD_WITHIN_S
+        assert await decode.health("") is HealthStatus.SERVING
+        assert not request.done()
+        with pytest.raises(errors.Unavailable, match="has not moved") as ended:
+            async with asyncio.timeout(BOUND_S):
+                await request
+        assert ended.value.reason == "ENGINE_STALLED"
+        assert isinstance(await decode.lost(), EngineStalled)
+        assert await prefill.health() is HealthStatus.SERVING
+
+
+async def test_a_service_whose_engine_hangs_ends_by_sigterm_too_and_says_why(
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_main, "_ENGINE_STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(prefill_main, "_ENGINE_STOP_TIMEOUT_S", 0.5)
+    async with pair_here(tiny_model_dir, monkeypatch, stall_timeout_s=60) as (prefill, decode):
+        request = asyncio.create_task(generate(decode))
+        await decode_runs(decode)
+        other = asyncio.create_task(generate(decode))
+        for service in (decode, prefill):
+            service.hang.arm()
+        await decode.hang.begun()
+
+        for service in (decode, prefill):
+            service.terminated.set()
+
+        for ending in (request, other):
+            with pytest.raises(errors.Unavailable) as ended:
+                async with asyncio.timeout(BOUND_S):
+                    await ending
+            assert ended.value.reason == "DRAINING"
+        assert str(await decode.lost()) == "the engine did not stop"
+
+
+async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
+
+        def step(_engine: PrefillEngine, _commands: Sequence[Command]) -> Sequence[Event]:
+            raise RuntimeError("cursed")
+
+        monkeypatch.setattr(PrefillEngine, "step", step)
+
+        assert str(await prefill.lost()) == "the engine died"
+        await decode.turns(HealthStatus.NOT_SERVING)
+        with pytest.raises(errors.Unavailable):
+            async with asyncio.timeout(BOUND_S):
+                await generate(decode)
+
+
+LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
+    import sys, threading
+    from common import service_main
+    from common.config.settings import DecodeSettings
+    from common.errors import EngineStalled
+
+    async def serve(settings, process):
+        threading.Thread(target=threading.Event().wait).start()
+        print("served", end="")
+        raise EngineStalled("stream forward has not moved")
+
+    service_main._open_runtime = lambda settings: None
+    sys.exit(service_main.run_service("decode_service", DecodeSettings, lambda: serve, []))
+"""
+
+
+def test_a_process_whose_engine_is_lost_ends_with_1_whatever_hangs_in_it(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOST_WITH_A_THREAD_THAT_NEVER_ENDS)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+    )
+    assert (ended.returncode, ended.stdout) == (1, "served"), ended.stderr
+    assert "stream forward has not moved" in ended.stderr

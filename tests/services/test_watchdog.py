@@ -1,0 +1,203 @@
+"""What makes an engine unwell, and what loses it. Clock, streams and engine are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from common.device.scripted import ScriptedDevice, ScriptedStream
+from common.device.stream import StreamKind
+from common.errors import EngineLost, EngineStalled
+from common.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog
+
+STALL_TIMEOUT_S = 60.0
+
+
+@dataclass
+class ScriptedEngine:
+    is_alive: bool = True
+    is_stepping: bool = False
+    num_steps_begun: int = 0
+
+    def polls(self) -> None:
+        """A step that has nothing to do."""
+        self.num_steps_begun += 1
+
+
+@dataclass
+class Rig:
+    engine: ScriptedEngine = field(default_factory=ScriptedEngine)
+    device: ScriptedDevice = field(default_factory=ScriptedDevice)
+    now_s: float = 1000.0
+    num_layers: int = 0
+
+    def __post_init__(self) -> None:
+        self.forward = self.device.new_stream("forward")
+        self.sending = self.device.new_stream("sending", StreamKind.COPY)
+        self.watchdog = Watchdog(
+            engine=self.engine,
+            device=self.device,
+            num_layers_begun=lambda: self.num_layers,
+            stall_timeout_s=STALL_TIMEOUT_S,
+            clock=lambda: self.now_s,
+        )
+        self.watchdog.look()
+
+    def look_for(self, seconds: float, *, polls: bool = True, layers: int = 0, sends: bool = False) -> None:
+        """Looks go on, and between any two of them what the arguments name."""
+        for _ in range(round(seconds / LOOK_INTERVAL_S)):
+            self.now_s += LOOK_INTERVAL_S
+            if polls:
+                self.engine.polls()
+            if sends:
+                self.sending.run_next()
+                self.sending.enqueue(nothing)
+            self.num_layers += layers
+            self.watchdog.look()
+
+    def hang(self, stream: ScriptedStream) -> None:
+        """It has a piece that nothing runs."""
+        stream.enqueue(nothing)
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+JUST_BEFORE_S = UNREADY_AFTER_S - 2 * LOOK_INTERVAL_S
+SOON_AFTER_S = 4 * LOOK_INTERVAL_S
+
+
+def assert_stalls(rig: Rig, part: str, **goes_on: int | bool) -> None:
+    """Unwell within 5 s, lost with `part` as the reason after the stall's bound, and neither before."""
+    rig.look_for(JUST_BEFORE_S, **goes_on)  # type: ignore[arg-type]
+    assert rig.watchdog.is_well
+    rig.look_for(SOON_AFTER_S, **goes_on)  # type: ignore[arg-type]
+    assert not rig.watchdog.is_well
+    assert rig.watchdog.lost is None
+    rig.look_for(STALL_TIMEOUT_S - UNREADY_AFTER_S - 1, **goes_on)  # type: ignore[arg-type]
+    assert rig.watchdog.lost is None
+    rig.look_for(2, **goes_on)  # type: ignore[arg-type]
+    assert isinstance(rig.watchdog.lost, EngineStalled)
+    assert str(rig.watchdog.lost) == f"{part} has not moved for {STALL_TIMEOUT_S} s"
+
+
+def test_unwell_is_told_within_five_seconds() -> None:
+    assert UNREADY_AFTER_S + 3 * LOOK_INTERVAL_S < 5
+
+
+def test_an_engine_without_work_is_well_for_ever(rig: Rig) -> None:
+    rig.look_for(10 * STALL_TIMEOUT_S)
+    assert rig.watchdog.is_well
+
+
+def test_an_engine_that_waits_for_commands_without_a_step_is_well(rig: Rig) -> None:
+    rig.look_for(10 * STALL_TIMEOUT_S, polls=False)
+    assert rig.watchdog.is_well
+
+
+def test_a_step_that_does_not_return_stalls(rig: Rig) -> None:
+    rig.engine.is_stepping = True
+    assert_stalls(rig, "the engine's step", polls=False)
+
+
+def test_a_forward_that_hangs_stalls_though_steps_go_on(rig: Rig) -> None:
+    rig.hang(rig.forward)
+    assert_stalls(rig, "stream forward")
+
+
+def test_a_forward_that_hangs_stalls_though_copies_go_on(rig: Rig) -> None:
+    rig.hang(rig.forward)
+    rig.hang(rig.sending)
+    assert_stalls(rig, "stream forward", sends=True)
+
+
+def test_a_copy_that_hangs_stalls_though_forwards_go_on(rig: Rig) -> None:
+    rig.hang(rig.sending)
+    assert_stalls(rig, "stream sending", layers=1)
+
+
+def test_a_copy_that_waits_for_a_long_forward_does_not_stall(rig: Rig) -> None:
+    rig.hang(rig.forward)
+    rig.sending.wait(rig.forward.record())
+    rig.hang(rig.sending)
+    rig.look_for(10 * STALL_TIMEOUT_S, layers=1)
+    assert rig.watchdog.is_well
+
+
+def test_a_forward_may_take_long_while_its_layers_go_on_and_so_may_the_step_that_waits_for_it(rig: Rig) -> None:
+    rig.engine.is_stepping = True
+    rig.hang(rig.forward)
+    for _ in range(100):  # a layer of three seconds each
+        rig.look_for(3, polls=False)
+        rig.num_layers += 1
+    assert rig.watchdog.is_well
+    assert_stalls(rig, "stream forward", polls=False)
+
+
+def test_a_step_that_waits_for_streams_which_go_on_does_not_stall(rig: Rig) -> None:
+    rig.engine.is_stepping = True
+    rig.hang(rig.sending)
+    rig.look_for(10 * STALL_TIMEOUT_S, polls=False, sends=True)
+    assert rig.watchdog.is_well
+
+
+def test_what_moves_again_is_well_again(rig: Rig) -> None:
+    rig.hang(rig.forward)
+    rig.look_for(STALL_TIMEOUT_S - 1)
+    assert not rig.watchdog.is_well
+    rig.forward.run_all()
+    rig.look_for(LOOK_INTERVAL_S)
+    assert rig.watchdog.is_well
+    rig.hang(rig.forward)
+    assert_stalls(rig, "stream forward")
+
+
+def test_time_in_which_the_process_itself_stood_still_does_not_count(rig: Rig) -> None:
+    rig.engine.is_stepping = True
+    rig.hang(rig.forward)
+    rig.look_for(1, polls=False)
+    rig.now_s += 3600
+    rig.watchdog.look()
+    assert rig.watchdog.is_well
+    rig.look_for(JUST_BEFORE_S, polls=False)
+    assert not rig.watchdog.is_well
+
+
+def test_a_dead_engine_is_lost_at_the_next_look(rig: Rig) -> None:
+    rig.engine.is_alive = False
+    assert not rig.watchdog.is_well
+    rig.watchdog.look()
+    assert type(rig.watchdog.lost) is EngineLost
+    assert "died" in str(rig.watchdog.lost)
+
+
+def test_a_stream_that_failed_loses_the_engine(rig: Rig) -> None:
+    def fails() -> None:
+        raise ValueError("no such kernel")
+
+    rig.forward.enqueue(fails)
+    rig.forward.run_next()
+    rig.watchdog.look()
+    assert str(rig.watchdog.lost) == "stream forward failed: ValueError: no such kernel"
+
+
+async def test_who_follows_hears_of_the_loss_once(rig: Rig) -> None:
+    heard: list[EngineLost] = []
+    following = asyncio.create_task(rig.watchdog.follow(heard.append))
+    rig.engine.is_alive = False
+
+    async with asyncio.timeout(5):
+        await following
+
+    assert heard == [rig.watchdog.lost]
+    rig.engine.is_alive = True
+    rig.watchdog.look()
+    assert not rig.watchdog.is_well
