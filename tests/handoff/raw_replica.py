@@ -30,6 +30,8 @@ class RawReplica:
         self.num_queued = 0
         self.num_looks = 0
         self.num_computing = 0
+        self.is_stepping = False  # once between any two looks at its load, which grows with its steps
+        self.num_steps = 0
         self.frames: Sequence[bytes] = ()
         self.answers: Mapping[str, bytes] = {}
         self.hangs = False
@@ -76,8 +78,12 @@ class RawReplica:
         return self.answers.get("GetFingerprint") or response.SerializeToString()
 
     async def _get_load(self, request: bytes, context: object) -> bytes:
+        self.num_steps += self.is_stepping
         response = prefill_pb2.GetPrefillLoadResponse(
-            instance_id=self.instance_id, num_queued=self.num_queued, num_computing=self.num_computing
+            instance_id=self.instance_id,
+            num_queued=self.num_queued,
+            num_computing=self.num_computing + self.num_steps,
+            num_steps=self.num_steps,
         )
         return self.answers.get("GetLoad") or response.SerializeToString()
 

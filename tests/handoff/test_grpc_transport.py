@@ -185,6 +185,19 @@ def test_no_progress_in_time_ends_the_call(rig: Rig) -> None:
     assert "no frame within 0.05 s" in str(end.error)
 
 
+def test_a_replica_that_sends_nothing_keeps_its_call_while_its_engine_steps_and_no_longer(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames, replica.hangs, replica.is_stepping = (ACCEPTED,), True, True
+    rig.call(replica, timeouts=replace(FAST, progress_timeout_s=0.2))
+    num_steps = replica.num_steps
+    rig.decode.latest_replica(lambda state: state.num_outstanding > num_steps + 0.6 / FAST.poll_interval_s)
+    assert rig.decode.num_ends("call") == 0
+    replica.is_stepping = False
+    end = rig.decode.ended("call")
+    assert isinstance(end.error, PrefillUnavailable)
+    assert "no frame within 0.2 s" in str(end.error)
+
+
 def test_a_replica_that_listens_but_never_answers_is_not_ready(rig: Rig) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
