@@ -53,7 +53,6 @@ from decode_service.speculation_settings import speculation_of
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0
-_ACCEPT_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
 
@@ -196,10 +195,7 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         fingerprint=process.runtime.fingerprint,
         vocab_size=process.runtime.model.vocab_size,
         receive_budget_bytes=settings.receive_budget_bytes,
-        timeouts=HandoffTimeouts(
-            accept_timeout_s=min(_ACCEPT_TIMEOUT_S, settings.handoff_progress_timeout_s),
-            progress_timeout_s=settings.handoff_progress_timeout_s,
-        ),
+        timeouts=HandoffTimeouts.of_progress(settings.handoff_progress_timeout_s),
         credentials=credentials,
         metadata=metadata,
     )

@@ -18,3 +18,8 @@ class HandoffTimeouts:
     poll_interval_s: float = 0.5
     poll_timeout_s: float = 2.0
     close_timeout_s: float = 5.0
+
+    @classmethod
+    def of_progress(cls, timeout_s: float) -> HandoffTimeouts:
+        """Accepted, which needs no engine, has no longer than other frames."""
+        return cls(accept_timeout_s=min(10.0, timeout_s), progress_timeout_s=timeout_s)

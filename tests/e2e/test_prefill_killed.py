@@ -1,7 +1,12 @@
-"""A9: processes are killed with -9 while rows are on their way. Streams go on with the tokens they would have had."""
+"""A9: processes are killed with -9, or stopped, while rows are on their way. Streams go on with the tokens they would
+have had.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,14 +17,19 @@ from baton import Completion, errors
 from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
 from baton.server_info import HealthStatus, PrefillLoad
-from baton.service_process import ServiceProcess
+from baton.service_process import READY_SERVICE, ServiceProcess
+from common.config.settings import DecodeSettings
+from decode_service import main as decode_main
 from tests.e2e.running import BOUND_S, RunningPair, is_empty, running_pair, wait_until
+from tests.services.services_here import free_address, serving_here
 from tests.support.models import save_tiny_model
 
 NUM_REQUESTS = 16
 PROMPT_TOKENS = 300
 NEW_TOKENS = 12
 KILL_BOUND_S = 10.0
+TOLD_WITHIN_S = 5.0
+SILENT_TIMEOUT_S = 3
 NUM_TRIES = 5
 
 
@@ -32,8 +42,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPa
         kind=forked,
         num_prefill=2,
         shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
-        prefill_args=("--max-segment-bytes=65536", "--send-budget-bytes=262144", "--chunk-tokens=64"),
-        decode_args=("--receive-budget-bytes=1", "--prefill-timeout-s=2"),
+        prefill_args=(
+            "--max-segment-bytes=65536",
+            "--send-budget-bytes=262144",
+            "--chunk-tokens=64",
+            f"--stall-timeout-s={SILENT_TIMEOUT_S}",
+        ),
+        decode_args=(
+            "--receive-budget-bytes=1",
+            "--prefill-timeout-s=2",
+            f"--handoff-progress-timeout-s={SILENT_TIMEOUT_S}",
+        ),
     ) as running:
         yield running
 
@@ -190,3 +209,84 @@ def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
     start(pair, [decode])
     with requests(pair) as completions:
         assert tokens(completions) == undisturbed
+
+
+# ---- stopped: the process is there, its connections are open, and it says nothing ----------------------------------
+
+
+@contextmanager
+def stopped(*services: ServiceProcess) -> Iterator[float]:
+    """Since when, in monotonic seconds. At the end they go on."""
+    for service in services:
+        os.kill(service.pid, signal.SIGSTOP)
+    try:
+        yield time.monotonic()
+    finally:
+        for service in services:
+            os.kill(service.pid, signal.SIGCONT)
+
+
+def test_rows_of_a_stopped_replica_are_computed_by_the_other(
+    pair: RunningPair, undisturbed: list[tuple[int, ...]]
+) -> None:
+    for _ in tries(pair, []):
+        num_retries_before = pair.load().num_row_retries
+        with requests(pair) as completions:
+            wait_until(lambda: is_transferring_from(pair, 0)() or have_ended(completions), about=pair.load)
+            with stopped(pair.processes.prefill[0]) as stopped_s:
+                wait_until(lambda: not pair.load().prefill_replicas[0].is_ready, about=pair.load)
+                told_s = time.monotonic() - stopped_s
+                assert tokens(completions) == undisturbed
+                ended_s = time.monotonic() - stopped_s
+        if pair.load().num_row_retries > num_retries_before:
+            break
+    assert pair.load().num_row_retries > num_retries_before
+    assert told_s < TOLD_WITHIN_S
+    assert ended_s < 4 * SILENT_TIMEOUT_S
+
+
+def test_while_every_replica_is_stopped_decode_is_not_ready_and_what_waits_ends(
+    pair: RunningPair, undisturbed: list[tuple[int, ...]]
+) -> None:
+    with stopped(*pair.processes.prefill) as stopped_s, requests(pair) as completions:
+        wait_until(lambda: not pair.is_ready(), about=pair.load)
+        assert time.monotonic() - stopped_s < TOLD_WITHIN_S
+        for completion in completions:
+            assert isinstance(outcome(completion), errors.Unavailable)
+        assert time.monotonic() - stopped_s < 4 * SILENT_TIMEOUT_S
+    start(pair, [])
+    with requests(pair) as completions:
+        assert tokens(completions) == undisturbed
+
+
+async def test_when_decode_is_stopped_prefill_frees_what_it_had_and_serves_another_and_decode_goes_on_when_it_can(
+    pair: RunningPair, undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (decode,) = pair.processes.decode
+    settings = DecodeSettings(
+        model=pair.client.model_info().model,
+        dtype="float32",
+        listen=free_address(),
+        prefill=pair.processes.prefill_addresses,
+        num_threads=1,
+        max_kv_tokens=8192,
+    )
+    async with serving_here(decode_main, settings, READY_SERVICE["decode"], monkeypatch) as other:
+        await other.turns(HealthStatus.SERVING)
+        for _ in tries(pair, []):
+            with requests(pair) as completions:
+                wait_until(
+                    lambda: any(is_sending(client.load()) for client in pair.prefills) or have_ended(completions),
+                    about=pair.prefill_load,
+                )
+                with stopped(decode) as stopped_s:
+                    were_sending = [is_sending(client.load()) for client in pair.prefills]
+                    served = await other.client.complete(token_ids=prompt(1), timeout_s=BOUND_S, **sampling(1))
+                    assert served.token_ids == undisturbed[1]
+                    wait_until(lambda: all(is_empty(client.load()) for client in pair.prefills))
+                    freed_s = time.monotonic() - stopped_s
+                assert tokens(completions) == undisturbed
+            if any(were_sending):
+                break
+    assert any(were_sending)
+    assert freed_s < 2 * SILENT_TIMEOUT_S
