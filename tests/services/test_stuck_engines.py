@@ -76,7 +76,7 @@ async def decode_runs(decode: ServiceHere) -> None:
 
 
 async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_calls_and_then_its_service(
-    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
         prefill.hang.arm()
@@ -99,6 +99,7 @@ async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_ca
         lost = await prefill.lost()
         assert isinstance(lost, EngineStalled)
         assert str(lost) == f"stream forward has not moved for {STALL_TIMEOUT_S} s"
+        assert f"a handoff call failed: {lost}" in caplog.text
         assert not decode.serving.done()
 
 

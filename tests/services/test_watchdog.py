@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import StreamKind
+from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled
-from common.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog
+from common.load import EngineLoad, PoolCounts
+from common.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine
 
 STALL_TIMEOUT_S = 60.0
+BOUND_S = 10.0
 
 
 @dataclass
@@ -36,14 +42,22 @@ class Rig:
     def __post_init__(self) -> None:
         self.forward = self.device.new_stream("forward")
         self.sending = self.device.new_stream("sending", StreamKind.COPY)
-        self.watchdog = Watchdog(
-            engine=self.engine,
+        self.watchdog = self.watch(self.engine)
+        self.watchdog.look()
+
+    def watch(self, engine: WatchedEngine) -> Watchdog:
+        return Watchdog(
+            engine=engine,
             device=self.device,
             num_layers_begun=lambda: self.num_layers,
             stall_timeout_s=STALL_TIMEOUT_S,
             clock=lambda: self.now_s,
         )
-        self.watchdog.look()
+
+    def look_at(self, watchdog: Watchdog, seconds: float) -> None:
+        for _ in range(round(seconds / LOOK_INTERVAL_S)):
+            self.now_s += LOOK_INTERVAL_S
+            watchdog.look()
 
     def look_for(self, seconds: float, *, polls: bool = True, layers: int = 0, sends: bool = False) -> None:
         """Looks go on, and between any two of them what the arguments name."""
@@ -187,6 +201,51 @@ def test_a_stream_that_failed_loses_the_engine(rig: Rig) -> None:
     rig.forward.run_next()
     rig.watchdog.look()
     assert str(rig.watchdog.lost) == "stream forward failed: ValueError: no such kernel"
+
+
+class HangingEngine:
+    """Its step waits for the test, and not for its device."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.goes_on = threading.Event(), threading.Event()
+
+    def step(self, commands: Sequence[str]) -> Sequence[str]:
+        if commands:
+            self.has_begun.set()
+            assert self.goes_on.wait(BOUND_S)
+        return ()
+
+    def idle_timeout_s(self) -> float:
+        return 0.001
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(PoolCounts(0, 0), PoolCounts(0, 0), num_queued=0, num_running=0, num_steps=0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_engine_thread_tells_a_step_that_hangs_from_waiting_for_commands(rig: Rig) -> None:
+    engine = HangingEngine()
+    thread: EngineThread[str] = EngineThread(
+        engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
+    )
+    thread.start()
+    watchdog = rig.watch(thread)
+    thread.post("hang")
+    assert engine.has_begun.wait(BOUND_S)
+    rig.look_at(watchdog, JUST_BEFORE_S)
+    assert watchdog.is_well
+    rig.look_at(watchdog, SOON_AFTER_S)
+    assert not watchdog.is_well
+
+    engine.goes_on.set()
+    num_steps, give_up_s = thread.num_steps_begun, time.monotonic() + BOUND_S
+    while thread.num_steps_begun == num_steps:
+        assert time.monotonic() < give_up_s
+    watchdog.look()
+    assert watchdog.is_well
+    assert thread.stop(BOUND_S)
 
 
 async def test_who_follows_hears_of_the_loss_once(rig: Rig) -> None:
