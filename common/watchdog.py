@@ -108,7 +108,10 @@ class Watchdog:
         """Look until the engine is lost, say so, and return."""
         while self._lost is None:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # an engine that nobody watches is not to be trusted with requests
+                self._lost = EngineLost(f"the engine cannot be watched: {error!r}")
         _log.critical("engine_lost", reason=str(self._lost))
         on_lost(self._lost)
 

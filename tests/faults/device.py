@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.device.piece import piece_name
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, Work
+from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
 from tests.faults.injector import InjectedFault, Injector
 from tests.faults.plan import Action
 
@@ -22,6 +22,9 @@ class FaultyStream(Stream):
     @property
     def name(self) -> str:
         return self._stream.name
+
+    def progress(self) -> StreamProgress:
+        return self._stream.progress()
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         points = (f"stream.{self.name}", f"stream.{self.name}.{piece_name(work)}")
@@ -71,6 +74,9 @@ class FaultyDevice(Device):
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
         return FaultyStream(self._device.new_stream(name, kind), self._injector)
+
+    def progress(self) -> Sequence[StreamProgress]:
+        return self._device.progress()
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._allocate("memory.host")

@@ -260,3 +260,14 @@ async def test_who_follows_hears_of_the_loss_once(rig: Rig) -> None:
     rig.engine.is_alive = True
     rig.watchdog.look()
     assert not rig.watchdog.is_well
+
+
+async def test_an_engine_that_cannot_be_watched_is_lost(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[EngineLost] = []
+    monkeypatch.setattr(rig.device, "progress", None)
+
+    async with asyncio.timeout(5):
+        await rig.watchdog.follow(heard.append)
+
+    assert heard == [rig.watchdog.lost]
+    assert "cannot be watched" in str(rig.watchdog.lost)
