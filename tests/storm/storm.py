@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.events import Delta, Finished
+from tests.e2e.running import RECONNECT_AT_ONCE
 from tests.storm.oracle import Case
 
 REQUEST_BOUND_S = 120.0
@@ -18,11 +19,15 @@ REQUEST_BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
-    """`abort_share` of the requests are left by their clients, at a random event or before the first."""
+    """`abort_share` of the requests are left by their clients, at a random event or moment.
+
+    `resumes`: streams that break go on in another call.
+    """
 
     num_requests: int
     concurrency: int = 32
     abort_share: float = 0.3
+    resumes: bool = False
     seed: int = 0
 
 
@@ -62,7 +67,7 @@ async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> Storm
     requests = [(draw.choice(cases), _Leave.draw(draw, storm.abort_share)) for _ in range(storm.num_requests)]
     report = StormReport()
     waiting = iter(requests)
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, resume=storm.resumes, channel_overrides=RECONNECT_AT_ONCE) as client:
 
         async def keep_sending() -> None:
             for case, leave in waiting:
