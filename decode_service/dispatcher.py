@@ -36,6 +36,8 @@ class PrefillDispatcher:
     `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
     a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`. It is tried
     again after that time at the latest, whatever a replica asks for.
+    a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`, beside what
+    it waits for slots. No younger request is handed off on slots that an older one, put off by a replica, will need.
     """
 
     def __init__(
@@ -133,25 +135,31 @@ class PrefillDispatcher:
         """Reserve for waiting requests, oldest first, and start one call per replica."""
         now_s = self._clock()
         by_replica: dict[str, list[Request]] = {}
+        put_off: list[Request] = []
 
         def rows_at(replica: str) -> int:
             return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
 
         for req in self._waiting:
             if req.not_before_s > now_s:
+                put_off.append(req)
                 continue
             replica = self._replicas.least_loaded(rows_at, req.avoid_replica)
-            if replica is None or not self._reserve(req):
+            if replica is None or not self._reserve(req, put_off):
                 break
             by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
             self._start_call(replica, reqs, now_s)
         self._expire(now_s)
 
-    def _reserve(self, req: Request) -> bool:
+    def _reserve(self, req: Request, older: Sequence[Request]) -> bool:
+        """A row and slots, of those that `older` requests, which are to be tried again soon, do not need."""
+        if self._pool.num_free_rows <= len(older):
+            return False
         num_tokens = len(req.token_ids)
-        num_held = self._pool.rows.max_rows - self._pool.num_free_rows
-        if num_held and self._pool.num_free_slots < num_tokens + (num_held + 1) * _HEADROOM_TOKENS:
+        num_wanted = num_tokens + sum(len(other.token_ids) for other in older)
+        num_others = self._pool.rows.max_rows - self._pool.num_free_rows + len(older)
+        if num_others and self._pool.num_free_slots < num_wanted + (num_others + 1) * _HEADROOM_TOKENS:
             return False
         req.lease = self._pool.reserve(num_tokens)
         return req.lease is not None
@@ -162,6 +170,8 @@ class PrefillDispatcher:
         for req in reqs:
             self._waiting.remove(req)
             req.phase = Phase.HANDED_OFF
+            if req.refused_since_s is not None:  # what it waited for slots was no refusal
+                req.refused_since_s += now_s - max(req.clock.since_s, req.not_before_s)
             req.clock.close("queue_s", now_s)
             rows.append(
                 HandoffRow(

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
-from common.errors import BatonError
+from common.errors import BatonError, RowFailure
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from common.wire.handoff import Frame, KvSegment, PrebuiltBatch
+from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import (
     Abort,
     CallEnded,
@@ -97,6 +97,7 @@ class Handoff:
     call_id: str
     row: int
     token_ids: tuple[int, ...]
+    prompt_len: int
     sampling: ResolvedSampling
 
 
@@ -129,6 +130,7 @@ class ScriptedEngine:
         overlap: bool = True,
         debug_checks: bool = True,
         spec_info: SpecInfo | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel()
@@ -144,7 +146,7 @@ class ScriptedEngine:
             draft=self.head,
             spec_info=spec_info,
             overlap=overlap,
-            clock=lambda: float(next(ticks)),
+            clock=clock or (lambda: float(next(ticks))),
             debug_checks=debug_checks,
         )
         self.outcomes: dict[str, Outcome] = {}
@@ -161,9 +163,18 @@ class ScriptedEngine:
         return self.device.stream("landing")
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop_token_ids: tuple[int, ...] = (),
     ) -> Outcome:
-        sampling = ResolvedSampling(seed=seed, max_tokens=max_tokens, temperature=temperature)
+        sampling = ResolvedSampling(
+            seed=seed, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
+        )
         self._posted.append(Submit(request_id, tuple(prompt), len(prompt), sampling))
         self.outcomes[request_id] = Outcome(tuple(prompt), sampling)
         return self.outcomes[request_id]
@@ -203,6 +214,14 @@ class ScriptedEngine:
             for segment in _halves(handoff.row, name, kv[name])
         ]
         frames: list[Frame] = [segments[0], prebuilt, *segments[1:]]
+        self._answer(handoff, *frames)
+
+    def refuse(self, request_id: str, reason: RowFailure, *, retryable: bool = True) -> None:
+        """Answer the request's handoff: its row failed. Where it is retryable, in a quarter of a second."""
+        handoff = self.handoffs.pop(request_id)
+        self._answer(handoff, RowFailed(handoff.row, reason, retryable, 250 if retryable else 0, "planted"))
+
+    def _answer(self, handoff: Handoff, *frames: Frame) -> None:
         for frame in frames:
             self._posted.append(FrameArrived(handoff.call_id, frame))
         self._open_rows[handoff.call_id] -= 1
@@ -264,7 +283,7 @@ class ScriptedEngine:
             case StartHandoff(call_id, _, rows):
                 self._open_rows[call_id] = len(rows)
                 for index, row in enumerate(rows):
-                    self.handoffs[row.request_id] = Handoff(call_id, index, row.token_ids, row.sampling)
+                    self.handoffs[row.request_id] = Handoff(call_id, index, row.token_ids, row.prompt_len, row.sampling)
             case Tokens(request_id, token_ids):
                 self.outcomes[request_id].token_ids.extend(token_ids)
             case Finished():

@@ -1,0 +1,93 @@
+"""Runs the tests that docs/field_rules.md names, and prints each of its rules with their result.
+
+python -m scripts.field_rules            exit 1 when a rule's test failed, or was not there
+python -m scripts.field_rules --list     the tests only
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "field_rules.md"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """One row of the page. `tests` are pytest's ids; one without brackets stands for all of its cases."""
+
+    number: str
+    text: str
+    tests: tuple[str, ...]
+
+
+def rules_in(page: str) -> list[FieldRule]:
+    """The rows of the page's tables, in order."""
+    return [
+        FieldRule(number, text.strip(), tuple(re.findall(r"`(tests/[^`]+)`", tests)))
+        for number, text, tests in re.findall(
+            r"^\| (\d+\.\d+[a-z]?) ([^|]+)\|[^|]*\|([^|]*)\|$", page, flags=re.MULTILINE
+        )
+    ]
+
+
+class _Results:
+    """A pytest plugin: what became of each case, in any of its phases."""
+
+    def __init__(self) -> None:
+        self.passed: set[str] = set()
+        self.failed: set[str] = set()
+        self.skipped: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+        elif report.skipped:
+            self.skipped.add(report.nodeid)
+        elif report.when == "call":
+            self.passed.add(report.nodeid)
+
+    def of(self, test: str) -> str:
+        def cases(of: set[str]) -> int:
+            return sum(case == test or case.startswith((f"{test}[", f"{test}::")) for case in of)
+
+        if num_failed := cases(self.failed):
+            return f"FAILED ({num_failed})"
+        num_passed, num_skipped = cases(self.passed), cases(self.skipped)
+        if not num_passed:
+            return f"SKIPPED ({num_skipped})" if num_skipped else "NOT RUN"
+        return f"passed ({num_passed})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the tests and run none")
+    options = parser.parse_args(arguments)
+    rules = rules_in(PAGE.read_text())
+    tests = list(dict.fromkeys(test for rule in rules for test in rule.tests))
+    if options.list:
+        print("\n".join(tests))
+        return 0
+    results = _Results()
+    status = int(pytest.main(["-q", f"--rootdir={ROOT}", *(str(ROOT / test) for test in tests)], plugins=[results]))
+    print("| rule | test | result |\n|---|---|---|")
+    outcomes = [(rule, test, results.of(test)) for rule in rules for test in rule.tests]
+    for rule, test, outcome in outcomes:
+        print(f"| {rule.number} {rule.text} | `{test}` | {outcome} |")
+    num_bad = sum(not outcome.startswith("passed") for _, _, outcome in outcomes)
+    print(
+        f"\n{len(rules)} rules, {len(results.passed)} cases passed; of {len(outcomes)} entries {num_bad} did not pass"
+    )
+    return 1 if status or num_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

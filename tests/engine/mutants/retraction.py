@@ -1,0 +1,123 @@
+"""Retraction broken: who gives way, who comes back first, and with what."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator
+
+import pytest
+
+from common.wire.handoff import HandoffRow
+from decode_service import dispatcher, retraction
+from decode_service.dispatcher import PrefillDispatcher
+from decode_service.request import Request
+from decode_service.retraction import Retraction
+from decode_service.schedule_batch import ScheduleBatch
+from decode_service.scheduler import DecodeEngine
+from decode_service.spec_info import SpecInfo
+from decode_service.waiting_queue import WaitingQueue
+
+
+def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(retraction, "max", min, raising=False)
+
+
+def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """Whatever was reserved for them, a running request gives way."""
+    sound = Retraction._retract_youngest
+
+    def mutant(self: Retraction, running: ScheduleBatch, requests: Collection[Request]) -> None:
+        sound(self, running, ())
+
+    patch.setattr(Retraction, "_retract_youngest", mutant)
+
+
+def returns_behind_the_others(patch: pytest.MonkeyPatch) -> None:
+    later = itertools.count(1 << 20)
+    requeue = PrefillDispatcher.requeue
+
+    def mutant(self: PrefillDispatcher, req: Request) -> None:
+        req.arrival = next(later)
+        requeue(self, req)
+
+    patch.setattr(PrefillDispatcher, "requeue", mutant)
+
+
+def newcomers_are_handed_off_first(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: WaitingQueue) -> Iterator[Request]:
+        return iter(list(self._waiting.values())[::-1])
+
+    patch.setattr(WaitingQueue, "__iter__", mutant)
+
+
+def _rows_sent_as(patch: pytest.MonkeyPatch, **changes: object) -> None:
+    def mutant(**columns: object) -> HandoffRow:
+        row = HandoffRow(**columns)  # type: ignore[arg-type]
+        return dataclasses.replace(row, **{name: change(row) for name, change in changes.items()})  # type: ignore
+
+    patch.setattr(dispatcher, "HandoffRow", mutant)
+
+
+def output_counts_as_prompt(patch: pytest.MonkeyPatch) -> None:
+    _rows_sent_as(patch, prompt_len=lambda row: len(row.token_ids))
+
+
+def output_is_left_behind(patch: pytest.MonkeyPatch) -> None:
+    """The prompt alone goes back to prefill."""
+    _rows_sent_as(patch, token_ids=lambda row: row.token_ids[: row.prompt_len])
+
+
+def retractions_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    sound = Retraction._retract_youngest
+
+    def mutant(self: Retraction, running: ScheduleBatch, requests: Collection[Request]) -> None:
+        before = {id(req): req.num_retractions for req in requests}
+        sound(self, running, requests)
+        for req in requests:
+            req.num_retractions = before[id(req)]
+
+    patch.setattr(Retraction, "_retract_youngest", mutant)
+
+
+def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
+    """A step drafts as deep as it likes, whatever slots are free."""
+
+    def mutant(self: DecodeEngine) -> SpecInfo | None:
+        running = self._running
+        if self._depth is None or running.is_empty:
+            return None
+        return self._depth.choose(draft_lag=running.draft_lag, num_wanted=running.batch_size)
+
+    patch.setattr(DecodeEngine, "_choose_depth", mutant)
+
+
+def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A handoff that succeeded forgives none of those that failed before it."""
+    lost = PrefillDispatcher._is_given_up
+    totals: dict[int, int] = {}
+
+    def mutant(self: PrefillDispatcher, req: Request, row: dispatcher.LostRow, now_s: float) -> bool:
+        req.num_failures = totals.get(id(req), 0)
+        is_given_up = lost(self, req, row, now_s)
+        totals[id(req)] = req.num_failures
+        return is_given_up
+
+    patch.setattr(PrefillDispatcher, "_is_given_up", mutant)
+
+
+def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
+    start_call = PrefillDispatcher._start_call
+
+    def mutant(self: PrefillDispatcher, replica: str, reqs: list[Request], now_s: float) -> None:
+        since = [req.refused_since_s for req in reqs]
+        start_call(self, replica, reqs, now_s)
+        for req, refused_since_s in zip(reqs, since, strict=True):
+            req.refused_since_s = refused_since_s
+
+    patch.setattr(PrefillDispatcher, "_start_call", mutant)
+
+
+def a_request_put_off_has_no_place(patch: pytest.MonkeyPatch) -> None:
+    reserve = PrefillDispatcher._reserve
+    patch.setattr(PrefillDispatcher, "_reserve", lambda self, req, older: reserve(self, req, ()))

@@ -1,0 +1,292 @@
+"""Retraction starves nobody: who gives way, who comes back first, and what it may cost, over any mix of arrivals.
+
+Of requests 0, 1, 2, ... in order of arrival, in a pool too small for them:
+- who gives way is younger than all that keep their slots; so the oldest never does;
+- nobody is handed off while an older one waits; a retracted request returns with its prompt and all its output;
+- request k gives way at most as often as older ones lived beside it: between two of its retractions one of them ended,
+  as what the others hold only grows. So no two retract each other for ever;
+- a handoff that is not taken back commits a token;
+- request k ends within 2 * tokens + handoffs * (D + 4) steps, D steps being the longest handoff: its own tokens and
+  handoffs, and those of the older ones beside it. What is younger, however much of it comes, has no part in that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import Phase as Stage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_service.messages import StartHandoff
+from decode_service.request import Phase
+from decode_service.spec_info import SpecInfo
+from tests.engine.harness import Outcome, ScriptedEngine
+from tests.engine.mutants import retraction
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
+from tests.engine.speculating import CHAIN, TREE
+
+MAX_STEPS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request, `gap` steps after the one before; each of its handoffs takes `handoff_steps`."""
+
+    gap: int
+    num_prompt_tokens: int
+    max_tokens: int
+    handoff_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    arrivals: tuple[Arrival, ...]
+    max_rows: int
+    max_kv_tokens: int
+    overlap: bool = True
+    spec_info: SpecInfo | None = None
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the watcher knows of one request."""
+
+    arrival: Arrival
+    outcome: Outcome
+    born: int
+    num_retractions: int = 0
+    num_handoffs: int = 0
+    ended: int | None = None
+
+    def lived_beside(self, other: Seen) -> bool:
+        return self.born <= (other.ended or self.born) and other.born <= (self.ended or other.born)
+
+
+@dataclass
+class Watcher:
+    """Lives a life, step by step, and looks at each."""
+
+    life: Life
+    num_steps: int = 0
+    seen: list[Seen] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        life = self.life
+        self.scripted = ScriptedEngine(
+            max_rows=life.max_rows,
+            max_kv_tokens=life.max_kv_tokens,
+            overlap=life.overlap,
+            spec_info=life.spec_info,
+            debug_checks=False,
+        )
+        self._due: dict[str, int] = {}
+
+    def live(self) -> None:
+        due = 0
+        for arrival in self.life.arrivals:
+            due += arrival.gap
+            while self.num_steps < due:
+                self.step()
+            self.submit(arrival)
+        while any(seen.ended is None for seen in self.seen):
+            assert self.num_steps < MAX_STEPS, f"not over: {self.scripted.engine.load()}"
+            self.step()
+        for seen in self.seen:
+            assert seen.outcome.token_ids == seen.outcome.expected, "tokens were lost or repeated"
+
+    def submit(self, arrival: Arrival) -> Seen:
+        number = len(self.seen)
+        prompt = range(1 + 31 * number, 1 + 31 * number + arrival.num_prompt_tokens)
+        outcome = self.scripted.submit(str(number), prompt, arrival.max_tokens)
+        self.seen.append(Seen(arrival, outcome, self.num_steps))
+        return self.seen[-1]
+
+    def step(self) -> None:
+        delivered = [tuple(seen.outcome.token_ids) for seen in self.seen]
+        for name in [name for name, due in self._due.items() if due <= self.num_steps]:
+            del self._due[name]
+            if name in self.scripted.handoffs:
+                self.scripted.hand_over(name)
+        events = self.scripted.step()
+        self.scripted.landing.run_all()
+        self.num_steps += 1
+        gave_way = self._note_retractions()
+        self._look_at_slots(gave_way)
+        handed_off = []
+        for event in events:
+            for row in event.rows if isinstance(event, StartHandoff) else ():
+                number = int(row.request_id)
+                seen = self.seen[number]
+                assert row.token_ids == (*seen.outcome.prompt, *delivered[number]), "other tokens went to prefill"
+                assert row.prompt_len == len(seen.outcome.prompt), "output went to prefill as prompt"
+                seen.num_handoffs += 1
+                self._due[row.request_id] = self.num_steps + seen.arrival.handoff_steps
+                handed_off.append(number)
+        self._look_at_the_queue([number for number in handed_off if number not in gave_way])
+        for seen in self.seen:
+            if seen.ended is None and seen.outcome.has_ended:
+                seen.ended = self.num_steps
+
+    def _note_retractions(self) -> list[int]:
+        gave_way = []
+        for name, req in self.scripted.engine._requests.items():
+            seen = self.seen[int(name)]
+            if req.num_retractions > seen.num_retractions:
+                gave_way.append(int(name))
+            seen.num_retractions = req.num_retractions
+        return gave_way
+
+    def _look_at_slots(self, gave_way: list[int]) -> None:
+        if not gave_way:
+            return
+        keepers = [int(name) for name, req in self.scripted.engine._requests.items() if req.lease is not None]
+        oldest = min(number for number, seen in enumerate(self.seen) if seen.ended is None)
+        assert oldest not in gave_way, "the oldest request gave way"
+        assert all(keeper < min(gave_way) for keeper in keepers), f"{gave_way} gave way, {keepers} kept their slots"
+
+    def _look_at_the_queue(self, handed_off: Iterable[int]) -> None:
+        waiting = [int(name) for name, req in self.scripted.engine._requests.items() if req.phase is Phase.WAITING]
+        assert max(handed_off, default=-1) < min(waiting, default=len(self.seen)), "a younger request overtook"
+
+    def check_bounds(self, of: Sequence[Seen] = ()) -> None:
+        """Of all, or of some that finished."""
+        longest = max(arrival.handoff_steps for arrival in self.life.arrivals)
+        for number, seen in enumerate(of or self.seen):
+            older = [other for other in self.seen[:number] if other.lived_beside(seen)]
+            assert seen.num_retractions <= len(older), f"{number} gave way {seen.num_retractions} times"
+            finished = seen.outcome.finished
+            assert finished is not None and seen.ended is not None
+            timings = finished.timings
+            assert timings.num_retractions == seen.num_retractions, "retractions are counted wrongly"
+            counts = (timings.num_handoff_attempts, seen.num_handoffs, seen.num_retractions + 1)
+            assert len(set(counts)) == 1, f"handoffs or retractions are counted wrongly: {counts}"
+            concerned = [*older, seen]
+            bound = sum(2 * len(other.outcome.token_ids) for other in concerned) + sum(
+                other.num_handoffs * (longest + 4) for other in concerned
+            )
+            assert seen.ended - seen.born <= bound, f"{number} took {seen.ended - seen.born} steps, more than {bound}"
+
+
+def lived(life: Life) -> int:
+    """Returns how many gave way."""
+    watcher = Watcher(life)
+    watcher.live()
+    watcher.check_bounds()
+    return watcher.scripted.engine.load().num_retractions
+
+
+# ---- any life ---------------------------------------------------------------------------------------------------
+
+arrivals = st.builds(
+    Arrival,
+    gap=st.sampled_from([0, 1, 6]),
+    num_prompt_tokens=st.integers(1, 12),
+    max_tokens=st.sampled_from([2, 40, 50]),
+    handoff_steps=st.sampled_from([0, 2, 20]),
+)
+lives = st.builds(
+    Life,
+    arrivals=st.lists(arrivals, min_size=3, max_size=8).map(tuple),
+    max_rows=st.sampled_from([2, 3, 6]),
+    max_kv_tokens=st.sampled_from([68, 90, 120]),
+    overlap=st.booleans(),
+    spec_info=st.sampled_from([None, None, CHAIN, TREE]),
+)
+
+
+def test_in_any_life_nobody_starves() -> None:
+    num_retractions = 0
+
+    @settings(max_examples=12, database=None, derandomize=True, phases=[Stage.explicit, Stage.generate])
+    @given(life=lives)
+    def live(life: Life) -> None:
+        nonlocal num_retractions
+        num_retractions += lived(life)
+
+    live()
+    assert num_retractions > 8, "the pools were too large for this test"
+
+
+# ---- the same lives, the engine sound and broken -------------------------------------------------------------------
+
+SCARCE = Life(
+    arrivals=(
+        Arrival(0, 12, 50, 0),
+        Arrival(0, 3, 40, 2),
+        Arrival(1, 9, 40, 20),
+        Arrival(1, 2, 50, 0),
+        Arrival(6, 5, 2, 0),
+    ),
+    max_rows=6,
+    max_kv_tokens=90,
+)
+
+
+def check_the_youngest_gives_way() -> None:
+    assert lived(SCARCE) > 2, "nothing gave way"
+
+
+def check_a_handoff_under_way_gives_way() -> None:
+    """It takes longer than it takes the older request to grow into what admission left free."""
+    assert lived(Life((Arrival(0, 4, 50, 0), Arrival(1, 12, 4, 60)), max_rows=2, max_kv_tokens=62)) == 1
+
+
+def check_a_tree_that_needs_many_slots_comes_to_an_end() -> None:
+    """The drafts of one step would take the slots of a handoff under way, which were free again at the next."""
+    wide = SpecInfo(num_steps=6, num_draft_tokens=6, topk=8, max_draft_lag=5)
+    lived(Life((Arrival(0, 8, 8, 0), Arrival(0, 8, 8, 20)), max_rows=2, max_kv_tokens=55, spec_info=wide))
+
+
+def check_a_stream_of_newcomers_delays_nobody() -> None:
+    """At every step another one comes, for as long as the first three live."""
+    watcher = Watcher(Life((Arrival(0, 4, 44, 0),) * 3, max_rows=4, max_kv_tokens=90))
+    first = [watcher.submit(arrival) for arrival in watcher.life.arrivals]
+    while any(seen.ended is None for seen in first):
+        assert watcher.num_steps < MAX_STEPS, "not over"
+        watcher.submit(Arrival(0, 6, 2 + watcher.num_steps % 9, 0))
+        watcher.step()
+    assert watcher.scripted.engine.load().num_retractions > 0, "nothing gave way"
+    for number in range(3, len(watcher.seen)):
+        watcher.scripted.abort(str(number))
+    watcher.scripted.step()
+    watcher.check_bounds(first)
+
+
+CHECKS = [
+    check_the_youngest_gives_way,
+    check_a_handoff_under_way_gives_way,
+    check_a_tree_that_needs_many_slots_comes_to_an_end,
+    check_a_stream_of_newcomers_delays_nobody,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_the_youngest_gives_way, retraction.oldest_gives_way, "the oldest request gave way"),
+        (check_a_handoff_under_way_gives_way, retraction.handoffs_under_way_are_kept, "oldest|kept their slots"),
+        (check_the_youngest_gives_way, retraction.returns_behind_the_others, "overtook|kept their slots"),
+        (check_the_youngest_gives_way, retraction.newcomers_are_handed_off_first, "overtook"),
+        (check_the_youngest_gives_way, retraction.output_counts_as_prompt, "as prompt"),
+        (check_the_youngest_gives_way, retraction.output_is_left_behind, "other tokens went to prefill"),
+        (check_the_youngest_gives_way, retraction.retractions_are_not_counted, "counted wrongly"),
+        (
+            check_a_tree_that_needs_many_slots_comes_to_an_end,
+            retraction.drafts_are_never_given_up,
+            "not over",
+        ),
+        (check_a_stream_of_newcomers_delays_nobody, retraction.newcomers_are_handed_off_first, "overtook"),
+        (check_a_stream_of_newcomers_delays_nobody, retraction.returns_behind_the_others, "overtook|kept their slots"),
+    ],
+    ids=name_of,
+)
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    see_it_fail(check, mutant, symptom, monkeypatch)

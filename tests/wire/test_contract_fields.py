@@ -1,0 +1,52 @@
+"""What the contract's messages may hold, whatever is added to them."""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from baton.v1 import inference_pb2, prefill_pb2, types_pb2
+
+FILES = (inference_pb2.DESCRIPTOR, prefill_pb2.DESCRIPTOR, types_pb2.DESCRIPTOR)
+
+
+def messages(within: Descriptor) -> list[Descriptor]:
+    """It and those that its fields hold, once each."""
+    found: dict[str, Descriptor] = {}
+
+    def add(message: Descriptor) -> None:
+        if message.full_name not in found:
+            found[message.full_name] = message
+            for field in message.fields:
+                if field.message_type is not None:
+                    add(field.message_type)
+
+    add(within)
+    return list(found.values())
+
+
+def fields_of_all() -> list[FieldDescriptor]:
+    every = [message for file in FILES for message in file.message_types_by_name.values()]
+    return [field for top in every for message in messages(top) for field in message.fields]
+
+
+def test_no_event_of_a_stream_has_a_field_for_an_error() -> None:
+    names = [field.name for message in messages(inference_pb2.GenerateEvent.DESCRIPTOR) for field in message.fields]
+    assert "token_ids" in names and "stop_string" in names
+    assert [name for name in names if "error" in name or "status" in name or name == "code"] == []
+
+
+def test_ids_are_text_and_seeds_have_64_bits() -> None:
+    """A token's id is a place in a vocabulary; it and a row's number are no ids in this sense."""
+    fields = fields_of_all()
+    ids = [field for field in fields if field.name.endswith("_id") and field.name not in ("token_id", "stop_token_id")]
+    assert {"request_id", "instance_id"} <= {field.name for field in ids}
+    wide = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_UINT64)
+    assert [field.full_name for field in ids if field.type not in wide] == []
+    wide_numbers = [field for field in fields if field.name == "seed" or field.name.endswith(("bytes", "unix_ms"))]
+    assert [field.full_name for field in wide_numbers if field.type in (FieldDescriptor.TYPE_UINT32,)] == []
+
+
+def test_every_sampling_option_may_be_absent() -> None:
+    fields = types_pb2.SamplingParams.DESCRIPTOR.fields
+    assert len(fields) > 10
+    assert [field.name for field in fields if not field.has_presence and field.label != field.LABEL_REPEATED] == []
