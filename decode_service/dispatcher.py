@@ -34,10 +34,9 @@ class PrefillDispatcher:
     """Owns requests in WAITING and HANDED_OFF. Only the engine thread calls it.
 
     `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
-    a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`. It is tried
-    again after that time at the latest, whatever a replica asks for.
     a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`, beside what
-    it waits for slots. No younger request is handed off on slots that an older one, put off by a replica, will need.
+    it waits for slots. It is tried again after that time at the latest, whatever a replica asks for. No younger request
+    is handed off on slots that an older one, put off by a replica, will need.
     """
 
     def __init__(
