@@ -80,10 +80,8 @@ def faults_everywhere(seed: int) -> FaultPlan:
 
 
 @contextmanager
-def disturbed_pair(
-    models: Models, setting: Setting, plan: FaultPlan, directory: Path, *, num_prefill: int = 1
-) -> Iterator[RunningPair]:
-    """Both services have the plan; most of its points are in one of them only."""
+def disturbed_pair(models: Models, setting: Setting, plan: FaultPlan, directory: Path) -> Iterator[RunningPair]:
+    """Both services have the plan; most of its points are in one of them only. Their limits differ."""
     path = plan.write(directory / "faults.json")
     decode_args = [f"--max-kv-tokens={KV_TOKENS}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]
     if not setting.overlap:
@@ -93,13 +91,17 @@ def disturbed_pair(
     with running_pair(
         models.target,
         modules=TEST_BUILD,
-        num_prefill=num_prefill,
         shared_args=(
             f"--faults={path}",
             f"--max-rows={MAX_ROWS}",
             *([f"--draft={models.head}"] if setting.speculates else []),
         ),
-        prefill_args=("--chunk-tokens=16", "--max-batch-tokens=128", "--max-segment-bytes=65536"),
+        prefill_args=(
+            "--max-context-tokens=200",
+            "--chunk-tokens=16",
+            "--max-batch-tokens=128",
+            "--max-segment-bytes=65536",
+        ),
         decode_args=decode_args,
     ) as pair:
         yield pair
