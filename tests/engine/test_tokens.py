@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from common.device.scripted import ScriptedDevice, pick_with, run_needed
+from common.device.errors import DeviceTimeout
+from common.device.scripted import ScriptedDevice, pick_with, refuse, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
 from tests.engine.harness import ScriptedEngine
@@ -103,6 +104,13 @@ def check_a_failed_forward_fails_its_own_requests_alone() -> None:
     scripted.run()
     assert isinstance(bad.error, EngineFault) and "no kernel" in str(bad.error)
     assert good.token_ids == good.expected, "a failed step took another one's requests along"
+
+
+def test_a_step_that_does_not_end_is_not_waited_for_without_end() -> None:
+    scripted = ScriptedEngine(device=ScriptedDevice(on_synchronize=refuse), max_rows=2, max_kv_tokens=60, overlap=False)
+    scripted.submit("a", [1, 2, 3], 4)
+    with pytest.raises(DeviceTimeout):
+        scripted.run()
 
 
 CHECKS = [

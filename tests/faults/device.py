@@ -79,20 +79,19 @@ class FaultyDevice(Device):
         return self._device.progress()
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self._allocate("memory.host")
+        self._allocate()
         return self._device.host_buffer(shape, dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        self._allocate("memory.host")
+        self._allocate()
         return self._device.to_host(tensor)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        self._allocate("memory.device")
         return self._device.to_device(tensor)
 
     def close(self, timeout_s: float) -> None:
         self._device.close(timeout_s)
 
-    def _allocate(self, point: str) -> None:
-        if self._injector.visit(point) is not None:
-            raise torch.OutOfMemoryError(f"injected at {point}")
+    def _allocate(self) -> None:
+        if self._injector.visit("memory.host") is not None:
+            raise torch.OutOfMemoryError("injected at memory.host")

@@ -5,11 +5,10 @@
 | point | visited | actions |
 |---|---|---|
 | `handoff.frame` | by each frame that the prefill service sends | FRAME_ACTIONS, kill |
-| `handoff.command` | by each command that the prefill service receives | FRAME_ACTIONS but reorder, kill |
+| `handoff.command` | by each command that the prefill service receives | delay, drop, duplicate, truncate, kill |
 | `handoff.received` | by each frame that the decode service reads | truncate, corrupt, kill |
 | `pool.reserve` | whenever a row is asked for | fail (there is none), kill |
 | `memory.host` | by each buffer in host memory | fail (out of memory), kill |
-| `memory.device` | by each copy to the device | fail (out of memory), kill |
 | `stream.<name>` | by each piece on that stream, before it runs | stall, raise, kill |
 | `stream.<name>.<piece>` | by each such piece | stall, raise, kill |
 """
@@ -41,11 +40,10 @@ FRAME_ACTIONS = frozenset(
 )
 _ACTIONS: dict[str, frozenset[Action]] = {
     "handoff.frame": FRAME_ACTIONS,
-    "handoff.command": FRAME_ACTIONS - {Action.REORDER},
+    "handoff.command": FRAME_ACTIONS - {Action.REORDER, Action.CORRUPT},
     "handoff.received": frozenset({Action.TRUNCATE, Action.CORRUPT}),
     "pool.reserve": frozenset({Action.FAIL}),
     "memory.host": frozenset({Action.FAIL}),
-    "memory.device": frozenset({Action.FAIL}),
 }
 _STREAM_ACTIONS = frozenset({Action.STALL, Action.RAISE})
 _STREAM = "stream."

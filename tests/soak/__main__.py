@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 from tests.soak.figures import Trend
-from tests.soak.services import STEADY, SoakReport, running_services, soak
+from tests.soak.services import REQUESTS_A_WAVE, STEADY, SoakReport, running_services, soak
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import Models, Setting
+from tests.storm.verdict import Faults, faults_of, problems_of
 
 NUM_CASES = 100
 MIN_WAVES = 8
@@ -39,13 +40,19 @@ def main() -> int:
             report = SoakReport()
             for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=options.seed):
                 print(_progress(report), flush=True)
-    print(_table(report))
-    for wrong in report.wrong:
-        print(wrong)
-    grown = [name for name in sorted(STEADY) if not Trend.of(report.samples[name]).is_flat]
+            faults = faults_of(services.by_name.values())
+    print(_table(report, faults))
+    problems = problems_of(
+        report.all_storms,
+        faults,
+        num_requests=report.num_waves * REQUESTS_A_WAVE * len(report.by_service),
+        speculates=True,
+    )
+    problems += [f"{name} has grown" for name in sorted(STEADY) if not Trend.of(report.samples[name]).is_flat]
     if report.num_waves < MIN_WAVES:
-        print(f"{report.num_waves} waves are too few to tell growth from settling: at least {MIN_WAVES}")
-    return 1 if report.wrong or grown or report.num_waves < MIN_WAVES else 0
+        problems.append(f"{report.num_waves} waves are too few to tell growth from settling: at least {MIN_WAVES}")
+    print("\n".join(problems))
+    return 1 if problems else 0
 
 
 def _progress(report: SoakReport) -> str:
@@ -55,13 +62,14 @@ def _progress(report: SoakReport) -> str:
         for name, sample in latest.items()
     )
     num_ended = sum(storm.num_ended for storm in report.by_service.values())
-    return f"wave {report.num_waves}: {num_ended} requests, {len(report.wrong)} wrong; {figures}"
+    return f"wave {report.num_waves}: {num_ended} requests, {len(report.all_storms.wrong)} wrong; {figures}"
 
 
-def _table(report: SoakReport) -> str:
+def _table(report: SoakReport, faults: Faults) -> str:
     lines = [
         "",
-        f"{report.num_waves} waves; {', '.join(f'{count} x {blow}' for blow, count in sorted(report.blows.items()))}",
+        f"{report.num_waves} waves; {', '.join(f'{count} x {blow}' for blow, count in sorted(report.blows.items()))}; "
+        f"{faults.total()} faults",
         "",
         "| decode service | requests | finished, exact | left by clients | failed | wrong | retractions "
         "| handoffs a request | drafts accepted |",

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from tests.e2e.running import wait_until
 from tests.storm.oracle import make_cases
-from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults, num_faults
+from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults
 from tests.storm.storm import Storm, StormReport, send_storm
+from tests.storm.verdict import Faults, faults_of, problems_of
 
 NUM_CASES = 120
 HEADER = (
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    num_wrong = 0
+    problems: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         models = Models.save(directory)
@@ -41,14 +42,15 @@ def main() -> int:
             with disturbed_pair(models, setting, frame_faults(options.seed), directory) as pair:
                 report = asyncio.run(send_storm(pair.client.address, cases, storm))
                 wait_until(pair.holds_nothing, about=lambda pair=pair: (pair.load(), pair.prefill_load()))
-                print(_row(setting, report, num_faults(pair), time.monotonic() - begun_s), flush=True)
-            num_wrong += len(report.wrong) + abs(report.num_ended - options.requests)
-            for wrong in report.wrong:
-                print(wrong)
-    return 1 if num_wrong else 0
+                pair.processes.check()
+                faults = faults_of(pair.processes.services)
+            print(_row(setting, report, faults, time.monotonic() - begun_s), flush=True)
+            problems += problems_of(report, faults, num_requests=options.requests, speculates=setting.speculates)
+    print("\n".join(problems))
+    return 1 if problems else 0
 
 
-def _row(setting: Setting, report: StormReport, num_faults: int, wall_s: float) -> str:
+def _row(setting: Setting, report: StormReport, faults: Faults, wall_s: float) -> str:
     failed = ", ".join(f"{number} {name}" for name, number in sorted(report.failed.items())) or "0"
     drafts = f"{report.num_accepted} of {report.num_drafted}" if setting.speculates else ""
     cells = (
@@ -59,7 +61,7 @@ def _row(setting: Setting, report: StormReport, num_faults: int, wall_s: float) 
         failed,
         str(len(report.wrong)),
         str(report.num_retractions),
-        str(num_faults),
+        str(faults.total()),
         f"{report.num_attempts / max(1, report.num_finished):.2f}",
         drafts,
         "yes",

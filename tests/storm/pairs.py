@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +62,8 @@ def faults_everywhere(seed: int) -> FaultPlan:
     return FaultPlan(
         faults=(
             *frame_faults(seed).faults,
+            Fault(point="handoff.command", action=Action.DELAY, rate=0.02, seconds=DELAY_S),
+            Fault(point="handoff.command", action=Action.TRUNCATE, rate=0.02),
             Fault(point="handoff.received", action=Action.CORRUPT, rate=0.01),
             Fault(point="pool.reserve", action=Action.FAIL, rate=0.05),
             Fault(point="memory.host", action=Action.FAIL, rate=0.002, at_most=3),
@@ -105,12 +106,6 @@ def disturbed_pair(models: Models, setting: Setting, plan: FaultPlan, directory:
         decode_args=decode_args,
     ) as pair:
         yield pair
-
-
-def num_faults(pair: RunningPair) -> int:
-    """That have happened, by the services' logs."""
-    lines = [line for service in pair.processes.services for line in service.log_file.read_text().splitlines()]
-    return sum(json.loads(line)["event"] == "fault" for line in lines if line.startswith("{"))
 
 
 def _made(directory: Path) -> Path:

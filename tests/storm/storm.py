@@ -33,11 +33,12 @@ class Storm:
 
 @dataclass(slots=True)
 class StormReport:
-    """`wrong` says what was wrong with outputs; `failed` counts error statuses by code and reason."""
+    """`wrong` says what was wrong with outputs; `failed` counts errors by code and reason, `texts` has their texts."""
 
     num_finished: int = 0
     num_aborted: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    texts: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_retractions: int = 0
     num_attempts: int = 0
@@ -114,6 +115,7 @@ async def _send(client: AsyncClient, case: Case, leave: _Leave, report: StormRep
     except BatonError as error:
         finished = None
         report.failed[f"{error.code.name} {error.reason}"] += 1
+        report.texts.append(str(error))
         _check(case, token_ids, logprobs, None, report)
         return
     if finished is None:

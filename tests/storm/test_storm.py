@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.running import wait_until
 from tests.faults.plan import FaultPlan
 from tests.storm.oracle import Case, make_cases
-from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults, num_faults
-from tests.storm.storm import Storm, send_storm
+from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults
+from tests.storm.storm import Storm, StormReport, send_storm
+from tests.storm.verdict import faults_of, problems_of
 
 STORM = Storm(num_requests=160)
 
@@ -44,13 +48,27 @@ def test_each_request_ends_once_and_with_its_own_tokens(
     with disturbed_pair(models, setting, plan(0), tmp_path) as pair:
         report = asyncio.run(send_storm(pair.client.address, cases, STORM))
         wait_until(pair.holds_nothing, about=lambda: (pair.load(), pair.prefill_load()))
-        num_injected = num_faults(pair)
-    assert report.wrong == []
-    assert report.num_ended == STORM.num_requests
-    assert set(report.failed) <= {"INTERNAL ENGINE_FAULT"}, report.failed
+        faults = faults_of(pair.processes.services)
+    assert problems_of(report, faults, num_requests=STORM.num_requests, speculates=setting.speculates) == []
     assert report.num_finished > STORM.num_requests // 3, report
-    assert report.num_aborted > 10, "clients left"
-    assert num_injected > 10, "faults happened"
-    assert report.num_attempts > report.num_finished, "rows were handed over again"
-    assert report.num_retractions > 0, "slots ran out"
-    assert (report.num_accepted > 0) == setting.speculates, "drafts were accepted"
+
+
+def test_ends_that_no_fault_explains_are_told() -> None:
+    def problems(**changes: Any) -> list[str]:
+        as_it_should = {"num_finished": 6, "num_aborted": 2, "num_retractions": 1, "num_attempts": 8, "num_accepted": 3}
+        report = StormReport(**{**as_it_should, "failed": Counter({"INTERNAL ENGINE_FAULT": 2}), **changes})
+        return problems_of(report, faults, num_requests=10, speculates=True)
+
+    faults = Counter({("handoff.frame", "duplicate"): 2, ("handoff.frame", "drop"): 5})
+    assert problems() == []
+    for changes, told in (
+        ({"wrong": ["case 3: tokens"]}, "case 3"),
+        ({"num_finished": 7}, "11 ends of 10 requests"),
+        ({"failed": Counter({"INTERNAL PROTOCOL": 2})}, "2 failed with INTERNAL PROTOCOL"),
+        ({"failed": Counter({"INTERNAL ENGINE_FAULT": 3}), "num_finished": 5}, "3 failed, .* explain 2"),
+        ({"num_retractions": 0}, "no request was retracted"),
+        ({"num_accepted": 0}, "no request had a draft accepted"),
+        ({"num_attempts": 6}, "no request was handed over again"),
+    ):
+        (problem,) = problems(**changes)
+        assert re.search(told, problem)

@@ -42,8 +42,16 @@ def test_ids_are_text_and_seeds_have_64_bits() -> None:
     assert {"request_id", "instance_id"} <= {field.name for field in ids}
     wide = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_UINT64)
     assert [field.full_name for field in ids if field.type not in wide] == []
-    wide_numbers = [field for field in fields if field.name == "seed" or field.name.endswith(("bytes", "unix_ms"))]
-    assert [field.full_name for field in wide_numbers if field.type in (FieldDescriptor.TYPE_UINT32,)] == []
+    growing = ("seed", "num_steps", "num_row_retries")
+    numbers = [
+        field
+        for field in fields
+        if field.type != FieldDescriptor.TYPE_MESSAGE
+        and (field.name in growing or field.name.endswith(("bytes", "unix_ms")))
+    ]
+    assert {*growing, "unsent_bytes", "deadline_unix_ms"} <= {field.name for field in numbers}
+    of_64_bits = (FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_FIXED64)
+    assert [field.full_name for field in numbers if field.type not in of_64_bits] == []
 
 
 def test_every_sampling_option_may_be_absent() -> None:
