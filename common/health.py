@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections import Counter
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.errors import Overloaded, RequestCancelled
+from common.rpc_errors import abort_with
 from common.rpc_requests import Context
 
 _Response = health_pb2.HealthCheckResponse
+_MAX_WATCHES_PER_HOST = 1024
+_WRITE_TIMEOUT_S = 10.0
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Event loop only. A watcher that reads nothing keeps neither `set` nor another watcher waiting.
+    """Event loop only. A watcher that reads nothing keeps neither `set` nor another watcher waiting, and is left.
+
+    One host may watch so often that all clients behind it can, and not so often that nobody else can: what is more is
+    RESOURCE_EXHAUSTED.
 
     (That of grpcio-health-checking holds a lock while it writes, on which every later change of the status waits.)
     """
 
     def __init__(self) -> None:
         self._statuses: dict[str, Any] = {}
+        self._num_watches: Counter[str] = Counter()
         self._changed = asyncio.Event()
 
     def set(self, service: str, *, is_serving: bool) -> None:
@@ -34,11 +43,27 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return _Response(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        host = str(context.peer()).rpartition(":")[0]
+        if self._num_watches[host] >= _MAX_WATCHES_PER_HOST:
+            await abort_with(context, Overloaded(f"{_MAX_WATCHES_PER_HOST} watches of this host are open"))
+        self._num_watches[host] += 1
+        try:
+            await self._write_changes(request.service, context)
+        except TimeoutError:
+            await abort_with(context, RequestCancelled("the watcher reads nothing"))
+        finally:
+            self._num_watches[host] -= 1
+            if not self._num_watches[host]:
+                del self._num_watches[host]
+
+    async def _write_changes(self, service: str, context: Context) -> NoReturn:
+        """Raises TimeoutError when a change is not taken."""
         sent = None
         while True:
             changed = self._changed
-            status = self._statuses.get(request.service, _Response.SERVICE_UNKNOWN)
+            status = self._statuses.get(service, _Response.SERVICE_UNKNOWN)
             if status != sent:
-                await context.write(_Response(status=status))
+                async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                    await context.write(_Response(status=status))
                 sent = status
             await changed.wait()

@@ -26,17 +26,15 @@ def status_of(error: BatonError) -> status_pb2.Status:
     return status_pb2.Status(code=code, message=shortened(str(error), _MAX_MESSAGE_BYTES), details=[detail])
 
 
-async def abort_with(
-    context: grpc.aio.ServicerContext[Any, Any], error: BatonError, *, timeout_s: float = STATUS_TIMEOUT_S
-) -> NoReturn:
-    """End the call with `error`; after `timeout_s` as cancelled, for a peer that reads nothing takes no status either.
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """End the call with `error`, in time as cancelled: a peer that reads nothing takes no status either.
 
     gRPC keeps the stream of such a peer, a few KiB, until its connection ends; the handler is over.
     """
     status = rpc_status.to_status(status_of(error))
     trailing_metadata = tuple(status.trailing_metadata or ())
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
             await context.abort(status.code, status.details or "", trailing_metadata)
     except TimeoutError:
         raise asyncio.CancelledError from None

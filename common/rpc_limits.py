@@ -14,12 +14,15 @@ from common.errors import Overloaded
 from common.rpc_errors import abort_with
 from common.rpc_requests import Context, Continuation
 
+_WATCH = "/grpc.health.v1.Health/Watch"
+
 
 class StreamLimit(grpc.aio.ServerInterceptor):
     """Of each method that streams its answer at most `max_streams` at a time; more are RESOURCE_EXHAUSTED.
 
-    The small calls (health, load) are not counted: however many streams there are, they are answered. It must come
-    before BoundedRequests, so that a stream whose request has not come yet counts.
+    The small calls (health, load) are not counted: however many streams there are, they are answered. Nor is Watch, of
+    which each balanced client holds one: health bounds it by host. It must come before BoundedRequests, so that a
+    stream whose request has not come yet counts.
     """
 
     def __init__(self, *, max_streams: int) -> None:
@@ -28,10 +31,11 @@ class StreamLimit(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler.response_streaming:
+        method = str(handler_call_details.method)
+        if handler is None or not handler.response_streaming or method == _WATCH:
             return handler
         assert handler.request_streaming, "BoundedRequests comes after this"
-        method, serve = str(handler_call_details.method), handler.stream_stream
+        serve = handler.stream_stream
 
         async def write(requests: object, context: Context) -> None:
             await self._refuse_if_full(method, context)

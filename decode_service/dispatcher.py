@@ -59,6 +59,7 @@ class PrefillDispatcher:
         self._fail = fail
         self._waiting = WaitingQueue()
         self._replicas = ReplicaSet(clock())
+        self._short_of_slots_since_s: float | None = None  # as of the last hand-off
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
 
@@ -135,6 +136,7 @@ class PrefillDispatcher:
         now_s = self._clock()
         by_replica: dict[str, list[Request]] = {}
         put_off: list[Request] = []
+        is_short = False
 
         def rows_at(replica: str) -> int:
             return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
@@ -144,11 +146,15 @@ class PrefillDispatcher:
                 put_off.append(req)
                 continue
             replica = self._replicas.least_loaded(rows_at, req.avoid_replica)
-            if replica is None or not self._reserve(req, put_off):
+            if replica is None:
+                break
+            if not self._reserve(req, put_off):
+                is_short = True
                 break
             by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
             self._start_call(replica, reqs, now_s)
+        self._excuse_waiting_for_slots(now_s, is_short=is_short)
         self._expire(now_s)
 
     def _reserve(self, req: Request, older: Sequence[Request]) -> bool:
@@ -169,8 +175,6 @@ class PrefillDispatcher:
         for req in reqs:
             self._waiting.remove(req)
             req.phase = Phase.HANDED_OFF
-            if req.refused_since_s is not None:  # what it waited for slots was no refusal
-                req.refused_since_s += now_s - max(req.clock.since_s, req.not_before_s)
             req.clock.close("queue_s", now_s)
             rows.append(
                 HandoffRow(
@@ -186,6 +190,15 @@ class PrefillDispatcher:
             req.num_attempts += 1
         self._landing.open(call_id, replica, reqs)
         self._post(StartHandoff(call_id, replica, tuple(rows)))
+
+    def _excuse_waiting_for_slots(self, now_s: float, *, is_short: bool) -> None:
+        """What a request waits for slots of ours is no refusal of a replica's."""
+        since_s, self._short_of_slots_since_s = self._short_of_slots_since_s, now_s if is_short else None
+        if since_s is None:
+            return
+        for req in self._waiting:
+            if req.refused_since_s is not None and req.not_before_s <= now_s:
+                req.refused_since_s += now_s - max(since_s, req.not_before_s, req.clock.since_s)
 
     def _expire(self, now_s: float) -> None:
         since_s = self._replicas.none_ready_since_s

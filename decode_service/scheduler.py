@@ -323,6 +323,8 @@ class DecodeEngine:
         try:
             step.end.synchronize(_STEP_TIMEOUT_S)
         except PieceFailed as failure:
+            if failure.is_of_device:
+                raise  # and no step can be better: the engine ends, and all its requests
             for req, lease in zip(step.reqs, step.leases, strict=True):
                 if req.lease is lease:
                     self._fail(req, EngineFault(f"a decode step failed: {failure.__cause__}"))

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from common.device.cell import Cell
-from common.device.errors import DeviceTimeout, PieceFailed
+from common.device.errors import DeviceTimeout, PieceFailed, is_of_device
 from common.device.stream import Device, Scope
 from common.device.stream import Event as DeviceEvent
 from common.draft.head import DraftHead
@@ -284,6 +284,8 @@ class PrefillEngine:
 
     def _finish(self, step: _StepInFlight) -> None:
         if (error := step.end.error) is not None:
+            if is_of_device(error):
+                raise error  # and no step can be better: the engine ends, and all its calls
             for chunk in step.batch.chunks:
                 if chunk.prompt.phase is not PromptPhase.ENDED:
                     self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)

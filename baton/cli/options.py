@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.client import Tls
+from baton.client.channel import check_token
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -89,11 +90,15 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        lines = path.read_text().split()
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError):
         raise typer.BadParameter(f"{path} cannot be read", param_hint="--token-file") from None
     if not lines:
         raise typer.BadParameter(f"{path} holds no token", param_hint="--token-file")
+    try:
+        check_token(lines[0])
+    except ValueError as error:
+        raise typer.BadParameter(f"{path}: {error}", param_hint="--token-file") from None
     return lines[0]
 
 

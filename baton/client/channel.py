@@ -66,9 +66,14 @@ def authorized(channel: ChannelT, token: str | None) -> ChannelT:
     """
     if token is None:
         return channel
+    check_token(token)
+    return cast(ChannelT, _Authorized(channel, token))
+
+
+def check_token(token: str) -> None:
+    """Raises ValueError, without quoting it, for a token that could not travel."""
     if not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError("token: must be printable ASCII without spaces")
-    return cast(ChannelT, _Authorized(channel, token))
 
 
 class _Authorized:

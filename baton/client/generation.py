@@ -18,6 +18,8 @@ from baton.v1 import inference_pb2
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
+MAX_BREAKS = 40
+"""Without output in between, more than `resume_timeout_s` usually allows: here stops what ends its servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Generation:
         if isinstance(event, Started):
             if self._started is not None:
                 _check_same(self._started, event)
+                self._broken_since_s = None  # it was taken in again; the breaks count on until something comes of it
                 return None
             self._started = event
         elif isinstance(event, Delta):
@@ -104,7 +107,7 @@ class Generation:
             self._broken_since_s = now_s
         pause_s = self._pause_s()
         self._num_breaks += 1
-        if now_s + pause_s - self._broken_since_s > self._resume_timeout_s:
+        if now_s + pause_s - self._broken_since_s > self._resume_timeout_s or self._num_breaks > MAX_BREAKS:
             raise error
         if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
             raise DeadlineExceeded(f"no time is left to resume after: {error}") from error

@@ -21,8 +21,9 @@ def target_and_options(
     """gRPC's target for `address`, and its channel arguments.
 
     "HOST:PORT" is one server, which answers for itself when it is not ready. "HOST:PORT,HOST:PORT,..." names several,
-    whose hosts are looked up now, once; "dns:///NAME:PORT" those that gRPC finds behind the name, again and again.
-    Raises InvalidArgument for an address that names none, Unavailable for a host that nobody knows.
+    whose hosts are looked up now, once, which blocks; hosts that are not known are left out. "dns:///NAME:PORT" names
+    those that gRPC finds behind the name, again and again. Raises InvalidArgument for an address that names none,
+    Unavailable when no host is known.
     """
     if "," not in address and not address.startswith("dns:"):
         return address, channel_options(tls, overrides)
@@ -33,10 +34,10 @@ def target_and_options(
         raise _invalid("several addresses with TLS need Tls.server_name, which all their certificates name")
     servers = [_host_and_port(part) for part in address.split(",")]
     for family, scheme in _SCHEMES.items():
-        found = [_look_up(host, port, family) for host, port in servers]
-        if all(found):
+        found = [number for host, port in servers if (number := _look_up(host, port, family))]
+        if found:
             return f"{scheme}:{','.join(found)}", channel_options(tls, balanced)
-    raise Unavailable(f"{address}: no addresses of one family for all of these")
+    raise Unavailable(f"{address}: none of these is known")
 
 
 def _host_and_port(part: str) -> tuple[str, int]:
@@ -50,7 +51,7 @@ def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
     """The first numeric address, "" without one."""
     try:
         found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the latter of a label that is empty or too long
         return ""
     number = found[0][4][0]
     return f"[{number}]:{port}" if family is socket.AF_INET6 else f"{number}:{port}"

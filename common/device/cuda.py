@@ -80,7 +80,10 @@ class CudaStream(Stream):
             self._num_passed += 1
             self._watched = self._latest
         is_busy = self._watched is not None and not self._watched.is_done()
-        return StreamProgress(self.name, self._kind, is_busy, self._num_passed, self._scope.error)
+        error = self._scope.error
+        if error is None and self._watched is not None and isinstance(self._watched.error, DeviceLost):
+            error = self._watched.error
+        return StreamProgress(self.name, self._kind, is_busy, self._num_passed, error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._check_open()

@@ -19,6 +19,11 @@ class DeviceTimeout(EngineFault):
 class PieceFailed(EngineFault):
     """Raised `from` the exception of the piece that failed first."""
 
+    @property
+    def is_of_device(self) -> bool:
+        """The device or the stream failed, not the piece: nothing that runs there will be better."""
+        return is_of_device(self.__cause__)
+
 
 class StreamClosed(EngineFault):
     pass
@@ -26,3 +31,7 @@ class StreamClosed(EngineFault):
 
 class DeviceLost(EngineFault):
     pass
+
+
+def is_of_device(error: BaseException | None) -> bool:
+    return isinstance(error, DeviceLost | StreamClosed)

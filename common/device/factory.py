@@ -10,7 +10,7 @@ from common.device.stream import Device
 from common.errors import ConfigError
 
 
-def open_device(name: str, *, num_threads: int, wait_timeout_s: float = 60.0) -> Device:
+def open_device(name: str, *, num_threads: int, wait_timeout_s: float = 300.0) -> Device:
     """`name` is "cpu", "cuda" or "cuda:<index>"; the other arguments are for the CPU. Raises ConfigError."""
     try:
         torch_device = torch.device(name)

@@ -16,11 +16,12 @@ import numpy as np
 from baton.v1 import prefill_pb2
 
 
-def segment_checksum(message: prefill_pb2.KvSegment) -> int:
+def segment_checksum(message: prefill_pb2.KvSegment, payload: bytes) -> int:
+    """`payload` is the message's: to read it from there would copy it."""
     place = struct.pack(
         "<5I", message.row, message.layer_start, message.num_layers, message.token_start, message.num_tokens
     )
-    crc: int = google_crc32c.extend(google_crc32c.value(message.payload), message.layer_group.encode() + place)
+    crc: int = google_crc32c.extend(google_crc32c.value(payload), message.layer_group.encode() + place)
     return crc
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Protocol, cast
 
 import grpc
@@ -114,12 +115,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
         prompt_token_ids = await self._encode(checked)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
-        output = OutputProcessor(
-            decoder=self._tokenizer,
-            stop_strings=checked.sampling.stop_strings,
-            end_token_ids=frozenset(sampling.end_token_ids),
-            min_tokens=sampling.min_tokens,
-            generated_token_ids=checked.generated_token_ids,
+        output = await self._replay(
+            partial(
+                OutputProcessor,
+                decoder=self._tokenizer,
+                stop_strings=checked.sampling.stop_strings,
+                end_token_ids=frozenset(sampling.end_token_ids),
+                min_tokens=sampling.min_tokens,
+                generated_token_ids=checked.generated_token_ids,
+            ),
+            num_tokens=len(checked.generated_token_ids),
         )
         ending = ending_of_brought(
             checked.generated_token_ids, sampling=sampling, output=output, num_prompt_tokens=len(prompt_token_ids)
@@ -163,6 +168,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def _deadline_unix_ms(self, context: Context) -> int:
         remaining_s = _remaining_s(context)
         return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
+
+    async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
+        """Of what was brought along each token is detokenised: not on the event loop."""
+        if num_tokens == 0:
+            return new_output()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, new_output)
 
     async def _encode(self, checked: CheckedRequest) -> Sequence[int]:
         loop = asyncio.get_running_loop()

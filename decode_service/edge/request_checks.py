@@ -86,6 +86,10 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
             f"{len(prompt_token_ids)} prompt tokens and {max_tokens} output tokens exceed the context of "
             f"{limits.max_context_tokens}",
         )
+    if len(checked.generated_token_ids) > max_tokens:
+        raise InvalidRequest(
+            "generated_token_ids", f"{len(checked.generated_token_ids)} tokens are more than max_tokens, {max_tokens}"
+        )
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
     return sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from google.rpc import code_pb2
 from baton import AsyncClient, Client, Completion, Delta, Event, Finished, Started, errors
 from baton.client import EventStream
 from baton.client import generation as generation_module
-from baton.client.generation import Generation, Progress
+from baton.client.generation import MAX_BREAKS, Generation, Progress
 from baton.events import Usage
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
@@ -294,6 +295,13 @@ def test_pauses_grow_to_a_bound_and_begin_anew_with_each_event() -> None:
 
     generation.next_call()
     assert generation.accept(started()) is None, "a further Started is no event of the caller's"
+    now_s = 200.0  # it waited there, admitted, until that service was lost too
+    assert generation.pause_s_after(lost) == 2.0, "pauses stay as long until output comes"
+    for _ in range(MAX_BREAKS):
+        generation.next_call()
+        generation.accept(started())
+        with suppress(errors.Unavailable):
+            generation.pause_s_after(lost)
     with pytest.raises(errors.Unavailable):
         generation.pause_s_after(lost)
     generation.next_call()

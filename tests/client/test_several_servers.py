@@ -84,6 +84,7 @@ def test_a_single_server_answers_for_itself_though_it_is_not_ready(servers: dict
 def test_names_are_looked_up_and_dns_is_left_to_grpc() -> None:
     assert target_and_options("localhost:1,127.0.0.1:2", None, None)[0] == "ipv4:127.0.0.1:1,127.0.0.1:2"
     assert target_and_options("[::1]:1,[::1]:2", None, None)[0] == "ipv6:[::1]:1,[::1]:2"
+    assert target_and_options("127.0.0.1:1,gone.invalid:2,a..b:3", None, None)[0] == "ipv4:127.0.0.1:1"
     target, options = target_and_options("dns:///decode:50051", None, None)
     assert (target, "round_robin" in str(dict(options)["grpc.service_config"])) == ("dns:///decode:50051", True)
 
@@ -96,9 +97,10 @@ async def test_a_list_that_is_none_is_refused(make: Callable[[str], Any], wrong:
     assert refusal.value.field == "address"
 
 
-def test_a_host_that_nobody_knows_is_named() -> None:
-    with pytest.raises(errors.Unavailable, match=r"host\.invalid"):
-        Client("127.0.0.1:1,host.invalid:2")
+def test_hosts_that_nobody_knows_are_named_when_there_is_no_other() -> None:
+    """A replica whose container is gone is gone from the names too: the others serve."""
+    with pytest.raises(errors.Unavailable, match=r"one\.invalid:1,two\.invalid:2"):
+        Client("one.invalid:1,two.invalid:2")
 
 
 def test_a_list_with_tls_needs_the_name_that_the_certificates_have() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import DeadlineExceeded, EngineFault, PrefillUnavailable, RowFailure
-from decode_service.messages import FinishAtStop, FinishReason, StartHandoff
-from tests.engine.harness import Outcome, ScriptedEngine
+from decode_service.messages import FinishAtStop, FinishReason, Replica, ReplicasChanged, StartHandoff
+from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
 from tests.engine.mutants import retraction
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN
@@ -203,6 +203,25 @@ def check_waiting_for_slots_is_no_refusal() -> None:
     assert not younger.has_ended, "it was refused twice, a quarter of a second each"
     scripted.run()
     assert younger.token_ids == younger.expected
+
+
+def test_a_replica_that_comes_refuses_and_goes_is_not_waited_for_without_end() -> None:
+    """Being without a replica counts, whatever the pool has free."""
+    clock = Clock()
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock)
+    only = scripted.submit("only", OLDER, 8)
+    here, gone = (ReplicasChanged((Replica(REPLICA, is_ready=is_ready),)) for is_ready in (True, False))
+    began_s = clock.now_s
+    while not only.has_ended:
+        assert clock.now_s < began_s + 40, "waited for without end"
+        scripted.post(here)
+        step_until(scripted, lambda: "only" in scripted.handoffs or only.has_ended, hands_over=False)
+        if not only.has_ended:
+            scripted.refuse("only", RowFailure.DRAINING)
+        scripted.post(gone)
+        scripted.step()
+        clock.now_s += 8
+    assert isinstance(only.error, PrefillUnavailable)
 
 
 def test_refusals_of_a_retracted_request_are_bounded_by_time() -> None:

@@ -132,7 +132,7 @@ def checksummed(data: bytes) -> bytes:
         return data
     match frame.WhichOneof("frame"):
         case "kv_segment":
-            frame.kv_segment.crc32c = segment_checksum(frame.kv_segment)
+            frame.kv_segment.crc32c = segment_checksum(frame.kv_segment, frame.kv_segment.payload)
         case "prebuilt_batch":
             frame.prebuilt_batch.crc32c = prebuilt_checksum(frame.prebuilt_batch)
     return frame.SerializeToString()

@@ -1,4 +1,4 @@
-"""Whatever the order, the tokens are the oracle's and no two accesses to a buffer race.
+"""In random orders of larger scenarios, too, the tokens are the oracle's and no two accesses to a buffer race.
 
 `python -m tests.interleavings.report` prints the numbers of orders.
 """
@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interleavings.catalogue import EXHAUSTIVE, LARGE, NUM_ORDERS, SOME_ORDER_HAS, AnyScenario
-from tests.interleavings.explorer import explore, sample, shorten
+from tests.interleavings.catalogue import LARGE, NUM_ORDERS, SOME_ORDER_HAS, AnyScenario
+from tests.interleavings.explorer import sample, shorten
 
 
 def name_of(scenario: AnyScenario) -> str:
     return scenario.name
-
-
-@pytest.mark.parametrize("scenario", EXHAUSTIVE, ids=name_of)
-def test_every_order(scenario: AnyScenario) -> None:
-    report = explore(scenario.program)
-    assert report.failure is None, str(shorten(scenario.program, report.failure))
-    assert (report.num_interleavings, report.is_exhaustive) == (EXHAUSTIVE[scenario], True)
 
 
 @pytest.mark.parametrize("scenario", SOME_ORDER_HAS, ids=name_of)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2
+from common import health
 from common.serving import ServerLimits
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit, Tokens
@@ -212,6 +214,30 @@ async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, con
             await watch.read()
             watch.cancel()
     await is_served(edge)
+
+
+async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_MAX_WATCHES_PER_HOST", NUM_STREAMS + 1)
+    stub = health_pb2_grpc.HealthStub(edge.channel)
+
+    def watch() -> grpc.aio.UnaryStreamCall[Any, Any]:
+        call: grpc.aio.UnaryStreamCall[Any, Any] = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        return call
+
+    watches = [watch() for _ in range(NUM_STREAMS + 1)]
+    for each in watches:
+        await each.read()
+    refused = await error_of(watch())
+    assert refused[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    await is_served(edge)
+    for each in watches:
+        each.cancel()
+    await eventually(lambda: num_handlers() == 0)
+    again = watch()
+    await again.read()
+    again.cancel()
 
 
 # ---- handoffs -------------------------------------------------------------------------------------------------------

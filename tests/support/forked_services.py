@@ -53,6 +53,7 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # it must have no other thread when it forks
             text=True,
         )
         self._started: queue.Queue[ForkedProcess] = queue.Queue()

@@ -109,7 +109,7 @@ def test_a_segment_of_another_place_never_passes(field: str) -> None:
     message = segment_message(TARGET, replace(row, token_ids=(1,), prompt_len=1))
     message.layer_start, message.num_layers = 1, 1
     message.payload = message.payload[: TARGET.layer_token_bytes]
-    message.crc32c = segment_checksum(message)
+    message.crc32c = segment_checksum(message, message.payload)
     PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row, row))
     MISPLACED[field](message)
     with pytest.raises(ProtocolError, match="crc32c"):

@@ -35,7 +35,7 @@ def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSeg
         payload=payload,
         num_shards=1,
     )
-    message.crc32c = segment_checksum(message)
+    message.crc32c = segment_checksum(message, message.payload)
     return message
 
 

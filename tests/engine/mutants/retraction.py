@@ -107,15 +107,7 @@ def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
-    start_call = PrefillDispatcher._start_call
-
-    def mutant(self: PrefillDispatcher, replica: str, reqs: list[Request], now_s: float) -> None:
-        since = [req.refused_since_s for req in reqs]
-        start_call(self, replica, reqs, now_s)
-        for req, refused_since_s in zip(reqs, since, strict=True):
-            req.refused_since_s = refused_since_s
-
-    patch.setattr(PrefillDispatcher, "_start_call", mutant)
+    patch.setattr(PrefillDispatcher, "_excuse_waiting_for_slots", lambda self, now_s, *, is_short: None)
 
 
 def a_request_put_off_has_no_place(patch: pytest.MonkeyPatch) -> None:

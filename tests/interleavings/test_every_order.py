@@ -1,0 +1,20 @@
+"""In every order of these scenarios the tokens are the oracle's and no two accesses to a buffer race."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.interleavings.catalogue import EXHAUSTIVE, AnyScenario
+from tests.interleavings.explorer import explore, shorten
+
+
+def name_of(scenario: AnyScenario) -> str:
+    return scenario.name
+
+
+@pytest.mark.timeout(600)  # hundreds of lives of an engine
+@pytest.mark.parametrize("scenario", EXHAUSTIVE, ids=name_of)
+def test_every_order(scenario: AnyScenario) -> None:
+    report = explore(scenario.program)
+    assert report.failure is None, str(shorten(scenario.program, report.failure))
+    assert (report.num_interleavings, report.is_exhaustive) == (EXHAUSTIVE[scenario], True)
