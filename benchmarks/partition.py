@@ -119,6 +119,22 @@ def measure(
     )
 
 
+def problems_of(each: Partition, cut_for_s: float) -> list[str]:
+    """What was not bounded as it should be."""
+    limits = {
+        "not_ready_s": 5.0,
+        "ready_after_mend_s": 10.0,
+        "first_served_after_mend_s": 15.0,
+        "longest_request_s": cut_for_s + 20.0,
+    }
+    late = [
+        f"{name}: {getattr(each, name):.1f} is more than {limit:g}"
+        for name, limit in limits.items()
+        if getattr(each, name) > limit
+    ]
+    return late + [error for error in each.errors if not error.startswith("UNAVAILABLE")]
+
+
 def _is_ready(client: Client) -> bool:
     return client.health(READY_SERVICE["decode"]) is HealthStatus.SERVING
 
@@ -156,13 +172,14 @@ def _shown(seconds: float) -> str:
     return f"{seconds:.2f}" if math.isfinite(seconds) else "not during the cut"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cut-for-s", type=float, default=10.0)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     cable = Cable()  # before any other thread
     rows = []
+    problems: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = save_tiny_model(directory / "model", "llama", num_hidden_layers=8, num_key_value_heads=4)
@@ -172,7 +189,9 @@ def main() -> None:
         ):
             undisturbed = WORKLOAD.undisturbed(client)
             for label, asking in (("no", client), ("yes", resuming)):
-                rows.append(_row(label, measure(cable, client, asking, undisturbed, args.cut_for_s)))
+                partition = measure(cable, client, asking, undisturbed, args.cut_for_s)
+                problems += problems_of(partition, args.cut_for_s)
+                rows.append(_row(label, partition))
                 print(rows[-1], flush=True)
     today = datetime.date.today().isoformat()
     table = "\n".join(
@@ -193,7 +212,9 @@ def main() -> None:
     print(table)
     if not args.no_save:
         (RESULTS / f"{today}-partition.md").write_text(table + "\n")
+    print("\n".join(problems))
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

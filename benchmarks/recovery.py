@@ -26,6 +26,8 @@ from tests.support.models import save_tiny_model
 
 RESULTS = Path(__file__).parent / "results"
 WORKLOAD = Workload(prompt_tokens=100, new_tokens=60)
+LIMIT_S = 60.0
+"""From the kill to the first request served that began after it: most of it is the start of a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Seconds. `first_served_after_ready_s` is below 0 when others served before the restarted were ready."""
+    """Seconds; first served of the requests begun after the kill.
+
+    `first_served_after_ready_s` is below 0 when others served before the restarted were ready.
+    """
 
     ready_after_kill_s: float
     first_served_after_kill_s: float
@@ -71,7 +76,7 @@ def recover(pair: RunningPair, case: Case, client: Client, undisturbed: Sequence
             services[name].start()
         wait_until(_all_serve([services[name] for name in case.restarted]))
         ready_s = time.monotonic()
-        first_served_s = outcomes.first_served_after(killed_s)
+        first_served_s = outcomes.first_served_after(killed_s, begun_after=True)
         outcomes.wait_for_more()
     wait_until(pair.holds_nothing)
     return Recovery(
@@ -94,7 +99,7 @@ def _all_serve(services: Sequence[ServiceProcess]) -> Callable[[], bool]:
     return serve
 
 
-def measure(model: Path, num_each: int, cases: Sequence[Case], num_rounds: int) -> list[str]:
+def measure(model: Path, num_each: int, cases: Sequence[Case], num_rounds: int, problems: list[str]) -> list[str]:
     rows = []
     with running_pair(model, num_prefill=num_each, num_decode=num_each, shared_args=("--max-kv-tokens=8192",)) as pair:
         undisturbed = WORKLOAD.undisturbed(pair.client)
@@ -103,6 +108,8 @@ def measure(model: Path, num_each: int, cases: Sequence[Case], num_rounds: int) 
             for case in cases:
                 rounds = [recover(pair, case, client, undisturbed) for _ in range(num_rounds)]
                 rows.append(_row(f"{num_each} + {num_each}", case, rounds))
+                if any(each.num_failed or each.first_served_after_kill_s > LIMIT_S for each in rounds):
+                    problems.append(f"requests failed, or it took longer than {LIMIT_S:g} s: {rows[-1]}")
                 print(rows[-1], flush=True)
     return rows
 
@@ -123,16 +130,17 @@ def _row(services: str, case: Case, rounds: Sequence[Recovery]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = save_tiny_model(Path(directory), "llama")
+        problems: list[str] = []
         rows = [
-            *measure(model, 1, ONE_EACH, args.rounds),
-            *measure(model, 2, ONE_OF_TWO, args.rounds),
+            *measure(model, 1, ONE_EACH, args.rounds, problems),
+            *measure(model, 2, ONE_OF_TWO, args.rounds, problems),
         ]
     today = datetime.date.today().isoformat()
     table = "\n".join(
@@ -153,7 +161,9 @@ def main() -> None:
     print(table)
     if not args.no_save:
         (RESULTS / f"{today}-recovery.md").write_text(table + "\n")
+    print("\n".join(problems))
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

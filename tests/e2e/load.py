@@ -53,6 +53,7 @@ class Outcomes:
     """Of a load that runs: how many requests were served as they should be, and what became of the others."""
 
     served_at_s: list[float] = field(default_factory=list)
+    served_begun_at_s: list[float] = field(default_factory=list)
     durations_s: list[float] = field(default_factory=list)
     errors: list[BatonError] = field(default_factory=list)
     num_deltas: int = 0
@@ -61,10 +62,15 @@ class Outcomes:
     def num_served(self) -> int:
         return len(self.served_at_s)
 
-    def first_served_after(self, start_s: float) -> float:
-        """Seconds from `start_s` (monotonic) to the end of the first request served after it."""
-        wait_until(lambda: self.served_at_s[-1] >= start_s, about=lambda: self.errors[-1:])
-        return min(moment for moment in list(self.served_at_s) if moment >= start_s) - start_s
+    def first_served_after(self, start_s: float, *, begun_after: bool = False) -> float:
+        """Seconds from `start_s` (monotonic) to the end of the first request served, or also begun, after it."""
+
+        def ends() -> list[float]:
+            moments = zip(list(self.served_begun_at_s), list(self.served_at_s), strict=False)
+            return [ended for begun, ended in moments if (begun if begun_after else ended) >= start_s]
+
+        wait_until(lambda: bool(ends()), about=lambda: self.errors[-1:])
+        return min(ends()) - start_s
 
     def wait_for_more(self, num: int = 4) -> None:
         """Return once so many more requests have been served."""
@@ -92,6 +98,7 @@ def load(
                 stop.wait(PAUSE_AFTER_ERROR_S)
             else:
                 assert_same(completion, expected[number % workload.num_kinds])
+                outcomes.served_begun_at_s.append(begun_s)
                 outcomes.served_at_s.append(time.monotonic())
             outcomes.durations_s.append(time.monotonic() - begun_s)
 
