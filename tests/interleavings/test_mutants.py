@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.engine.mutants.kinds import Mutant
 from tests.interleavings.catalogue import (
     CAUGHT_BY,
+    EXHAUSTIVE,
     FOUND_BY_EXPLORING,
+    LARGE,
     NO_ORDER_HAS,
     NUM_ORDERS,
     SOME_ORDER_HAS,
@@ -17,6 +20,8 @@ from tests.interleavings.catalogue import (
 )
 from tests.interleavings.explorer import explore, replay, sample, shorten
 from tests.interleavings.shown import mutant_names, shown_by_checks
+
+PAGE = Path(__file__).parents[2] / "docs" / "interleavings.md"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,12 @@ def test_what_some_order_has_no_order_has_with_it(
 def test_every_mutant_is_shown_by_an_order_or_a_check() -> None:
     explored = {entry[0].__name__ for entry in (*CAUGHT_BY, *NO_ORDER_HAS)}
     assert mutant_names() == explored | {shown.mutant.__name__ for shown in shown_by_checks()}
+
+
+def test_the_page_has_a_row_for_each_mutant_and_scenario() -> None:
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text().splitlines() if line.startswith("| ")}
+    assert mutant_names() <= rows
+    assert {scenario.name for scenario in (*EXHAUSTIVE, *LARGE)} <= rows
 
 
 @pytest.mark.parametrize("mutant", FOUND_BY_EXPLORING, ids=lambda mutant: mutant.__name__)
