@@ -1,0 +1,34 @@
+"""A device that fails under a prefill forward ends the engine: its calls end, and their rows are computed elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from common.device.errors import DeviceLost
+from common.device.factory import open_device
+from common.model.attention import ForwardInput
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel, TargetOutput
+from tests.support.faulty_target import FaultyTarget
+from tests.support.pair import InProcessPair
+
+
+class TargetOnALostDevice(FaultyTarget):
+    def forward(self, batch: ForwardInput) -> TargetOutput:
+        raise DeviceLost("the device faulted")
+
+
+def test_the_engine_ends_and_fails_no_row_by_itself(tiny_target: Callable[[str], TargetModel]) -> None:
+    pair = InProcessPair(
+        TargetOnALostDevice(tiny_target("llama")), new_device=lambda: open_device("cpu", num_threads=1)
+    )
+    outcome = pair.submit("a", [10, 11, 12], ResolvedSampling(seed=0, max_tokens=4))
+    try:
+        with pytest.raises(DeviceLost):
+            pair.run()
+        assert not outcome.has_ended
+        assert pair.decode.load().num_row_retries == 0, "the row was given back to the replica that is lost"
+    finally:
+        pair.close()
