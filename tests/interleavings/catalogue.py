@@ -30,6 +30,8 @@ _aborted_by_frames = Scenario(scenarios.one_aborted, 1, 16, frames_come_apart=Tr
 _chain_by_frames = Scenario(scenarios.one_request, 1, 24, CHAIN, frames_come_apart=True)
 _relay = RelayAlone()
 _lost = Scenario(scenarios.handoff_lost, 1, 16)
+_short = Scenario(scenarios.short_of_slots, 2, 36)
+_short_chain = Scenario(scenarios.short_of_slots, 2, 36, CHAIN)
 _soon_short = Scenario(scenarios.soon_short_of_slots, 2, 5, headroom_tokens=1)
 _aborted_when_short = Scenario(scenarios.aborted_when_short_of_slots, 2, 7, headroom_tokens=1)
 _growing = Scenario(scenarios.growing_beside_an_abort, 2, 60)
@@ -64,8 +66,8 @@ LARGE: tuple[AnyScenario, ...] = (
     Scenario(scenarios.two_requests, 2, 60, overlap=False),
     Scenario(scenarios.one_aborted, 2, 60, CHAIN),
     Scenario(scenarios.one_aborted, 2, 60, CHAIN, lags=True),
-    Scenario(scenarios.short_of_slots, 2, 36),
-    Scenario(scenarios.short_of_slots, 2, 36, CHAIN),
+    _short,
+    _short_chain,
     Scenario(scenarios.one_aborted, 1, 24, CHAIN),
     Scenario(scenarios.one_aborted, 2, 80, TREE),
     Scenario(scenarios.one_stopped, 1, 16, lags=True),
@@ -127,6 +129,8 @@ SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _beside_chain: frozenset({LAUNCHED_BEFORE_DRAFT_EXTEND, BOOTSTRAPPED_BEFORE_DRAFT_EXTEND}),
     _relay: frozenset({RESOLVED_BEFORE_DRAFT_EXTEND}),
     _lost: frozenset({RETRIED}),
+    _short: frozenset({RETRACTED}),
+    _short_chain: frozenset({RETRACTED}),
     _soon_short: frozenset({RETRACTED}),
     _aborted_when_short: frozenset({RETRACTED}),
 }

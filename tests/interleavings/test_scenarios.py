@@ -15,7 +15,7 @@ def name_of(scenario: AnyScenario) -> str:
     return scenario.name
 
 
-@pytest.mark.parametrize("scenario", SOME_ORDER_HAS, ids=name_of)
+@pytest.mark.parametrize("scenario", [scenario for scenario in SOME_ORDER_HAS if scenario not in LARGE], ids=name_of)
 def test_some_order_has_it(scenario: AnyScenario) -> None:
     assert sample(scenario.program, num_runs=NUM_ORDERS, seed=0).witnessed >= SOME_ORDER_HAS[scenario]
 
@@ -25,3 +25,4 @@ def test_random_orders(scenario: AnyScenario) -> None:
     report = sample(scenario.program, num_runs=NUM_ORDERS, seed=1)
     assert report.failure is None, str(shorten(scenario.program, report.failure))
     assert report.num_interleavings >= NUM_ORDERS // 4, "hardly any of the orders differ"
+    assert report.witnessed >= SOME_ORDER_HAS.get(scenario, frozenset())
