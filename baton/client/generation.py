@@ -12,7 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.client.event_order import EventOrder
-from baton.errors import AlreadyExists, BatonError, DeadlineExceeded, Internal, ResourceExhausted, Unavailable
+from baton.errors import (
+    AlreadyExists,
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    ResourceExhausted,
+    Unavailable,
+)
 from baton.events import Delta, Event, Started
 from baton.v1 import inference_pb2
 
@@ -37,8 +45,8 @@ class Generation:
     """`timeout_s` is for all calls together. With `resume_timeout_s` a broken call has successors until that long
     after the break without an event; with None it has none.
 
-    What may pass: UNAVAILABLE; and once a call broke, refusals that are due to the break: admission that is full, and
-    the caller's own request id, which the server that lost the connection may still hold.
+    What may pass: UNAVAILABLE; CANCELLED without a reason; and once a call broke, refusals that are due to the break:
+    admission that is full, and the caller's own request id, which the server that lost the connection may still hold.
     """
 
     def __init__(
@@ -124,6 +132,8 @@ class Generation:
         match error:
             case Unavailable():
                 return True
+            case Cancelled():  # without a reason it is gRPC's: a server that shuts down ends its calls so
+                return not error.reason
             case AlreadyExists():
                 return self._num_breaks > 0 and self._request.HasField("request_id")
             case ResourceExhausted():

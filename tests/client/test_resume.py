@@ -21,6 +21,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
+CUT = failure(code_pb2.CANCELLED, "the server shuts down")
 DRAINING = failure(code_pb2.UNAVAILABLE, "stopped", reason="DRAINING")
 FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL")
 LIVE = failure(code_pb2.ALREADY_EXISTS, "live", reason="DUPLICATE_REQUEST_ID")
@@ -82,7 +83,7 @@ def requests(server: ScriptedServer) -> Iterator[inference_pb2.GenerateRequest]:
         yield server.inference.requests.get()
 
 
-@pytest.mark.parametrize("broken_by", [LOST, DRAINING], ids=["lost", "draining"])
+@pytest.mark.parametrize("broken_by", [LOST, DRAINING, CUT], ids=["lost", "draining", "cut"])
 async def test_a_broken_stream_goes_on_with_its_seed_and_what_came(
     server: ScriptedServer, reader: Reader, broken_by: Any
 ) -> None:
@@ -144,6 +145,7 @@ async def test_refusals_due_to_the_break_pass(server: ScriptedServer, reader: Re
         failure(code_pb2.RESOURCE_EXHAUSTED, "no"),
         failure(code_pb2.ALREADY_EXISTS, "no"),
         failure(code_pb2.DEADLINE_EXCEEDED, "no"),
+        failure(code_pb2.CANCELLED, "the client reads nothing", reason="CANCELLED"),
     ],
     ids=lambda status: code_pb2.Code.Name(status.code),
 )
