@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -33,19 +34,27 @@ REQUEST = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1,
 Connect = Callable[..., Awaitable[RawHttp2]]
 
 
+@asynccontextmanager
+async def running(**limits: float) -> AsyncIterator[Edge]:
+    common = {"request_timeout_s": SHORT_S, "handshake_timeout_s": SHORT_S}
+    server_limits = ServerLimits(max_message_bytes=1 << 16, max_streams=NUM_STREAMS, **common, **limits)
+    async with running_edge([], limits=server_limits) as edge:
+        yield edge
+        edge.router.on_death(RuntimeError("the test is over"))
+        await edge.live_requests.wait_idle()
+
+
 @pytest.fixture
 async def edge() -> AsyncIterator[Edge]:
-    limits = ServerLimits(
-        max_message_bytes=1 << 16,
-        max_streams=NUM_STREAMS,
-        request_timeout_s=SHORT_S,
-        handshake_timeout_s=SHORT_S,
-        idle_timeout_s=SHORT_S,
-    )
-    async with running_edge([], limits=limits) as running:
-        yield running
-        running.router.on_death(RuntimeError("the test is over"))
-        await running.live_requests.wait_idle()
+    async with running() as edge:
+        yield edge
+
+
+@pytest.fixture
+async def edge_that_closes_idle() -> AsyncIterator[Edge]:
+    """A call may meet the close of its connection: for one test alone."""
+    async with running(idle_timeout_s=SHORT_S) as edge:
+        yield edge
 
 
 @pytest.fixture
@@ -142,15 +151,17 @@ async def test_a_connection_that_does_not_become_http2_is_closed(edge: Edge, sen
     await is_served(edge)
 
 
-async def test_a_connection_without_calls_is_closed_and_its_client_connects_again(edge: Edge, connect: Connect) -> None:
-    await is_served(edge)
-    idle = [await connect() for _ in range(20)]
-    half_a_header = await connect()
+async def test_a_connection_without_calls_is_closed_and_its_client_connects_again(
+    edge_that_closes_idle: Edge, connect: Connect
+) -> None:
+    await is_served(edge_that_closes_idle)
+    idle = [await connect(address=edge_that_closes_idle.address) for _ in range(20)]
+    half_a_header = await connect(address=edge_that_closes_idle.address)
     half_a_header.send(frame(HEADERS, 0, 1, headers(GENERATE)[:20]))
 
     await asyncio.wait_for(asyncio.gather(*(each.is_closed.wait() for each in (*idle, half_a_header))), BOUND_S)
 
-    await is_served(edge)
+    await is_served(edge_that_closes_idle)
 
 
 # ---- who does not read ----------------------------------------------------------------------------------------------
