@@ -1,0 +1,17 @@
+"""A device of each kind, with what a test needs to drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.device.rigs import BOUND_S, KINDS, Rig, open_rig
+
+
+@pytest.fixture(params=KINDS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = open_rig(request.param)
+    yield rig
+    rig.release()
+    rig.device.close(BOUND_S)
