@@ -16,8 +16,8 @@ TEST_BUILD = {"prefill": "tests.faults.prefill_service", "decode": "tests.faults
 FAULT_RATE = 0.05
 DELAY_S = 0.05
 MAX_ROWS = 32
-KV_TOKENS = 320
-"""Of the decode service: MAX_ROWS requests of the usual cases want five times as many."""
+KV_TOKENS = 130
+"""Of the decode service: MAX_ROWS requests of the usual cases want twelve times as many, so of 160 a dozen are retracted."""
 
 
 @dataclass(frozen=True, slots=True)
