@@ -7,6 +7,7 @@ from tests.engine.mutants.kinds import Mutant
 from tests.engine.speculating import CHAIN, TREE
 from tests.interleavings import prefill_scenarios, scenarios
 from tests.interleavings.prefill_scenarios import PrefillScenario
+from tests.interleavings.random_lives import PREFIX, RandomLife
 from tests.interleavings.scenarios import (
     BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
     LAUNCHED_BEFORE_DRAFT_EXTEND,
@@ -17,7 +18,7 @@ from tests.interleavings.scenarios import (
     Scenario,
 )
 
-AnyScenario = Scenario | RelayAlone | PrefillScenario
+AnyScenario = Scenario | RelayAlone | PrefillScenario | RandomLife
 
 NUM_ORDERS = 60
 """Random ones in which a mutant must show, and in which a large scenario is looked at by the test suite."""
@@ -147,3 +148,12 @@ SCENARIOS: dict[str, AnyScenario] = {
     scenario.name: scenario for scenario in (*EXHAUSTIVE, *LARGE, *(scenario for _, scenario, _ in CAUGHT_BY))
 }
 """By name."""
+
+
+def scenario_named(name: str) -> AnyScenario:
+    """A scenario of the catalogue, or the life that a seed draws. Raises ValueError."""
+    if name.startswith(PREFIX):
+        return RandomLife(name.removeprefix(PREFIX))
+    if name not in SCENARIOS:
+        raise ValueError(f"scenario {name!r}: not one of {', '.join(sorted(SCENARIOS))}, or {PREFIX} and a seed")
+    return SCENARIOS[name]

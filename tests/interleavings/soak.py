@@ -1,9 +1,11 @@
-"""Runs orders of every scenario until so many different ones were run: all of the small ones, random ones of the large.
+"""Runs orders until so many different ones were run: all of the small scenarios, random ones of the large, and of
+lives drawn at random, another one each time.
 
 python -m tests.interleavings.soak --interleavings 100000 [--minutes M] [--processes P] [--seed S]
 
-Orders that differ only in what nobody notices count once. Each large scenario gets the same time. Ends with status 1 at
-the first failure, with the order as a script to replay, or when the minutes are over before so many were run.
+Orders that differ only in what nobody notices count once, whichever lives they are of. Of the time that the small
+scenarios leave the lives get four fifths, and each large one as much as the next. Ends with status 1 at the first
+failure, with the order as a script to replay, or when the minutes are over before so many were run.
 """
 
 from __future__ import annotations
@@ -21,10 +23,15 @@ import torch
 
 from tests.interleavings.catalogue import EXHAUSTIVE, LARGE, AnyScenario
 from tests.interleavings.explorer import Failure, explore, random_order, shorten
+from tests.interleavings.random_lives import RandomLife, RandomLives
 
 _RUNS_A_SPELL = 40
 _PROGRESS_S = 30.0
 _FEW_NEW = 0.02
+_LIVES_SHARE = 4
+"""Of the time, against all other large scenarios together."""
+
+Explored = AnyScenario | RandomLives
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +84,11 @@ def run_all(scenario: AnyScenario) -> Spell:
     return Spell(num_known, frozenset(), time.monotonic() - began_s, num_known, report.is_exhaustive, told)
 
 
-def run_some(scenario: AnyScenario, seed: str) -> Spell:
+def run_some(explored: Explored, seed: str) -> Spell:
     began_s = time.monotonic()
     digests: set[int] = set()
     for number in range(_RUNS_A_SPELL):
+        scenario = RandomLife(f"{seed}/{number}") if isinstance(explored, RandomLives) else explored
         order = random_order(scenario.program, f"{seed}/{number}")
         digests.add(order.digest)
         if order.error is not None:
@@ -103,7 +111,7 @@ class Soak:
         self,
         *,
         small: Sequence[AnyScenario],
-        large: Sequence[AnyScenario],
+        large: Sequence[Explored],
         num_wanted: int,
         minutes: float = math.inf,
         seed: int = 0,
@@ -114,7 +122,7 @@ class Soak:
         self._began_s = time.monotonic()
         self._ends_s = self._began_s + 60 * minutes
         self._large = {scenario: Tally() for scenario in large}
-        self.tallies = {**{scenario: Tally() for scenario in small}, **self._large}
+        self.tallies: dict[Explored, Tally] = {**{scenario: Tally() for scenario in small}, **self._large}
 
     @property
     def num_interleavings(self) -> int:
@@ -138,7 +146,7 @@ class Soak:
         )
 
     def run(self, executor: Executor, *, num_at_once: int) -> None:
-        running: dict[Future[Spell], AnyScenario] = {}
+        running: dict[Future[Spell], Explored] = {}
         told_s = self._began_s
         while True:
             while len(running) < num_at_once and (begun := self._begin(executor, set(running.values()))):
@@ -151,19 +159,27 @@ class Soak:
                 told_s = time.monotonic()
                 print(f"{told_s - self._began_s:6.0f} s: {self.num_interleavings} interleavings", flush=True)
 
-    def _begin(self, executor: Executor, running: set[AnyScenario]) -> tuple[Future[Spell], AnyScenario] | None:
+    def _begin(self, executor: Executor, running: set[Explored]) -> tuple[Future[Spell], Explored] | None:
         if self.failures or self.is_reached or time.monotonic() >= self._ends_s:
             return None
         if self._small:
             scenario = self._small.pop(0)
             return executor.submit(run_all, scenario), scenario
-        left = [each for each, tally in self._large.items() if not tally.is_used_up and each not in running]
+        left = [
+            each
+            for each, tally in self._large.items()
+            if not tally.is_used_up and (each not in running or isinstance(each, RandomLives))
+        ]
         if not left:
             return None
-        scenario = min(left, key=lambda each: self._large[each].seconds)
+        scenario = min(left, key=self._time_had)
         tally = self._large[scenario]
         tally.num_spells += 1
         return executor.submit(run_some, scenario, f"{self._seed}/{tally.num_spells}"), scenario
+
+    def _time_had(self, explored: Explored) -> float:
+        share = _LIVES_SHARE * (len(self._large) - 1) if isinstance(explored, RandomLives) else 1
+        return self._large[explored].seconds / max(1, share)
 
     def table(self) -> str:
         lines = ["| scenario | runs | interleavings | all of them | seconds | result |", "|---|---|---|---|---|---|"]
@@ -191,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     soak = Soak(
         small=tuple(EXHAUSTIVE),
-        large=LARGE,
+        large=(*LARGE, RandomLives()),
         num_wanted=options.interleavings,
         minutes=options.minutes,
         seed=options.seed,

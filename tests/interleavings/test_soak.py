@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.engine.mutants import rows
 from tests.interleavings import replay, scenarios, soak
+from tests.interleavings.random_lives import RandomLives
 from tests.interleavings.scenarios import Scenario
-from tests.interleavings.soak import Soak
+from tests.interleavings.soak import Soak, Spell
 
 SMALL = Scenario(scenarios.one_request, 1, 16)
 LARGE = Scenario(scenarios.two_requests, 2, 60)
@@ -40,16 +44,52 @@ def test_a_scenario_of_which_all_orders_were_met_is_left() -> None:
     assert done.shortcomings == [f"{done.num_interleavings} interleavings of 100: time, or orders, were short"]
 
 
+def test_lives_are_seldom_the_same() -> None:
+    (drawn,) = run(Soak(small=[], large=[RandomLives()], num_wanted=60)).tallies.values()
+    assert 0.9 * drawn.num_runs < drawn.num_interleavings <= drawn.num_runs == 80
+
+
+class CountedSpells(Executor):
+    """Runs nothing: a spell ends, after a second, as soon as so many run at once."""
+
+    def __init__(self, num_at_once: int) -> None:
+        self.num_at_once = num_at_once
+        self.of: Counter[str] = Counter()
+        self._running: list[Future[Spell]] = []
+
+    def submit(self, run: Any, explored: Any, *seed: Any) -> Any:
+        self.of[explored.name] += 1
+        begun: Future[Spell] = Future()
+        self._running.append(begun)
+        if len(self._running) == self.num_at_once:
+            for future in self._running:
+                future.set_result(Spell(40, frozenset(random.getrandbits(64) for _ in range(40)), 1.0))
+            self._running.clear()
+        return begun
+
+
+def test_lives_get_four_fifths_of_the_time_in_processes_beside_each_other() -> None:
+    spells = CountedSpells(2)
+    Soak(small=[], large=[LARGE, ABORTED, RandomLives()], num_wanted=4000).run(spells, num_at_once=2)
+    assert spells.of.total() == pytest.approx(100, abs=2)
+    assert spells.of["random_lives"] == pytest.approx(80, abs=3)
+    assert spells.of[LARGE.name] == pytest.approx(10, abs=2)
+
+
 def test_it_ends_with_its_time() -> None:
     done = run(Soak(small=[SMALL], large=[LARGE], num_wanted=90, minutes=0.0))
     assert done.num_interleavings == 0 and not done.is_reached
     assert "| not run |" in done.table()
 
 
-@pytest.mark.parametrize(("small", "large"), [([ABORTED], []), ([], [ABORTED])], ids=["all orders", "random orders"])
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [([ABORTED], []), ([], [ABORTED]), ([], [RandomLives()])],
+    ids=["all orders", "random orders", "random lives"],
+)
 def test_a_failure_is_told_as_a_script(
     small: list[Scenario],
-    large: list[Scenario],
+    large: list[Scenario | RandomLives],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

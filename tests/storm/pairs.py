@@ -17,7 +17,7 @@ FAULT_RATE = 0.05
 DELAY_S = 0.05
 MAX_ROWS = 32
 KV_TOKENS = 130
-"""Of the decode service: MAX_ROWS requests of the usual cases want twelve times as many, so of 160 a dozen are retracted."""
+"""Of the decode service: MAX_ROWS requests of the usual cases want twelve times as many; a dozen of 160 are retracted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,106 @@
+"""Lives drawn at random: how many requests, how long, how they end, what is short."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from decode_service.spec_info import SpecInfo
+from tests.engine.speculating import CHAIN, TREE
+from tests.interleavings.explored_device import ExploredDevice
+from tests.interleavings.scenarios import ExploredEngine, Scenario
+
+NAMES = "abcd"
+ENDINGS = ("abort", "stop", "lost")
+PREFIX = "random_life-"
+"""Of the names of lives; what follows is the seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`ending`: one of ENDINGS ("lost": its first handoff is), or None: it decodes to its end."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    ending: str | None
+    after_tokens: int
+
+    @classmethod
+    def draw(cls, numbers: random.Random) -> Request:
+        return cls(
+            prompt=tuple(numbers.randint(1, 900) for _ in range(numbers.randint(1, 4))),
+            max_tokens=numbers.randint(1, 7),
+            ending=numbers.choice([None, None, *ENDINGS]),
+            after_tokens=numbers.randint(0, 3),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    requests: tuple[Request, ...]
+    max_rows: int
+    spec_info: SpecInfo | None
+    spare_slots: int
+    overlap: bool
+    lags: bool
+
+    @classmethod
+    def draw(cls, numbers: random.Random) -> Life:
+        return cls(
+            requests=tuple(Request.draw(numbers) for _ in range(numbers.randint(2, len(NAMES)))),
+            max_rows=numbers.randint(1, 3),
+            spec_info=numbers.choice([None, None, CHAIN, TREE]),
+            spare_slots=numbers.randint(0, 6),
+            overlap=numbers.choice([True, True, False]),
+            lags=numbers.choice([True, False]),
+        )
+
+    def program(self, device: ExploredDevice) -> None:
+        """A Program."""
+        needs = [len(each.prompt) + each.max_tokens for each in self.requests]
+        is_plain = self.spec_info is None
+        Scenario(
+            self._body,
+            self.max_rows,
+            max(needs) + self.spare_slots if is_plain else sum(needs) + 16 * self.max_rows,
+            self.spec_info,
+            overlap=self.overlap,
+            lags=self.lags,
+            headroom_tokens=1,
+        ).program(device)
+
+    def _body(self, engine: ExploredEngine) -> None:
+        for name, each in zip(NAMES, self.requests, strict=False):
+            engine.submit(name, each.prompt, each.max_tokens)
+            if each.ending == "abort":
+                engine.abort_some_time(name, after_tokens=each.after_tokens)
+            elif each.ending == "stop":
+                engine.stop_some_time(name)
+            elif each.ending == "lost":
+                engine.lose_handoff_once(name)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLife:
+    """The life that a seed draws: a scenario that its name says all of."""
+
+    seed: str
+
+    @property
+    def life(self) -> Life:
+        return Life.draw(random.Random(self.seed))
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.seed}"
+
+    def program(self, device: ExploredDevice) -> None:
+        """A Program."""
+        self.life.program(device)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLives:
+    """All lives, from each of which one order is run."""
+
+    name: str = "random_lives"
