@@ -83,6 +83,8 @@ class PrefillBatch(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    crc32c: _builtins.int
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     @_builtins.property
@@ -92,10 +94,11 @@ class PrefillBatch(_message.Message):
         *,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         rows: _abc.Iterable[Global___PrefillRow] | None = ...,
+        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,16 +250,19 @@ class CancelRows(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    crc32c: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         rows: _abc.Iterable[_builtins.int] | None = ...,
+        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,8 +310,10 @@ class Accepted(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """new at every process start"""
+    crc32c: _builtins.int
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     def __init__(
@@ -313,10 +321,11 @@ class Accepted(_message.Message):
         *,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         instance_id: _builtins.str = ...,
+        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "instance_id", b"instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,7 +354,6 @@ class KvSegment(_message.Message):
     token_start: _builtins.int
     num_tokens: _builtins.int
     crc32c: _builtins.int
-    """of the payload and of what says where it belongs, see common/wire/checksums.py"""
     payload: _builtins.bytes
     shard: _builtins.int
     """0"""
@@ -396,7 +404,6 @@ class PrebuiltBatch(_message.Message):
     topk_index: _builtins.bytes
     hidden_states: _builtins.bytes
     crc32c: _builtins.int
-    """of every column, see common/wire/checksums.py"""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -507,11 +514,13 @@ class RowFailed(_message.Message):
     RETRYABLE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     reason: Global___RowFailure.ValueType
     retryable: _builtins.bool
     retry_after_ms: _builtins.int
     message: _builtins.str
+    crc32c: _builtins.int
     def __init__(
         self,
         *,
@@ -520,10 +529,11 @@ class RowFailed(_message.Message):
         retryable: _builtins.bool = ...,
         retry_after_ms: _builtins.int = ...,
         message: _builtins.str = ...,
+        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

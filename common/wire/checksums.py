@@ -1,47 +1,106 @@
-"""CRC-32C of the frames that carry data, over values rather than protobuf bytes, which no two versions promise alike.
+"""CRC-32C of a handoff's messages, over values rather than protobuf bytes, which no two versions promise alike.
 
-KvSegment: the payload, the group's name in UTF-8, then row, layer_start, num_layers, token_start, num_tokens.
-PrebuiltBatch: its columns in the order of their field numbers, a `bytes_sent` entry as its name and its values,
-`top_logprobs` row by row. Numbers are little-endian, in the width of their field.
+Every field but `crc32c`, in the order of their numbers, so that one that is added is covered too. A number is
+little-endian, in the width of its type. Bytes, and text in UTF-8, come after their length; what is repeated after its
+count, maps by key; a message counts as its fields. Lengths and counts are uint32.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
 
 import google_crc32c
 import numpy as np
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
 
-from baton.v1 import prefill_pb2
+_Parts = Callable[[Any], Iterator[bytes]]
+_NUMBERS = {
+    FieldDescriptor.CPPTYPE_BOOL: "<?",
+    FieldDescriptor.CPPTYPE_ENUM: "<i",
+    FieldDescriptor.CPPTYPE_INT32: "<i",
+    FieldDescriptor.CPPTYPE_UINT32: "<I",
+    FieldDescriptor.CPPTYPE_INT64: "<q",
+    FieldDescriptor.CPPTYPE_UINT64: "<Q",
+    FieldDescriptor.CPPTYPE_FLOAT: "<f",
+    FieldDescriptor.CPPTYPE_DOUBLE: "<d",
+}
+"""Formats that struct and numpy both read."""
 
 
-def segment_checksum(message: prefill_pb2.KvSegment, payload: bytes) -> int:
-    """`payload` is the message's: to read it from there would copy it."""
-    place = struct.pack(
-        "<5I", message.row, message.layer_start, message.num_layers, message.token_start, message.num_tokens
-    )
-    crc: int = google_crc32c.extend(google_crc32c.value(payload), message.layer_group.encode() + place)
-    return crc
-
-
-def prebuilt_checksum(message: prefill_pb2.PrebuiltBatch) -> int:
+def checksum(message: Message, **known: bytes) -> int:
+    """`known`: fields of bytes whose value is at hand; to read a payload from its message would copy it."""
     crc = 0
-    for column in _columns(message):
-        crc = google_crc32c.extend(crc, column)
+    for name, parts in _fields(message.DESCRIPTOR):
+        for part in parts(known[name] if name in known else getattr(message, name)):
+            crc = google_crc32c.extend(crc, part)
     return crc
 
 
-def _columns(message: prefill_pb2.PrebuiltBatch) -> Iterator[bytes]:
-    for ids in (message.rows, message.seq_lens, message.first_token_ids):
-        yield np.array(ids, "<u4").tobytes()
-    yield np.array(message.first_token_logprobs, "<f4").tobytes()
-    for top in message.top_logprobs:
-        yield np.array(top.token_ids, "<u4").tobytes()
-        yield np.array(top.logprobs, "<f4").tobytes()
-    for entry in message.bytes_sent:
-        yield entry.layer_group.encode()
-        yield np.array(entry.bytes, "<u8").tobytes()
-    yield from (message.topk_p, message.topk_index, message.hidden_states)
-    for seconds in (message.queue_s, message.compute_s):
-        yield np.array(seconds, "<f8").tobytes()
+@cache
+def _fields(descriptor: Descriptor) -> tuple[tuple[str, _Parts], ...]:
+    fields = sorted(descriptor.fields, key=lambda field: field.number)
+    return tuple((field.name, _parts_of(field)) for field in fields if field.name != "crc32c")
+
+
+def _parts_of(field: FieldDescriptor) -> _Parts:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        key, value = (_single(kind.fields_by_name[name]) for name in ("key", "value"))
+        return partial(_entries, key, value)
+    if not field.is_repeated:
+        return _single(field)
+    if (number := _NUMBERS.get(field.cpp_type)) is not None:
+        return partial(_numbers, np.dtype(number))
+    return partial(_repeated, _single(field))
+
+
+def _single(field: FieldDescriptor) -> _Parts:
+    if field.message_type is not None:
+        return _message
+    if (number := _NUMBERS.get(field.cpp_type)) is not None:
+        return partial(_number, struct.Struct(number))
+    return _text if field.type == FieldDescriptor.TYPE_STRING else _bytes
+
+
+def _number(packed: struct.Struct, value: float) -> Iterator[bytes]:
+    yield packed.pack(value)
+
+
+def _numbers(dtype: np.dtype[Any], values: Any) -> Iterator[bytes]:
+    yield _count(values)
+    yield np.array(values, dtype).tobytes()
+
+
+def _bytes(value: bytes) -> Iterator[bytes]:
+    yield _count(value)
+    yield value
+
+
+def _text(value: str) -> Iterator[bytes]:
+    yield from _bytes(value.encode())
+
+
+def _repeated(parts: _Parts, values: Any) -> Iterator[bytes]:
+    yield _count(values)
+    for value in values:
+        yield from parts(value)
+
+
+def _entries(key: _Parts, value: _Parts, entries: Any) -> Iterator[bytes]:
+    yield _count(entries)
+    for name in sorted(entries):
+        yield from key(name)
+        yield from value(entries[name])
+
+
+def _message(message: Message) -> Iterator[bytes]:
+    for name, parts in _fields(message.DESCRIPTOR):
+        yield from parts(getattr(message, name))
+
+
+def _count(values: Any) -> bytes:
+    return struct.pack("<I", len(values))

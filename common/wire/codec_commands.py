@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
+from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_rows import decode_row, encode_row
-from common.wire.fingerprint import Fingerprint
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
 from common.wire.handoff import HandoffRow, RowFailed
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """A call's first command. A row that cannot be understood is its failure, so that the others can be served."""
+    """A call's first command. A row that cannot be understood is its failure, so that the others can be served.
+
+    The checksum was verified where the fingerprint has our protocol version.
+    """
 
     fingerprint: Fingerprint
     rows: tuple[HandoffRow | RowFailed, ...]
@@ -34,11 +38,14 @@ def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow]) -
     batch = prefill_pb2.PrefillBatch(
         fingerprint=encode_fingerprint(fingerprint), rows=[encode_row(row) for row in rows]
     )
+    batch.crc32c = checksum(batch)
     return prefill_pb2.HandoffCommand(prefill_batch=batch).SerializeToString()
 
 
 def encode_cancel_rows(rows: Sequence[int]) -> bytes:
-    return prefill_pb2.HandoffCommand(cancel_rows=prefill_pb2.CancelRows(rows=rows)).SerializeToString()
+    cancel = prefill_pb2.CancelRows(rows=rows)
+    cancel.crc32c = checksum(cancel)
+    return prefill_pb2.HandoffCommand(cancel_rows=cancel).SerializeToString()
 
 
 def decode_command(data: bytes) -> HandoffCommand:
@@ -49,12 +56,17 @@ def decode_command(data: bytes) -> HandoffCommand:
             batch = message.prefill_batch
             require(batch.HasField("fingerprint"), "prefill_batch.fingerprint", "is absent")
             require(len(batch.rows) > 0, "prefill_batch.rows", "is empty")
+            fingerprint = decode_fingerprint(batch.fingerprint)
+            if fingerprint.protocol_version == PROTOCOL_VERSION:  # what another checks is not known
+                require(checksum(batch) == batch.crc32c, "prefill_batch.crc32c", "does not match the command")
             return PrefillBatch(
-                fingerprint=decode_fingerprint(batch.fingerprint),
+                fingerprint=fingerprint,
                 rows=tuple(_decode_row(index, row) for index, row in enumerate(batch.rows)),
             )
         case "cancel_rows":
-            return CancelRows(rows=tuple(message.cancel_rows.rows))
+            cancel = message.cancel_rows
+            require(checksum(cancel) == cancel.crc32c, "cancel_rows.crc32c", "does not match the command")
+            return CancelRows(rows=tuple(cancel.rows))
         case _:
             raise ProtocolError("command", "is none of the known kinds")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
+from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_prebuilt import decode_prebuilt, encode_prebuilt
@@ -28,6 +29,7 @@ class FrameCodec:
             case Accepted():
                 message.accepted.fingerprint.CopyFrom(encode_fingerprint(self._fingerprint))
                 message.accepted.instance_id = frame.instance_id
+                message.accepted.crc32c = checksum(message.accepted)
             case KvSegment():
                 encode_segment(frame, message.kv_segment)
             case PrebuiltBatch():
@@ -38,6 +40,7 @@ class FrameCodec:
                 message.row_failed.retryable = frame.retryable
                 message.row_failed.retry_after_ms = frame.retry_after_ms
                 message.row_failed.message = frame.message
+                message.row_failed.crc32c = checksum(message.row_failed)
         return message.SerializeToString()
 
     def decode(self, data: bytes, rows: Sequence[HandoffRow]) -> Frame:
@@ -70,6 +73,7 @@ class FrameCodec:
         difference = first_difference(self._fingerprint, decode_fingerprint(message.fingerprint))
         if difference is not None:
             raise FingerprintMismatch(*difference)
+        require(checksum(message) == message.crc32c, "accepted.crc32c", "does not match the frame")
         return Accepted(instance_id=message.instance_id)
 
 
@@ -79,6 +83,7 @@ def _decode_row_failed(message: prefill_pb2.RowFailed, rows: Sequence[HandoffRow
     value = prefill_pb2.RowFailure.DESCRIPTOR.values_by_number.get(message.reason)
     name = value.name.removeprefix("ROW_FAILURE_") if value is not None else ""
     require(name in RowFailure.__members__, "row_failed.reason", f"{message.reason} is none of the known reasons")
+    require(checksum(message) == message.crc32c, "row_failed.crc32c", "does not match the frame")
     return RowFailed(
         row=message.row,
         reason=RowFailure(name),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.model.sampling_params import TokenLogprobs
-from common.wire.checksums import prebuilt_checksum
+from common.wire.checksums import checksum
 from common.wire.codec_checks import require
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import HandoffRow, PrebuiltBatch
@@ -44,7 +44,7 @@ def encode_prebuilt(batch: PrebuiltBatch, into: prefill_pb2.PrebuiltBatch) -> No
     for name, column in batch.seed_columns.items():
         assert name in SEED_COLUMN_NAMES, name
         setattr(into, name, np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<")).tobytes())
-    into.crc32c = prebuilt_checksum(into)
+    into.crc32c = checksum(into)
 
 
 def decode_prebuilt(
@@ -74,7 +74,7 @@ def decode_prebuilt(
         first_token_logprobs=_logprobs(message, [rows[row] for row in message.rows], vocab_size),
         seed_columns=_seed_columns(message, seed_columns),
     )
-    require(prebuilt_checksum(message) == message.crc32c, "prebuilt_batch.crc32c", "does not match the columns")
+    require(checksum(message) == message.crc32c, "prebuilt_batch.crc32c", "does not match the columns")
     return batch
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
-from common.wire.checksums import segment_checksum
+from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, require
 from common.wire.handoff import MAX_SEGMENT_BYTES, HandoffRow, KvSegment
 
@@ -20,7 +20,7 @@ def encode_segment(segment: KvSegment, into: prefill_pb2.KvSegment) -> None:
     into.num_tokens = segment.num_tokens
     into.payload = segment.payload
     into.num_shards = 1
-    into.crc32c = segment_checksum(into, segment.payload)
+    into.crc32c = checksum(into, payload=segment.payload)
 
 
 def decode_segment(
@@ -48,7 +48,7 @@ def decode_segment(
     require(len(payload) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
     num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
     require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
-    require(segment_checksum(message, payload) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
+    require(checksum(message, payload=payload) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
     return KvSegment(
         row=message.row,
         layer_group=message.layer_group,

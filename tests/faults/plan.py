@@ -5,7 +5,7 @@
 | point | visited | actions |
 |---|---|---|
 | `handoff.frame` | by each frame that the prefill service sends | FRAME_ACTIONS, kill |
-| `handoff.command` | by each command that the prefill service receives | delay, drop, duplicate, truncate, kill |
+| `handoff.command` | by each command that the prefill service receives | FRAME_ACTIONS but reorder, kill |
 | `handoff.received` | by each frame that the decode service reads | truncate, corrupt, kill |
 | `pool.reserve` | whenever a row is asked for | fail (there is none), kill |
 | `memory.host` | by each buffer in host memory | fail (out of memory), kill |
@@ -40,7 +40,7 @@ FRAME_ACTIONS = frozenset(
 )
 _ACTIONS: dict[str, frozenset[Action]] = {
     "handoff.frame": FRAME_ACTIONS,
-    "handoff.command": FRAME_ACTIONS - {Action.REORDER, Action.CORRUPT},
+    "handoff.command": FRAME_ACTIONS - {Action.REORDER},
     "handoff.received": frozenset({Action.TRUNCATE, Action.CORRUPT}),
     "pool.reserve": frozenset({Action.FAIL}),
     "memory.host": frozenset({Action.FAIL}),

@@ -153,7 +153,9 @@ def replica_frames() -> Iterator[Run]:
 
     def run(data: bytes) -> None:
         control, frames = data[0] if data else 0, split(data[1:])
-        engines[control & 1].attack([checksummed(frame) for frame in frames], ends_well=bool(control & 2))
+        engines[control & 1].attack(
+            [checksummed(prefill_pb2.HandoffFrame, frame) for frame in frames], ends_well=bool(control & 2)
+        )
 
     try:
         yield run

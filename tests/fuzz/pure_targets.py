@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.errors import BatonError, FingerprintMismatch, InvalidRequest
 from common.rpc_errors import status_of
-from common.wire.checksums import prebuilt_checksum, segment_checksum
+from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
@@ -74,12 +75,12 @@ def generate_request() -> Iterator[Run]:
 
 @contextmanager
 def handoff_command() -> Iterator[Run]:
-    """A HandoffCommand, its rows' checks, and how rows are renumbered around those refused."""
+    """A HandoffCommand, its checksum put right, its rows' checks, and how rows are renumbered around those refused."""
     limits = row_checks.ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
 
     def run(data: bytes) -> None:
         try:
-            command = decode_command(data)
+            command = decode_command(checksummed(prefill_pb2.HandoffCommand, data))
         except ProtocolError as error:
             assert_travels(InvalidRequest(error.field, error.message))
             return
@@ -111,7 +112,7 @@ def handoff_frame() -> Iterator[Run]:
 
     def run(data: bytes) -> None:
         for codec in codecs:
-            for sent in (data, checksummed(data)):
+            for sent in (data, checksummed(prefill_pb2.HandoffFrame, data)):
                 try:
                     frame = codec.decode(sent, rows)
                 except ProtocolError as error:
@@ -124,18 +125,15 @@ def handoff_frame() -> Iterator[Run]:
     yield run
 
 
-def checksummed(data: bytes) -> bytes:
-    """A frame whose checksum is right, so that what is behind that check is reached."""
+def checksummed(kind: type[prefill_pb2.HandoffFrame | prefill_pb2.HandoffCommand], data: bytes) -> bytes:
+    """With a checksum that is right, so that what is behind that check is reached."""
     try:
-        frame = prefill_pb2.HandoffFrame.FromString(data)
-    except Exception:
+        message = kind.FromString(data)
+    except DecodeError:
         return data
-    match frame.WhichOneof("frame"):
-        case "kv_segment":
-            frame.kv_segment.crc32c = segment_checksum(frame.kv_segment, frame.kv_segment.payload)
-        case "prebuilt_batch":
-            frame.prebuilt_batch.crc32c = prebuilt_checksum(frame.prebuilt_batch)
-    return frame.SerializeToString()
+    for _, part in message.ListFields():  # none, or the one of the oneof
+        part.crc32c = checksum(part)
+    return message.SerializeToString()
 
 
 @contextmanager

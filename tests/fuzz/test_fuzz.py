@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from baton.v1 import prefill_pb2
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_frames import FrameCodec
 from tests.fuzz.catalogue import TARGETS
@@ -42,8 +43,10 @@ def test_every_input_of_the_corpus(opened: tuple[Target, Run]) -> None:
 def test_well_formed_seeds_are_still_understood(name: str) -> None:
     """A corpus that no longer gets past the first check finds nothing behind it."""
     codec = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
-    codec.decode(checksummed((CORPUS / "handoff_frame" / name).read_bytes()), (PLAIN_ROW, LOGPROBS_ROW))
-    command = decode_command((CORPUS / "handoff_command" / "batch").read_bytes())
+    frame = (CORPUS / "handoff_frame" / name).read_bytes()
+    codec.decode(checksummed(prefill_pb2.HandoffFrame, frame), (PLAIN_ROW, LOGPROBS_ROW))
+    batch = (CORPUS / "handoff_command" / "batch").read_bytes()
+    command = decode_command(checksummed(prefill_pb2.HandoffCommand, batch))
     assert command == PrefillBatch(PLAIN, (PLAIN_ROW, LOGPROBS_ROW))
 
 

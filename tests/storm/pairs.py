@@ -17,7 +17,7 @@ FAULT_RATE = 0.05
 DELAY_S = 0.05
 MAX_ROWS = 32
 KV_TOKENS = 130
-"""Of the decode service: MAX_ROWS requests of the usual cases want twelve times as many; a dozen of 160 are retracted."""
+"""Of the decode service. MAX_ROWS of the usual requests want twelve times as many, so of 160 a dozen are retracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ def faults_everywhere(seed: int) -> FaultPlan:
             *frame_faults(seed).faults,
             Fault(point="handoff.command", action=Action.DELAY, rate=0.02, seconds=DELAY_S),
             Fault(point="handoff.command", action=Action.TRUNCATE, rate=0.02),
+            Fault(point="handoff.command", action=Action.CORRUPT, rate=0.02),
             Fault(point="handoff.received", action=Action.CORRUPT, rate=0.01),
             Fault(point="pool.reserve", action=Action.FAIL, rate=0.05),
             Fault(point="memory.host", action=Action.FAIL, rate=0.002, at_most=3),

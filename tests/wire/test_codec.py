@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import prefill_pb2
-from common.errors import FingerprintMismatch
-from common.wire.checksums import segment_checksum
+from common.errors import FingerprintMismatch, RowFailure
+from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import (
     CancelRows,
@@ -23,8 +23,8 @@ from common.wire.codec_commands import (
 )
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, first_difference
+from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
 from tests.wire.strategies import (
     DRAFT,
     PLAIN,
@@ -84,15 +84,78 @@ def test_damaged_frames_are_a_protocol_error_or_a_value(data: st.DataObject, row
         SPECULATIVE_CODEC.decode(bytes(sent), rows)
 
 
+def damaged_byte(data: st.DataObject, sent: bytes) -> bytes:
+    place = data.draw(st.integers(0, len(sent) - 1))
+    return sent[:place] + bytes([sent[place] ^ data.draw(st.integers(1, 255))]) + sent[place + 1 :]
+
+
 @given(rows_of_a_call, st.data())
 def test_a_frame_with_a_damaged_byte_never_carries_another_value(
     rows: tuple[HandoffRow, ...], data: st.DataObject
 ) -> None:
-    frame = data.draw(frames(rows, SPECULATIVE).filter(lambda frame: isinstance(frame, KvSegment | PrebuiltBatch)))
-    sent = bytearray(SPECULATIVE_CODEC.encode(frame))
-    sent[data.draw(st.integers(0, len(sent) - 1))] ^= data.draw(st.integers(1, 255))
+    frame = data.draw(frames(rows, SPECULATIVE))
+    sent = damaged_byte(data, SPECULATIVE_CODEC.encode(frame))
     with contextlib.suppress(ProtocolError, FingerprintMismatch):
-        assert comparable(SPECULATIVE_CODEC.decode(bytes(sent), rows)) == comparable(frame)
+        assert comparable(SPECULATIVE_CODEC.decode(sent, rows)) == comparable(frame)
+
+
+@given(rows_of_a_call, st.data())
+def test_a_command_with_a_damaged_byte_never_carries_another_value(
+    rows: tuple[HandoffRow, ...], data: st.DataObject
+) -> None:
+    """Or one that its fingerprint refuses: the version that says what else is checked may be what is damaged."""
+    wanted = data.draw(st.sampled_from([PrefillBatch(SPECULATIVE, rows), CancelRows(tuple(range(len(rows))))]))
+    sent = (
+        encode_cancel_rows(wanted.rows) if isinstance(wanted, CancelRows) else encode_prefill_batch(SPECULATIVE, rows)
+    )
+    with contextlib.suppress(ProtocolError):
+        command = decode_command(damaged_byte(data, sent))
+        assert command == wanted or (
+            isinstance(command, PrefillBatch) and first_difference(command.fingerprint, SPECULATIVE) is not None
+        )
+
+
+def test_a_peer_of_another_protocol_version_is_told_so_and_not_that_its_checksum_is_wrong() -> None:
+    theirs = replace(PLAIN, protocol_version=PROTOCOL_VERSION - 1)
+    message = prefill_pb2.HandoffCommand.FromString(encode_prefill_batch(theirs, ROWS))
+    message.prefill_batch.ClearField("crc32c")
+    assert decode_command(message.SerializeToString()) == PrefillBatch(theirs, ROWS)
+    accepted = prefill_pb2.Accepted(instance_id="a", fingerprint=encode_fingerprint(theirs))
+    with pytest.raises(FingerprintMismatch, match="protocol_version"):
+        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(accepted=accepted).SerializeToString(), ROWS)
+
+
+DAMAGED_FRAMES: dict[str, Callable[[prefill_pb2.HandoffFrame], object]] = {
+    "accepted": lambda frame: setattr(frame.accepted, "instance_id", "b"),
+    "row_failed": lambda frame: setattr(frame.row_failed, "row", 1),
+}
+DAMAGED_COMMANDS: dict[str, Callable[[prefill_pb2.HandoffCommand], object]] = {
+    "prefill_batch": lambda command: command.prefill_batch.rows[1].token_ids.__setitem__(0, 3),
+    "cancel_rows": lambda command: command.cancel_rows.rows.__setitem__(0, 0),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_FRAMES)
+def test_a_damaged_frame_of_legal_values_never_passes(kind: str) -> None:
+    frames: dict[str, Frame] = {
+        "accepted": Accepted("a"),
+        "row_failed": RowFailed(row=0, reason=RowFailure.CAPACITY, retryable=True),
+    }
+    message = prefill_pb2.HandoffFrame.FromString(PLAIN_CODEC.encode(frames[kind]))
+    DAMAGED_FRAMES[kind](message)
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(message.SerializeToString(), ROWS)
+    assert caught.value.field == f"{kind}.crc32c"
+
+
+@pytest.mark.parametrize("kind", DAMAGED_COMMANDS)
+def test_a_damaged_command_of_legal_values_never_passes(kind: str) -> None:
+    sent = {"prefill_batch": encode_prefill_batch(PLAIN, ROWS), "cancel_rows": encode_cancel_rows((1,))}
+    message = prefill_pb2.HandoffCommand.FromString(sent[kind])
+    DAMAGED_COMMANDS[kind](message)
+    with pytest.raises(ProtocolError) as caught:
+        decode_command(message.SerializeToString())
+    assert caught.value.field == f"{kind}.crc32c"
 
 
 MISPLACED: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {
@@ -109,7 +172,7 @@ def test_a_segment_of_another_place_never_passes(field: str) -> None:
     message = segment_message(TARGET, replace(row, token_ids=(1,), prompt_len=1))
     message.layer_start, message.num_layers = 1, 1
     message.payload = message.payload[: TARGET.layer_token_bytes]
-    message.crc32c = segment_checksum(message, message.payload)
+    message.crc32c = checksum(message)
     PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row, row))
     MISPLACED[field](message)
     with pytest.raises(ProtocolError, match="crc32c"):

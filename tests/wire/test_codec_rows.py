@@ -8,6 +8,7 @@ import pytest
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
+from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
@@ -41,6 +42,7 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
 
 def batch_message(*rows: prefill_pb2.PrefillRow) -> bytes:
     batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=rows)
+    batch.crc32c = checksum(batch)
     return prefill_pb2.HandoffCommand(prefill_batch=batch).SerializeToString()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
-from common.wire.checksums import segment_checksum
+from common.wire.checksums import checksum
 from common.wire.codec_prebuilt import encode_prebuilt
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, PrebuiltBatch
@@ -35,7 +35,7 @@ def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSeg
         payload=payload,
         num_shards=1,
     )
-    message.crc32c = segment_checksum(message, message.payload)
+    message.crc32c = checksum(message)
     return message
 
 
