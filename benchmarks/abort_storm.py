@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from baton.client import AsyncClient
 from baton.load_generator import RequestRecord, Workload, run_workload
 from baton.local_pair import LocalPair
-from benchmarks.machine import demo_model_dir, describe_machine
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import demo_model_dir
 
-RESULTS = Path(__file__).parent / "results"
 NUM_SURVIVORS = 8
 NUM_CANCELLED = 500
 STORM_AFTER_S = 4.0
@@ -103,11 +101,11 @@ def main() -> int:
         address = pair.decode_addresses[0]
         asyncio.run(_run(address, args.new_tokens, None))  # everything has run once
         rounds = [_measure(address, args.new_tokens, number) for number in range(args.rounds)]
-    text = _report(rounds, args)
-    print(text)
+    run = BenchmarkRun.of("abort_storm")
+    table = _table(run, rounds, args)
+    print(table)
     if not args.no_save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{datetime.date.today()}-abort-storm.md").write_text(text)
+        run.save("abort-storm", table)
     is_storm = all(
         each.storm.num_cancelled == NUM_CANCELLED and each.storm.cancelling_s <= STORM_BOUND_S for each in rounds
     )
@@ -159,11 +157,11 @@ def _median(rounds: list[Round], name: str) -> float:
     return float(statistics.median(getattr(each, name) for each in rounds))
 
 
-def _report(rounds: list[Round], args: argparse.Namespace) -> str:
+def _table(run: BenchmarkRun, rounds: list[Round], args: argparse.Namespace) -> str:
     lines = [
         f"# {NUM_CANCELLED} requests cancelled within a second",
         "",
-        f"{datetime.date.today()}, {describe_machine()}. `python -m benchmarks.abort_storm --rounds {args.rounds} "
+        f"{run.date}, {run.machine}. `python -m benchmarks.abort_storm --rounds {args.rounds} "
         f"--new-tokens {args.new_tokens}`: {NUM_SURVIVORS} requests of the demo model run to their end; "
         f"{STORM_AFTER_S:g} s after their begin {NUM_CANCELLED} others are admitted and all cancelled.",
         "",
@@ -180,7 +178,6 @@ def _report(rounds: list[Round], args: argparse.Namespace) -> str:
         ),
         f"| median | | | {_median(rounds, 'ratio'):.2f} (bound {LEAST_RATIO:g}) "
         f"| {_median(rounds, 'ratio_during'):.2f} | {_median(rounds, 'ratio_after'):.2f} (bound {LEAST_RATIO:g}) | | |",
-        "",
     ]
     return "\n".join(lines)
 

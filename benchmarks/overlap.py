@@ -8,15 +8,14 @@ Exit status 1 unless scheduling began before draft-extend ended in nine steps of
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.machine import demo_model_dir, describe_machine
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import demo_model_dir
 from common.device.factory import open_device
 from common.device.stream import Device, Event, Stream
 from common.draft.load import load_draft
@@ -29,7 +28,6 @@ from decode_service.speculative_worker import SpeculativeWorker
 from decode_service.worker import WorkerOutput
 from tests.support.pair import InProcessPair, PairOptions
 
-RESULTS = Path(__file__).parent / "results"
 NUM_SHOWN = 8
 MIN_SHARE = 0.9
 
@@ -117,12 +115,13 @@ def main() -> None:
     after_ms = 1e3 * statistics.median(step.next_prepared_s - step.verified_s for step in steps)
     before_ms = 1e3 * statistics.median(step.extended_s - step.next_prepared_s for step in steps)
     first_s = steps[len(steps) // 2].verified_s
+    run = BenchmarkRun.of("overlap")
     lines = [
-        f"# Overlap under speculation, {datetime.date.today().isoformat()}",
-        "",
-        f"{describe_machine()}; SmolLM2-135M-Instruct, bfloat16, {args.rows} rows, chains of 4, both engines in one "
-        "process, a thread each for scheduling and for the forward. "
-        f"`{' '.join(['python -m benchmarks.overlap', *sys.argv[1:]])}`",
+        *run.heading(
+            "Overlap under speculation",
+            f"SmolLM2-135M-Instruct, bfloat16, {args.rows} rows, chains of 4, both engines in one process, a thread "
+            "each for scheduling and for the forward.",
+        ),
         "",
         f"The next step's scheduling began before draft-extend ended in {len(early)} of {len(steps)} steps, "
         f"{after_ms:.2f} ms after verify ended and {before_ms:.2f} ms before draft-extend did (medians). In the middle "
@@ -137,8 +136,7 @@ def main() -> None:
     table = "\n".join(lines)
     print(table)
     if not args.no_save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{datetime.date.today().isoformat()}-overlap.md").write_text(table + "\n")
+        run.save("overlap", table)
     sys.exit(0 if len(early) >= MIN_SHARE * len(steps) else 1)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import sys
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from pathlib import Path
 from baton.client import AsyncClient
 from baton.events import Completion, tokens_per_forward
 from baton.local_pair import LocalPair
-from benchmarks.machine import demo_model_dir, describe_machine
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import demo_model_dir
 from tests.parity.prompts import PROMPTS, ParityPrompt
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Divergence, Reference
 
-RESULTS = Path(__file__).parent / "results"
 NEW_TOKENS = 64
 DEFAULT_TURNS = Path("../shared/prompts/mt_bench.jsonl")
 
@@ -85,13 +84,13 @@ def main() -> None:
     reference = Reference(model_dir, new_tokens=NEW_TOKENS)
     own = [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
     turns = outside_prompts(args.turns, reference)
+    benchmark_run = BenchmarkRun.of("parity")
     lines = [
-        f"# Parity with `generate`, {datetime.date.today().isoformat()}",
-        "",
-        f"{describe_machine()}; SmolLM2-135M-Instruct, float32, greedy, {NEW_TOKENS} new tokens, "
-        "through the gRPC client; "
-        f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench. "
-        f"`{' '.join(['python -m benchmarks.parity', *sys.argv[1:]])}`",
+        *benchmark_run.heading(
+            "Parity with `generate`",
+            f"SmolLM2-135M-Instruct, float32, greedy, {NEW_TOKENS} new tokens, through the gRPC client; "
+            f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench.",
+        ),
         "",
         "| configuration | prompts | tokens | equal prompts | ties | divergences | tokens per forward |",
         "|---|---|---|---|---|---|---|",
@@ -114,13 +113,9 @@ def main() -> None:
         details += [f"- {configuration}: {divergence}" for divergence in divergences]
         print(lines[-1], file=sys.stderr, flush=True)
         table = "\n".join([*lines, "", *details]).rstrip()
-        save(table, f"parity-{args.only}" if args.only else "parity")  # what has run is kept when the rest is not
+        # what has run is kept when the rest is not
+        benchmark_run.save(f"parity-{args.only}" if args.only else "parity", table)
     sys.exit(0 if is_met else 1)
-
-
-def save(table: str, name: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.date.today().isoformat()}-{name}.md").write_text(table + "\n")
 
 
 def row(

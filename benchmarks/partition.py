@@ -6,7 +6,6 @@ sudo python -m benchmarks.partition
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import re
 import sys
@@ -23,13 +22,12 @@ from baton.client import Client
 from baton.events import Completion
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
-from benchmarks.machine import describe_machine
+from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.namespaces import FAR_ADDRESS, Cable
 from tests.e2e.load import Workload, load
 from tests.e2e.running import BOUND_S, COMMON_ARGS, RECONNECT_AT_ONCE, is_empty, wait_until
 from tests.support.models import save_tiny_model
 
-RESULTS = Path(__file__).parent / "results"
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 NUM_THREADS = 8
 DECODE, PREFILL, METRICS = "127.0.0.1:50051", f"{FAR_ADDRESS}:50052", "127.0.0.1:9090"
@@ -193,15 +191,15 @@ def main() -> int:
                 problems += problems_of(partition, args.cut_for_s)
                 rows.append(_row(label, partition))
                 print(rows[-1], flush=True)
-    today = datetime.date.today().isoformat()
+    run = BenchmarkRun.of("partition")
     table = "\n".join(
         [
-            f"# Partition between decode and prefill for {args.cut_for_s:g} s, {today}",
-            "",
-            f"{describe_machine()}; a tiny model with 4 KiB of KV a token, one service of each kind, {NUM_THREADS} "
-            "requests at a time, default time-outs. Two network namespaces, everything between them dropped in both "
-            "directions. Every request served was what it is undisturbed; both services held nothing at the end. "
-            f"`{' '.join(['python -m benchmarks.partition', *sys.argv[1:]])}`",
+            *run.heading(
+                f"Partition between decode and prefill for {args.cut_for_s:g} s",
+                f"a tiny model with 4 KiB of KV a token, one service of each kind, {NUM_THREADS} requests at a time, "
+                "default time-outs. Two network namespaces, everything between them dropped in both directions. Every "
+                "request served was what it is undisturbed; both services held nothing at the end.",
+            ),
             "",
             "| `resume` | cut to decode not ready | cut to prefill empty | longest request | mended to ready | "
             "mended to first served | served | errors |",
@@ -211,7 +209,7 @@ def main() -> int:
     )
     print(table)
     if not args.no_save:
-        (RESULTS / f"{today}-partition.md").write_text(table + "\n")
+        run.save("partition", table)
     print("\n".join(problems))
     return 1 if problems else 0
 

@@ -6,7 +6,6 @@ python -m benchmarks.recovery
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 import tempfile
@@ -19,12 +18,11 @@ from baton.client import Client
 from baton.events import Completion
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
-from benchmarks.machine import describe_machine
+from benchmarks.benchmark_run import BenchmarkRun
 from tests.e2e.load import Workload, load
 from tests.e2e.running import BOUND_S, RECONNECT_AT_ONCE, RunningPair, running_pair, wait_until
 from tests.support.models import save_tiny_model
 
-RESULTS = Path(__file__).parent / "results"
 WORKLOAD = Workload(prompt_tokens=100, new_tokens=60)
 LIMIT_S = 60.0
 """From the kill to the first request served that began after it: most of it is the start of a process."""
@@ -142,15 +140,15 @@ def main() -> int:
             *measure(model, 1, ONE_EACH, args.rounds, problems),
             *measure(model, 2, ONE_OF_TWO, args.rounds, problems),
         ]
-    today = datetime.date.today().isoformat()
+    run = BenchmarkRun.of("recovery")
     table = "\n".join(
         [
-            f"# Recovery from kill -9, {today}",
-            "",
-            f"{describe_machine()}; a tiny model (a restart's time is that of imports), 6 requests at a time with "
-            f"`resume=True`, {args.rounds} rounds, medians in seconds. Every request served was what it is "
-            "undisturbed; both services held nothing at the end. "
-            f"`{' '.join(['python -m benchmarks.recovery', *sys.argv[1:]])}`",
+            *run.heading(
+                "Recovery from kill -9",
+                "a tiny model (a restart's time is that of imports), 6 requests at a time with `resume=True`, "
+                f"{args.rounds} rounds, medians in seconds. Every request served was what it is undisturbed; both "
+                "services held nothing at the end.",
+            ),
             "",
             "| prefill + decode | killed | restarted | kill to ready | kill to first served | ready to first served | "
             "served | failed |",
@@ -160,7 +158,7 @@ def main() -> int:
     )
     print(table)
     if not args.no_save:
-        (RESULTS / f"{today}-recovery.md").write_text(table + "\n")
+        run.save("recovery", table)
     print("\n".join(problems))
     return 1 if problems else 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import platform
@@ -25,10 +24,10 @@ from typing import Any
 from baton.client import AsyncClient
 from baton.load_generator import LoadReport, Workload, percentile, run_workload, summarize
 from baton.local_pair import LocalPair
+from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.cancellation import measure_cancellation
-from benchmarks.machine import demo_model_dir, describe_machine
+from benchmarks.machine import demo_model_dir
 
-RESULTS = Path(__file__).parent / "results"
 LIMITS = {1: 1.3, 8: None, 32: 8.0}
 """Least ratio of decode tokens/s to sequential `generate`, by concurrency; None: shown without a bound."""
 
@@ -64,11 +63,12 @@ def main() -> None:
             rounds.append({"reference": reference, "baton": reports})
     cancellation = measure_cancellation()
     peer = run_peer(args.peer) if args.peer else None
+    run = BenchmarkRun.of("serving")
     result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
+        "date": run.date,
+        "machine": run.machine,
         "python": platform.python_version(),
-        "command": "python -m benchmarks.serving " + " ".join(sys.argv[1:]),
+        "command": run.command,
         "dtype": args.dtype,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
@@ -76,13 +76,10 @@ def main() -> None:
         "cancellation_s": cancellation,
         "peer": peer,
     }
-    table, is_met = render(rounds, levels, result)
+    table, is_met = render(run, rounds, levels, result)
     print(table)
     if not args.no_save:
-        RESULTS.mkdir(exist_ok=True)
-        name = RESULTS / f"{result['date']}-serving"
-        name.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        name.with_suffix(".md").write_text(table + "\n")
+        run.save("serving", table, result)
     sys.exit(0 if is_met else 1)
 
 
@@ -133,7 +130,9 @@ def vocab_size_of(model_dir: Path) -> int:
     return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
 
 
-def render(rounds: list[dict[str, Any]], levels: list[int], result: dict[str, Any]) -> tuple[str, bool]:
+def render(
+    run: BenchmarkRun, rounds: list[dict[str, Any]], levels: list[int], result: dict[str, Any]
+) -> tuple[str, bool]:
     """The table, and whether every bound is met by the median ratio."""
     reference = [r["reference"] for r in rounds]
 
@@ -141,10 +140,11 @@ def render(rounds: list[dict[str, Any]], levels: list[int], result: dict[str, An
         return f"{statistics.median(values) * scale:.1f}"
 
     lines = [
-        f"# Serving, {result['date']}",
-        "",
-        f"{result['machine']}; SmolLM2-135M-Instruct, {result['dtype']}, {result['prompt_tokens']}-token prompts, "
-        f"{result['new_tokens']} new tokens, greedy; medians of {len(rounds)} rounds. `{result['command']}`",
+        *run.heading(
+            "Serving",
+            f"SmolLM2-135M-Instruct, {result['dtype']}, {result['prompt_tokens']}-token prompts, "
+            f"{result['new_tokens']} new tokens, greedy; medians of {len(rounds)} rounds.",
+        ),
         "",
         "| | decode tokens/s | ratio | bound | end-to-end tokens/s | ratio | TTFT p50 ms | between tokens p50 / p99 ms "
         "| handoff MB/s |",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import statistics
 import sys
@@ -25,10 +24,10 @@ from baton.client import AsyncClient
 from baton.events import Completion, SpeculationCounts, tokens_per_forward
 from baton.load_generator import Workload, send_prompts, summarize
 from baton.local_pair import LocalPair
-from benchmarks.machine import demo_model_dir, describe_machine
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import demo_model_dir
 from tests.parity.prompts import PROMPTS
 
-RESULTS = Path(__file__).parent / "results"
 TURNS = tuple(Path(f"../shared/prompts/{name}.jsonl") for name in ("mt_bench", "humaneval"))
 MIN_TOKENS_PER_FORWARD = 2.0
 LIMITS = {1: 1.2, 8: 0.95, 32: 0.95}
@@ -51,19 +50,17 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     levels = [int(level) for level in args.concurrency.split(",")] if args.rounds else []
-    result = asyncio.run(measure(args, levels))
-    table, is_met = render(result)
+    run = BenchmarkRun.of("speculation")
+    result = asyncio.run(measure(run, args, levels))
+    table, is_met = render(run, result)
     print(table)
     if not args.no_save:
-        RESULTS.mkdir(exist_ok=True)
         part = "" if levels and args.turns else "-acceptance" if args.turns else "-speed"
-        name = RESULTS / f"{result['date']}-speculation{part}"
-        name.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        name.with_suffix(".md").write_text(table + "\n")
+        run.save(f"speculation{part}", table, result)
     sys.exit(0 if is_met else 1)
 
 
-async def measure(args: argparse.Namespace, levels: Sequence[int]) -> dict[str, Any]:
+async def measure(run: BenchmarkRun, args: argparse.Namespace, levels: Sequence[int]) -> dict[str, Any]:
     model_dir = demo_model_dir()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
 
@@ -86,9 +83,9 @@ async def measure(args: argparse.Namespace, levels: Sequence[int]) -> dict[str, 
         ),
     }
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "command": "python -m benchmarks.speculation " + " ".join(sys.argv[1:]),
+        "date": run.date,
+        "machine": run.machine,
+        "command": run.command,
         "dtype": args.dtype,
         "chain": args.chain,
         "new_tokens": args.new_tokens,
@@ -190,15 +187,15 @@ async def speed(
     }
 
 
-def render(result: dict[str, Any]) -> tuple[str, bool]:
+def render(run: BenchmarkRun, result: dict[str, Any]) -> tuple[str, bool]:
     """The table, and whether every bound is met; what was not measured is not."""
     is_met = bool(result["acceptance"]) or not result["is_acceptance_wanted"]
     positions = " | ".join(f"draft {position}" for position in range(1, result["chain"] + 1))
     lines = [
-        f"# Speculation, {result['date']}",
-        "",
-        f"{result['machine']}; SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['new_tokens']} new tokens. "
-        f"`{result['command']}`",
+        *run.heading(
+            "Speculation",
+            f"SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['new_tokens']} new tokens.",
+        ),
     ]
     if result["acceptance"]:
         lines += [

@@ -21,8 +21,8 @@ from tests.fuzz.pure_targets import MAX_STATUS_BYTES
 from tests.fuzz.services import (
     BOUND_S,
     Decode,
-    Loop,
     Prefill,
+    WatchedLoop,
     loop_under_watch,
     start_decode,
     start_prefill,
@@ -92,7 +92,7 @@ async def generate(
         call.cancel()
 
 
-def settled(loop: Loop, *services: Prefill | Decode) -> None:
+def settled(loop: WatchedLoop, *services: Prefill | Decode) -> None:
     """Nothing is held, the engines run, and nothing went wrong out of sight."""
     wait_until(
         lambda: all(service.holds_nothing() for service in services),

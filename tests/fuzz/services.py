@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -41,9 +40,9 @@ from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.scheduler import PrefillEngine
 from tests.fuzz.engine_target import fingerprint_of
+from tests.support.loop_thread import LoopThread
 from tests.support.models import save_tiny_model
 
-ResultT = TypeVar("ResultT")
 BOUND_S = 20.0
 CONTEXT = 24
 MAX_ROWS = 4
@@ -51,23 +50,12 @@ MAX_KV_TOKENS = 256
 HANDOFF_ROWS = 8
 
 
-class Loop:
-    """An event loop on a thread. It remembers what goes wrong while nobody waits for it, as it does errors logged."""
+class WatchedLoop(LoopThread):
+    """It remembers what goes wrong while nobody waits for it, as it does errors logged."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda _, context: self.faults.append(str(context)))
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fuzz-loop")
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(BOUND_S)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(BOUND_S)
-        self._loop.close()
+        super().__init__(bound_s=BOUND_S, on_fault=lambda context: self.faults.append(str(context)))
 
 
 class _Errors(logging.Handler):
@@ -80,8 +68,8 @@ class _Errors(logging.Handler):
 
 
 @contextmanager
-def loop_under_watch() -> Iterator[Loop]:
-    loop = Loop()
+def loop_under_watch() -> Iterator[WatchedLoop]:
+    loop = WatchedLoop()
     handler = _Errors(loop.faults)
     logging.getLogger().addHandler(handler)
     try:

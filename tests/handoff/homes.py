@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow
@@ -26,30 +25,13 @@ from prefill_service.messages import (
     SegmentBytesSent,
 )
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
+from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
 
-ResultT = TypeVar("ResultT")
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)
 FAST = HandoffTimeouts(
     connect_timeout_s=BOUND_S, accept_timeout_s=BOUND_S, progress_timeout_s=BOUND_S, poll_interval_s=0.02
 )
-
-
-class LoopThread:
-    """An event loop that runs while the test's own thread drives both ends."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="loop")
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(BOUND_S)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(BOUND_S)
-        self._loop.close()
 
 
 class Home(Protocol):

@@ -17,10 +17,11 @@ from common.wire.handoff import Accepted
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged, StartHandoff
-from tests.handoff.homes import FAST, LoopThread
+from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row, segment
 from tests.handoff.scripted_prefill import RecordingDecode
+from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
 
 CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)

@@ -17,10 +17,11 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from tests.handoff.homes import FAST, LIMITS, LoopThread
+from tests.handoff.homes import FAST, LIMITS
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.security.certificates import LONG_AGO, Authority, Files
+from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
+
+from tests.support.loop_thread import LoopThread
 
 CHUNK_BYTES = 65536
 BOUND_S = 10.0
-T = TypeVar("T")
 
 
 class BlackHoleProxy:
@@ -23,20 +22,18 @@ class BlackHoleProxy:
 
     def __init__(self) -> None:
         self.target: tuple[str, int] = ("127.0.0.1", 0)
-        self._loop = asyncio.new_event_loop()
+        self._loop = LoopThread()
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._pumps: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._server: asyncio.Server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self._server: asyncio.Server = self._loop.run(asyncio.start_server(self._serve, "127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        self._loop.call_soon_threadsafe(self._is_open.clear)
+        self._loop.call_soon(self._is_open.clear)
 
     def mend(self) -> None:
-        self._loop.call_soon_threadsafe(self._is_open.set)
+        self._loop.call_soon(self._is_open.set)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -69,9 +66,6 @@ class BlackHoleProxy:
         await self._is_open.wait()
         raise ConnectionResetError
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(BOUND_S)
-
     async def _end(self) -> None:
         self._server.close()
         for pump in tuple(self._pumps):
@@ -80,9 +74,7 @@ class BlackHoleProxy:
             await asyncio.wait(tuple(self._pumps), timeout=BOUND_S)
 
     def close(self) -> None:
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(BOUND_S)
+        self._loop.run(self._end())
         self._loop.close()
 
     def __enter__(self) -> Self:
