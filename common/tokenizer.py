@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenDecoder(Protocol):
@@ -24,8 +24,8 @@ class TokenDecoder(Protocol):
         """Special tokens, and ids past the vocabulary: they have no text and do not separate what is around them."""
 
     @property
-    def byte_ids(self) -> frozenset[int]:
-        """Byte-fallback tokens: a run of them is text only as a whole. Empty for byte-level tokenizers."""
+    def byte_of(self) -> Mapping[int, int]:
+        """Byte-fallback tokens' bytes: a run of them is text only as a whole. Empty for byte-level tokenizers."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens skipped; bytes that are no character become U+FFFD."""
@@ -55,7 +55,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._byte_ids = _byte_fallback_ids(backend)
+        self._byte_of = _byte_fallback(backend)
         pretrained("")  # resets truncation and padding now: later calls then only read the backend
 
     @classmethod
@@ -70,8 +70,8 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     @property
-    def byte_ids(self) -> frozenset[int]:
-        return self._byte_ids
+    def byte_of(self) -> Mapping[int, int]:
+        return self._byte_of
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
@@ -92,10 +92,11 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return tuple(token_ids)
 
 
-def _byte_fallback_ids(backend: Any) -> frozenset[int]:
+def _byte_fallback(backend: Any) -> dict[int, int]:
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     stages = decoder.get("decoders", [decoder])
     if not any(stage.get("type") == "ByteFallback" for stage in stages):
-        return frozenset()
+        return {}
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    return frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+    matches = ((_BYTE_TOKEN.fullmatch(token), token_id) for token, token_id in vocabulary.items())
+    return {token_id: int(match[1], 16) for match, token_id in matches if match is not None}

@@ -1,13 +1,16 @@
-"""Token ids to text, one token at a time."""
+"""Token ids to text, one token at a time, in time that does not grow with what came before."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.tokenizer import TokenDecoder
 
 _REPLACEMENT = "\ufffd"
+_LONG_WINDOW = 32
+_TRIED_CUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +35,41 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._num_context = 0
         self._num_emitted_chars = 0  # of the window's text
+        self._run: _ByteRun | None = None  # at the window's end
 
     def push(self, token_id: int) -> DecodedText:
         if self._decoder.is_skipped(token_id):
             return DecodedText("")
+        if (byte := self._decoder.byte_of.get(token_id)) is not None:
+            return DecodedText("", tail=self._push_byte(token_id, byte))
+        self._run = None
         self._window.append(token_id)
         text = self._decoder.decode(self._window)
-        if token_id in self._decoder.byte_ids:  # the next byte may turn this whole run into U+FFFD
-            return DecodedText("", tail=text[self._num_emitted_chars :].rstrip(_REPLACEMENT))
         is_complete = not text.endswith(_REPLACEMENT)
         num_final = len(text) if is_complete else len(text) - 1
         new = text[self._num_emitted_chars : num_final]
         self._num_emitted_chars = max(self._num_emitted_chars, num_final)
         if is_complete:
             self._forget(self._window[self._num_context :])
+        elif len(self._window) % _LONG_WINDOW == 0:
+            self._cut(text)
         return DecodedText(new)
 
     def flush(self) -> str:
         """What was kept back. Nothing may be pushed after it."""
+        return self._kept_back()
+
+    def _kept_back(self) -> str:
         return self._decoder.decode(self._window)[self._num_emitted_chars :]
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        """The tail. The next byte may turn the whole run into U+FFFD, so nothing of it is final before its end."""
+        if self._run is None:
+            self._run = _ByteRun(before=self._kept_back())
+        self._window.append(token_id)
+        if self._run.push(byte):
+            self._run.align(self._kept_back())
+        return self._run.text.rstrip(_REPLACEMENT)
 
     def _forget(self, recent: Sequence[int]) -> None:
         """Keep only `recent` as context, unless it is not enough: a decoder may strip the start of a text."""
@@ -59,3 +78,50 @@ class IncrementalDetokenizer:
             self._window = list(recent)
             self._num_context = len(recent)
             self._num_emitted_chars = len(text)
+
+    def _cut(self, text: str) -> None:
+        """Forget what comes before the last few ids of a window whose last character is never whole.
+
+        Where both parts decode to what they do together no character lies across, whatever follows.
+        """
+        for place in range(len(self._window) - 1, len(self._window) - 1 - _TRIED_CUTS, -1):
+            before, rest = self._decoder.decode(self._window[:place]), self._decoder.decode(self._window[place:])
+            if rest and before + rest == text:
+                self._window = self._window[place:]
+                self._num_context = 0
+                self._num_emitted_chars -= len(before)
+                return
+
+
+class _ByteRun:
+    """Byte-fallback tokens one after another: text only as a whole, so that a byte that is no UTF-8 spoils them all."""
+
+    def __init__(self, before: str) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._before = before
+        self._chars = ""
+        self._num_stripped = 0
+        self._is_text = False  # a character is not complete, or the run is spoilt
+        self._is_spoilt = False
+
+    @property
+    def text(self) -> str:
+        """What was there `before`, and the run's as far as it is text."""
+        return self._before + self._chars[self._num_stripped :] if self._is_text else self._before
+
+    def push(self, byte: int) -> bool:
+        """Whether it completes the first character."""
+        if self._is_spoilt:
+            return False
+        try:
+            char = self._decoder.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._is_spoilt, self._is_text = True, False
+            return False
+        self._is_text = bool(char)
+        self._chars += char
+        return len(self._chars) == 1 and self._is_text
+
+    def align(self, decoded: str) -> None:
+        """`decoded` is the text with the first character, which may lack it: a space that begins an output."""
+        self._num_stripped = len(self.text) - len(decoded)

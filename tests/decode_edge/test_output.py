@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.model.sampling_params import TokenLogprobs
 from common.tokenizer import TextTokenizer
 from decode_service.output import OutputProcessor, StopMatch
-from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of, vocab_size
+from tests.decode_edge.tokenizers_for_tests import WORDS, byte_fallback, byte_level, eos_id, ids_of, vocab_size
 
 TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
 BYTES = TOKENIZERS["byte_level"]
@@ -59,6 +59,18 @@ def test_joined_texts_are_the_decoded_ids_however_the_tokens_cut_the_characters(
     texts = [output.push([token_id]).text for token_id in token_ids] + [output.finish()]
 
     assert "".join(texts) == tokenizer.decode(token_ids)
+
+
+PARTS = (0xE2, 0xF0, 0x9F, 0xFF, *range(256 + len(WORDS), 256 + len(WORDS) + 3))
+
+
+@given(st.lists(st.sampled_from(PARTS), min_size=30, max_size=200))
+def test_joined_texts_are_the_decoded_ids_where_hardly_a_character_is_whole(token_ids: list[int]) -> None:
+    output = OutputProcessor(decoder=BYTES)
+
+    texts = [output.push([token_id]).text for token_id in token_ids] + [output.finish()]
+
+    assert "".join(texts) == BYTES.decode(token_ids)
 
 
 @given(st.data())
@@ -118,6 +130,13 @@ def test_bytes_that_never_became_a_character_are_text_at_the_end() -> None:
     output.push(list("€".encode()[:2]))
 
     assert output.finish() == "\ufffd"
+
+
+def test_a_space_that_begins_an_output_as_a_byte_is_in_no_text() -> None:
+    output = OutputProcessor(decoder=TOKENIZERS["byte_fallback"], stop_strings=["b"])
+
+    assert output.push(list(b" ab")).text == "a"
+    assert output.match == StopMatch("b", 3)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> None:
@@ -189,9 +208,8 @@ def test_an_ending_token_is_in_the_ids_and_not_in_the_text() -> None:
     assert output.match is None
 
 
-@pytest.mark.parametrize("token_id", [eos_id(BYTES), vocab_size(BYTES) + 1], ids=["special", "past the vocabulary"])
-def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> None:
-    """With EOS ignored a model may repeat it for thousands of tokens: no context may grow with them."""
+def counting(tokenizer: TextTokenizer) -> tuple[TextTokenizer, list[int]]:
+    """How many ids each `decode` was given."""
     decoded_lens: list[int] = []
 
     class Counting(TextTokenizer):
@@ -199,10 +217,40 @@ def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> N
             decoded_lens.append(len(token_ids))
             return super().decode(token_ids)
 
-    tokenizer = byte_level()
     tokenizer.__class__ = Counting
+    return tokenizer, decoded_lens
+
+
+@pytest.mark.parametrize("token_id", [eos_id(BYTES), vocab_size(BYTES) + 1], ids=["special", "past the vocabulary"])
+def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> None:
+    """With EOS ignored a model may repeat it for thousands of tokens: no context may grow with them."""
+    tokenizer, decoded_lens = counting(byte_level())
     output = OutputProcessor(decoder=tokenizer)
 
     output.push([token_id] * 500 + [ord("a")] * 500)
 
     assert max(decoded_lens) < 10
+
+
+@pytest.mark.parametrize(
+    ("new_tokenizer", "token_ids"),
+    [
+        (byte_fallback, [*"€".encode()] * 1000),
+        (byte_fallback, [0x80] * 3000),
+        (byte_fallback, [*"€".encode()] * 500 + [0xFF] + [ord("a")] * 1500),
+        (byte_level, [0x80] * 3000),
+        (byte_level, [*b"\xe2\x82"] * 1500),
+    ],
+    ids=["characters", "never one", "spoilt", "level, never one", "level, never complete"],
+)
+def test_bytes_in_a_row_do_not_slow_each_other_down(
+    new_tokenizer: Callable[[], TextTokenizer], token_ids: list[int]
+) -> None:
+    """A client that resumes brings along what it likes."""
+    tokenizer, decoded_lens = counting(new_tokenizer())
+    output = OutputProcessor(decoder=tokenizer, stop_strings=["stop"])
+
+    text = output.push(token_ids).text + output.finish()
+
+    assert text == new_tokenizer().decode(token_ids)
+    assert sum(decoded_lens) < 40 * len(token_ids)
