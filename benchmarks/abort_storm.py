@@ -44,8 +44,11 @@ class Storm:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens a second of the survivors: from the first token of all to the last, and in two windows after the begin."""
+    """Tokens a second of the survivors: from the first token of all to the last, which takes `seconds`, and in two
+    windows after the begin.
+    """
 
+    seconds: float
     whole: float
     during: float
     after: float
@@ -62,7 +65,8 @@ class Rates:
             return sum(start_s <= token_s - begun_s < end_s for token_s in times_s) / (end_s - start_s)
 
         assert times_s[-1] - begun_s >= AFTER_S[1], "the survivors ended too early: give them more tokens"
-        return cls((len(times_s) - 1) / (times_s[-1] - times_s[0]), within(DURING_S), within(AFTER_S))
+        seconds = times_s[-1] - times_s[0]
+        return cls(seconds, (len(times_s) - 1) / seconds, within(DURING_S), within(AFTER_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +163,25 @@ def _median(rounds: list[Round], name: str) -> float:
 
 def _table(run: BenchmarkRun, rounds: list[Round], args: argparse.Namespace) -> str:
     lines = [
-        f"# {NUM_CANCELLED} requests cancelled within a second",
-        "",
-        f"{run.date}, {run.machine}. `python -m benchmarks.abort_storm --rounds {args.rounds} "
-        f"--new-tokens {args.new_tokens}`: {NUM_SURVIVORS} requests of the demo model run to their end; "
-        f"{STORM_AFTER_S:g} s after their begin {NUM_CANCELLED} others are admitted and all cancelled.",
+        *run.heading(
+            f"{NUM_CANCELLED} requests cancelled within a second",
+            f"{NUM_SURVIVORS} requests of the demo model run to their end of {args.new_tokens} tokens; "
+            f"{STORM_AFTER_S:g} s after their begin {NUM_CANCELLED} others are admitted and all cancelled.",
+        ),
         "",
         f"Windows: {DURING_S[0]:g} to {DURING_S[1]:g} s after the begin, and {AFTER_S[0]:g} to {AFTER_S[1]:g} s.",
         "",
-        "| round | undisturbed, tokens/s | with the storm, tokens/s | ratio | in the storm's window | after it "
-        "| sending, s | cancelling, s |",
-        "|" + "---|" * 8,
+        "| round | undisturbed, tokens/s | with the storm, tokens/s | ratio | seconds lost, of | in the storm's window "
+        "| after it | sending, s | cancelling, s |",
+        "|" + "---|" * 9,
         *(
             f"| {number + 1} | {each.calm.whole:.1f} | {each.stormy.whole:.1f} | {each.ratio:.2f} "
+            f"| {each.stormy.seconds - each.calm.seconds:.1f} of {each.calm.seconds:.1f} "
             f"| {each.ratio_during:.2f} | {each.ratio_after:.2f} "
             f"| {each.storm.sending_s:.2f} | {each.storm.cancelling_s:.2f} |"
             for number, each in enumerate(rounds)
         ),
-        f"| median | | | {_median(rounds, 'ratio'):.2f} (bound {LEAST_RATIO:g}) "
+        f"| median | | | {_median(rounds, 'ratio'):.2f} (bound {LEAST_RATIO:g}) | "
         f"| {_median(rounds, 'ratio_during'):.2f} | {_median(rounds, 'ratio_after'):.2f} (bound {LEAST_RATIO:g}) | | |",
     ]
     return "\n".join(lines)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from decode_service.spec_info import SpecInfo
 from tests.engine.speculating import CHAIN, TREE
 from tests.interleavings.explored_device import ExploredDevice
-from tests.interleavings.scenarios import ExploredEngine, Scenario
+from tests.interleavings.scenarios import (
+    BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
+    LAUNCHED_BEFORE_DRAFT_EXTEND,
+    RETRACTED,
+    RETRIED,
+    ExploredEngine,
+    Scenario,
+)
 
 NAMES = "abcd"
 ENDINGS = ("abort", "stop", "lost")
@@ -37,6 +44,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Life:
+    """`spare_slots`: beside those that its longest request needs alone."""
+
     requests: tuple[Request, ...]
     max_rows: int
     spec_info: SpecInfo | None
@@ -50,19 +59,19 @@ class Life:
             requests=tuple(Request.draw(numbers) for _ in range(numbers.randint(2, len(NAMES)))),
             max_rows=numbers.randint(1, 3),
             spec_info=numbers.choice([None, None, CHAIN, TREE]),
-            spare_slots=numbers.randint(0, 6),
+            spare_slots=numbers.randint(0, numbers.choice([6, 40])),
             overlap=numbers.choice([True, True, False]),
             lags=numbers.choice([True, False]),
         )
 
     def program(self, device: ExploredDevice) -> None:
         """A Program."""
-        needs = [len(each.prompt) + each.max_tokens for each in self.requests]
-        is_plain = self.spec_info is None
+        num_needed = max(len(each.prompt) + each.max_tokens for each in self.requests)
+        num_ahead = 0 if self.spec_info is None else self.spec_info.num_slots - 1
         Scenario(
             self._body,
             self.max_rows,
-            max(needs) + self.spare_slots if is_plain else sum(needs) + 16 * self.max_rows,
+            num_needed + num_ahead + self.spare_slots,
             self.spec_info,
             overlap=self.overlap,
             lags=self.lags,
@@ -101,6 +110,10 @@ class RandomLife:
 
 @dataclass(frozen=True, slots=True)
 class RandomLives:
-    """All lives, from each of which one order is run."""
+    """All lives, from each of which one order is run. Some of every `num_telling` have what makes them worth it."""
 
     name: str = "random_lives"
+    num_telling: int = 2000
+    some_have: frozenset[str] = frozenset(
+        {RETRIED, RETRACTED, LAUNCHED_BEFORE_DRAFT_EXTEND, BOOTSTRAPPED_BEFORE_DRAFT_EXTEND}
+    )

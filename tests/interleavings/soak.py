@@ -3,7 +3,7 @@ lives drawn at random, another one each time.
 
 python -m tests.interleavings.soak --interleavings 100000 [--minutes M] [--processes P] [--seed S]
 
-Orders that differ only in what nobody notices count once, whichever lives they are of. Of the time that the small
+Orders of a scenario, or of any lives, that differ only in what nobody notices count once. Of the time that the small
 scenarios leave the lives get four fifths, and each large one as much as the next. Ends with status 1 at the first
 failure, with the order as a script to replay, or when the minutes are over before so many were run.
 """
@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Spell:
     num_known: int = 0
     is_exhaustive: bool = False
     failure: str = ""
+    witnessed: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class Tally:
     is_exhaustive: bool = False
     is_used_up: bool = False
     failure: str = ""
+    witnessed: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_interleavings(self) -> int:
@@ -72,6 +75,7 @@ class Tally:
         self.is_exhaustive = spell.is_exhaustive
         self.is_used_up = spell.is_exhaustive or self.num_interleavings - before < _FEW_NEW * spell.num_runs
         self.failure = self.failure or spell.failure
+        self.witnessed += spell.witnessed
 
 
 def run_all(scenario: AnyScenario) -> Spell:
@@ -87,14 +91,16 @@ def run_all(scenario: AnyScenario) -> Spell:
 def run_some(explored: Explored, seed: str) -> Spell:
     began_s = time.monotonic()
     digests: set[int] = set()
+    witnessed: Counter[str] = Counter()
     for number in range(_RUNS_A_SPELL):
         scenario = RandomLife(f"{seed}/{number}") if isinstance(explored, RandomLives) else explored
         order = random_order(scenario.program, f"{seed}/{number}")
         digests.add(order.digest)
+        witnessed.update(order.witnessed)
         if order.error is not None:
             told = _tell(scenario, Failure(order.script, order.error, len(digests)))
             return Spell(number + 1, frozenset(digests), time.monotonic() - began_s, failure=told)
-    return Spell(_RUNS_A_SPELL, frozenset(digests), time.monotonic() - began_s)
+    return Spell(_RUNS_A_SPELL, frozenset(digests), time.monotonic() - began_s, witnessed=witnessed)
 
 
 def _tell(scenario: AnyScenario, failure: Failure) -> str:
@@ -134,10 +140,20 @@ class Soak:
 
     @property
     def shortcomings(self) -> list[str]:
-        """What is wrong at the end: a failure, or fewer orders than were wanted."""
-        if not self.failures and not self.is_reached:
-            return [f"{self.num_interleavings} interleavings of {self._num_wanted}: time, or orders, were short"]
-        return self.failures
+        """What is wrong at the end: a failure, lives in which little happened, or fewer orders than were wanted."""
+        if self.failures:
+            return self.failures
+        shortcomings = [
+            f"{explored.name}: in none {missing}"
+            for explored, tally in self.tallies.items()
+            if isinstance(explored, RandomLives) and tally.num_runs >= explored.num_telling
+            for missing in sorted(explored.some_have - tally.witnessed.keys())
+        ]
+        if not self.is_reached:
+            shortcomings.append(
+                f"{self.num_interleavings} interleavings of {self._num_wanted}: time, or orders, were short"
+            )
+        return shortcomings
 
     @property
     def is_reached(self) -> bool:
@@ -195,6 +211,8 @@ class Soak:
         lines.append(
             f"| together | {num_runs} | {self.num_interleavings} | | {time.monotonic() - self._began_s:.0f} | |"
         )
+        witnessed = sum((tally.witnessed for tally in self.tallies.values()), Counter[str]())
+        lines += ["", *(f"{count} x {what}" for what, count in sorted(witnessed.items()))]
         return "\n".join(lines)
 
 

@@ -37,7 +37,7 @@ def lives() -> st.SearchStrategy[Life]:
         requests=st.lists(requests(), min_size=1, max_size=len(NAMES)).map(tuple),
         max_rows=st.integers(1, 3),
         spec_info=st.sampled_from([None, None, CHAIN, TREE]),
-        spare_slots=st.integers(0, 6),
+        spare_slots=st.integers(0, 40),
         overlap=st.sampled_from([True, True, False]),
         lags=st.booleans(),
     )

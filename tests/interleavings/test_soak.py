@@ -13,7 +13,7 @@ import pytest
 from tests.engine.mutants import rows
 from tests.interleavings import replay, scenarios, soak
 from tests.interleavings.random_lives import RandomLives
-from tests.interleavings.scenarios import Scenario
+from tests.interleavings.scenarios import RETRIED, Scenario
 from tests.interleavings.soak import Soak, Spell
 
 SMALL = Scenario(scenarios.one_request, 1, 16)
@@ -74,6 +74,14 @@ def test_lives_get_four_fifths_of_the_time_in_processes_beside_each_other() -> N
     assert spells.of.total() == pytest.approx(100, abs=2)
     assert spells.of["random_lives"] == pytest.approx(80, abs=3)
     assert spells.of[LARGE.name] == pytest.approx(10, abs=2)
+
+
+def test_lives_in_which_little_happens_fall_short() -> None:
+    lives = RandomLives(num_telling=40, some_have=frozenset({RETRIED, "a request was lost"}))
+    done = run(Soak(small=[], large=[lives], num_wanted=30))
+    assert done.is_reached
+    assert done.shortcomings == ["random_lives: in none a request was lost"]
+    assert f"{done.tallies[lives].witnessed[RETRIED]} x {RETRIED}" in done.table()
 
 
 def test_it_ends_with_its_time() -> None:

@@ -33,7 +33,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(act)
 
     def close(self) -> None:
-        """Raises RuntimeError when the loop has not stopped within `bound_s`."""
+        """Waits for the loop at most `bound_s`."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._bound_s)
         self._loop.close()
