@@ -11,8 +11,13 @@ from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_rows import decode_row, encode_row
+from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
-from common.wire.handoff import HandoffRow, RowFailed
+from common.wire.handoff import MAX_CALL_ROWS, HandoffRow, RowFailed
+
+_OTHER_FIELDS = 64
+"""Room for what a command has beside its rows: about 20, a fingerprint's included."""
+_MAX_HELD_GROUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +53,19 @@ def encode_cancel_rows(rows: Sequence[int]) -> bytes:
     return prefill_pb2.HandoffCommand(cancel_rows=cancel).SerializeToString()
 
 
-def decode_command(data: bytes) -> HandoffCommand:
-    """The command in `data`. Raises ProtocolError naming the field."""
+def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffCommand:
+    """The command in `data`. Raises ProtocolError naming the field; too many rows are not even parsed."""
+    require_few_fields(data, prefill_pb2.HandoffCommand, at_most=max_rows + _OTHER_FIELDS)
     message = parse(prefill_pb2.HandoffCommand, data)
     match message.WhichOneof("command"):
         case "prefill_batch":
             batch = message.prefill_batch
             require(batch.HasField("fingerprint"), "prefill_batch.fingerprint", "is absent")
             require(len(batch.rows) > 0, "prefill_batch.rows", "is empty")
+            _require_at_most(max_rows, "prefill_batch.rows", len(batch.rows))
+            for index, row in enumerate(batch.rows):
+                field = f"prefill_batch.rows[{index}].num_held_tokens"
+                _require_at_most(_MAX_HELD_GROUPS, field, len(row.num_held_tokens))
             fingerprint = decode_fingerprint(batch.fingerprint)
             if fingerprint.protocol_version == PROTOCOL_VERSION:  # what another checks is not known
                 require(checksum(batch) == batch.crc32c, "prefill_batch.crc32c", "does not match the command")
@@ -65,10 +75,15 @@ def decode_command(data: bytes) -> HandoffCommand:
             )
         case "cancel_rows":
             cancel = message.cancel_rows
+            _require_at_most(max_rows, "cancel_rows.rows", len(cancel.rows))
             require(checksum(cancel) == cancel.crc32c, "cancel_rows.crc32c", "does not match the command")
             return CancelRows(rows=tuple(cancel.rows))
         case _:
             raise ProtocolError("command", "is none of the known kinds")
+
+
+def _require_at_most(limit: int, field: str, number: int) -> None:
+    require(number <= limit, field, f"has {number}, more than {limit}")
 
 
 def _decode_row(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:

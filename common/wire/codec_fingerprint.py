@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 from baton.v1 import types_pb2
 from common.kv.layer_group import LayerGroupSpec
+from common.wire.codec_checks import require
 from common.wire.fingerprint import Fingerprint, SeedColumnSpec
+
+_MAX_ENTRIES = 32
 
 
 def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
@@ -34,7 +39,14 @@ def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
 
 
 def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
-    """Takes whatever it is given: a value nobody knows is a difference to report, not a broken message."""
+    """Takes whatever value it is given: one that nobody knows is a difference to report, not a broken message.
+
+    Raises ProtocolError for a list that no fingerprint is long enough to have.
+    """
+    _require_few("layer_groups", message.layer_groups)
+    _require_few("seed_columns", message.seed_columns)
+    for column in message.seed_columns:
+        _require_few("seed_columns.row_shape", column.row_shape)
     return Fingerprint(
         protocol_version=message.protocol_version,
         config_digest=message.config_digest,
@@ -58,3 +70,7 @@ def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
             for column in message.seed_columns
         ),
     )
+
+
+def _require_few(field: str, entries: Sized) -> None:
+    require(len(entries) <= _MAX_ENTRIES, f"fingerprint.{field}", f"has {len(entries)}, more than {_MAX_ENTRIES}")

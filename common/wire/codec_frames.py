@@ -11,8 +11,12 @@ from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_prebuilt import decode_prebuilt, encode_prebuilt
 from common.wire.codec_segment import decode_segment, encode_segment
+from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+
+_OTHER_FIELDS = 64
+"""Room for what a frame has beside an entry for each row: about 20, a fingerprint's and the layer groups' included."""
 
 
 class FrameCodec:
@@ -48,6 +52,7 @@ class FrameCodec:
 
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
         """
+        require_few_fields(data, prefill_pb2.HandoffFrame, at_most=len(rows) + _OTHER_FIELDS)
         message = parse(prefill_pb2.HandoffFrame, data)
         match message.WhichOneof("frame"):
             case "accepted":

@@ -58,6 +58,7 @@ def decode_prebuilt(
     """The columns, each checked for its length and range. Raises ProtocolError naming the column."""
     num_rows = len(message.rows)
     require(num_rows > 0, "prebuilt_batch.rows", "is empty")
+    require(num_rows <= len(rows), "prebuilt_batch.rows", f"has {num_rows} entries for the call's {len(rows)} rows")
     row_indices = _integers("rows", message.rows, num_rows, below=len(rows))
     require(len(np.unique(row_indices)) == num_rows, "prebuilt_batch.rows", "names a row twice")
     seq_lens = _integers("seq_lens", message.seq_lens, num_rows)

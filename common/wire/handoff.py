@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from common.errors import RowFailure
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 
+MAX_CALL_ROWS = 1024
 MAX_SEGMENT_BYTES = 4 << 20
 TARGET_GROUP = "target"
 DRAFT_GROUP = "draft"

@@ -13,6 +13,7 @@ from baton.v1 import prefill_pb2
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
 from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
+from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.grpc_options import Metadata, Options
 from decode_service.messages import Replica
@@ -20,6 +21,7 @@ from decode_service.messages import Replica
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 _CHECK = "/grpc.health.v1.Health/Check"
 _GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
+_MAX_ANSWER_FIELDS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +105,9 @@ class GrpcReplica:
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
         """The answer, parsed here: gRPC gives None for what it cannot parse. Raises ProtocolError."""
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._look_channel.unary_unary(method)
-        return parse(kind, await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata))
+        answer = await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
+        require_few_fields(answer, kind, at_most=_MAX_ANSWER_FIELDS)
+        return parse(kind, answer)
 
     def _not_ready(self, error: BatonError) -> Replica:
         return Replica(self.address, is_ready=False, error=error)

@@ -31,7 +31,7 @@ from common.wire.codec_commands import CancelRows, PrefillBatch, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
-from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, RowFailed
+from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row
 from prefill_service.messages import CancelCallRows, CloseCall, Command, Event, OpenCall, SegmentBytesSent
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 class HandoffLimits:
     """Bounds of one call. A receiver that takes nothing for `stall_timeout_s` while a frame waits loses the call."""
 
-    max_rows: int = 1024
+    max_rows: int = MAX_CALL_ROWS
     first_command_timeout_s: float = 10.0
     stall_timeout_s: float = 60.0
 
@@ -172,7 +172,7 @@ class PrefillServicer:
         except TimeoutError:
             raise InvalidRequest("prefill_batch", f"did not arrive within {timeout_s} s") from None
         require(isinstance(data, bytes), "prefill_batch", "is absent: the stream ended before it")
-        command = decode_command(data)
+        command = decode_command(data, max_rows=self._limits.max_rows)
         if not isinstance(command, PrefillBatch):
             raise ProtocolError("command", "is not a PrefillBatch, the first command of a call")
         return command
@@ -181,8 +181,6 @@ class PrefillServicer:
         difference = first_difference(batch.fingerprint, self._fingerprint)
         if difference is not None:
             raise FingerprintMismatch(*difference)
-        max_rows = self._limits.max_rows
-        require(len(batch.rows) <= max_rows, "prefill_batch.rows", f"has {len(batch.rows)}, more than {max_rows}")
         return [
             check_row(index, row, self._model_limits) if isinstance(row, HandoffRow) else row
             for index, row in enumerate(batch.rows)
@@ -192,7 +190,7 @@ class PrefillServicer:
         """Forward cancellations until the receiver closes its side; a broken command fails the call."""
         try:
             while isinstance(data := await context.read(), bytes):
-                command = decode_command(data)
+                command = decode_command(data, max_rows=self._limits.max_rows)
                 if not isinstance(command, CancelRows):
                     raise ProtocolError("prefill_batch", "is not the first command")
                 num_rows = call.numbering.num_rows

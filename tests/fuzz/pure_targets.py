@@ -138,14 +138,13 @@ def checksummed(kind: type[prefill_pb2.HandoffFrame | prefill_pb2.HandoffCommand
 
 @contextmanager
 def fingerprint() -> Iterator[Run]:
-    """Any fingerprint is a value, and its difference from ours a short text."""
+    """Any fingerprint of few entries is a value, and its difference from ours a short text."""
 
     def run(data: bytes) -> None:
         try:
-            message = parse(types_pb2.Fingerprint, data)
+            theirs = decode_fingerprint(parse(types_pb2.Fingerprint, data))
         except ProtocolError:
             return
-        theirs = decode_fingerprint(message)
         assert decode_fingerprint(encode_fingerprint(theirs)) == theirs
         for ours in (PLAIN, SPECULATIVE):
             difference = first_difference(ours, theirs)

@@ -1,0 +1,101 @@
+"""Messages of very many entries are refused by their number, before the event loop parses or looks at each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from baton.v1 import prefill_pb2, types_pb2
+from common.wire.codec_checks import ProtocolError
+from common.wire.codec_commands import PrefillBatch, decode_command, encode_prefill_batch
+from common.wire.codec_fingerprint import encode_fingerprint
+from common.wire.codec_frames import FrameCodec
+from common.wire.codec_rows import encode_row
+from common.wire.grpc_options import MAX_MESSAGE_BYTES
+from common.wire.handoff import MAX_CALL_ROWS
+from tests.fuzz.wire_strategies import delimited, tagged
+from tests.wire.strategies import PLAIN, VOCAB_SIZE
+from tests.wire.wire_samples import PLAIN_ROW
+
+MANY = MAX_MESSAGE_BYTES // 2 - 64
+BOUND_S = 0.5
+FINGERPRINT = encode_fingerprint(PLAIN).SerializeToString()
+
+
+def field(number: int, payload: bytes) -> bytes:
+    return tagged(number, 2, delimited(payload))
+
+
+def empty(number: int, times: int = MANY) -> bytes:
+    return field(number, b"") * times
+
+
+def decode_frame(data: bytes) -> object:
+    return FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE).decode(data, (PLAIN_ROW,))
+
+
+def refused_field(decode: Callable[[bytes], object], data: bytes) -> str:
+    assert len(data) <= MAX_MESSAGE_BYTES
+    began_s = time.perf_counter()
+    with pytest.raises(ProtocolError) as caught:
+        decode(data)
+    assert time.perf_counter() - began_s < BOUND_S
+    return caught.value.field
+
+
+COMMANDS = {
+    "prefill_batch.rows": field(1, field(1, FINGERPRINT) + empty(2)),
+    "prefill_batch.fingerprint.layer_groups": field(1, field(1, FINGERPRINT + empty(6)) + empty(2, 1)),
+    "prefill_batch.99": field(1, field(1, FINGERPRINT) + tagged(99, 0, b"\1") * (MANY // 2)),
+    "prefill_batch": field(1, b"") * MANY,
+    "cancel_rows.rows": field(2, field(1, b"\1" * (MANY // 4))),
+}
+FRAMES = {
+    "accepted.fingerprint.layer_groups": field(1, field(1, FINGERPRINT + empty(6))),
+    "prebuilt_batch.top_logprobs": field(3, empty(5)),
+    "prebuilt_batch.bytes_sent": field(3, empty(6)),
+    "prebuilt_batch.rows": field(3, field(1, b"\0" * (2 * MANY))),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_of_very_many_entries_is_refused_at_once_naming_them(name: str) -> None:
+    assert refused_field(decode_command, COMMANDS[name]) == name
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_frame_of_very_many_entries_is_refused_at_once_naming_them(name: str) -> None:
+    assert refused_field(decode_frame, FRAMES[name]) == name
+
+
+def test_a_million_empty_rows_are_refused_at_once() -> None:
+    assert refused_field(decode_command, field(1, field(1, FINGERPRINT) + empty(2, 1_000_000))) == "prefill_batch.rows"
+
+
+def test_one_row_too_many_is_refused_before_the_checksum_is_made() -> None:
+    rows = field(1, field(1, FINGERPRINT) + field(2, encode_row(PLAIN_ROW).SerializeToString()) * 4)
+    with pytest.raises(ProtocolError, match="has 4, more than 3") as caught:
+        decode_command(rows, max_rows=3)
+    assert caught.value.field == "prefill_batch.rows"
+
+
+def test_held_tokens_of_groups_that_no_model_has_are_refused_before_the_checksum_is_made() -> None:
+    row = encode_row(PLAIN_ROW)
+    row.num_held_tokens.update({str(number): 0 for number in range(17)})
+    batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=[encode_row(PLAIN_ROW), row])
+    message = prefill_pb2.HandoffCommand(prefill_batch=batch)
+    assert refused_field(decode_command, message.SerializeToString()) == "prefill_batch.rows[1].num_held_tokens"
+
+
+def test_a_fingerprint_longer_than_any_is_refused() -> None:
+    column = types_pb2.SeedColumn(name="topk_p", row_shape=[1] * (1 << 20))
+    batch = prefill_pb2.PrefillBatch(fingerprint=types_pb2.Fingerprint(seed_columns=[column]), rows=[{}])
+    message = prefill_pb2.HandoffCommand(prefill_batch=batch)
+    assert refused_field(decode_command, message.SerializeToString()) == "fingerprint.seed_columns.row_shape"
+
+
+def test_as_many_rows_as_a_call_may_have_are_taken() -> None:
+    rows = (PLAIN_ROW,) * MAX_CALL_ROWS
+    assert decode_command(encode_prefill_batch(PLAIN, rows)) == PrefillBatch(PLAIN, rows)
