@@ -17,7 +17,7 @@ from baton.v1 import inference_pb2, prefill_pb2
 from common.wire.grpc_options import channel_options
 from decode_service.handoff.timeouts import HandoffTimeouts
 from tests.fuzz.engine_target import fingerprint_of
-from tests.fuzz.pure_targets import MAX_STATUS_BYTES
+from tests.fuzz.pure_targets import MAX_STATUS_BYTES, checksummed
 from tests.fuzz.services import (
     BOUND_S,
     Decode,
@@ -127,7 +127,9 @@ def decode_edge() -> Iterator[Run]:
 
 @contextmanager
 def prefill_edge() -> Iterator[Run]:
-    """The first byte: frames to read before leaving, 0 for all; its top bit keeps our side open. Then the commands."""
+    """The first byte: frames to read before leaving, 0 for all; its top bit keeps our side open, the next one leaves
+    versions and checksums as they are. Then the commands.
+    """
     with tiny_target() as (model, _), loop_under_watch() as loop:
         service = loop.run(start_prefill(model))
         channel = loop.run(_connect(service.address))
@@ -135,6 +137,8 @@ def prefill_edge() -> Iterator[Run]:
         def run(data: bytes) -> None:
             control = data[0] if data else 0
             commands = split(data[1:])
+            if not control & 64:
+                commands = [checksummed(prefill_pb2.HandoffCommand, command) for command in commands]
             try:
                 loop.run(_handoff(channel, commands, num_frames=control & 63 or 10_000, half_closes=control < 128))
             except grpc.aio.AioRpcError as failure:
@@ -184,7 +188,9 @@ def _ended_rows(data: bytes) -> list[int]:
 
 @contextmanager
 def replica() -> Iterator[Run]:
-    """Messages: answers to health, GetFingerprint and GetLoad, empty for right ones; then the frames of each call."""
+    """The first byte: odd leaves the frames' versions and checksums as they are. Then messages: answers to health,
+    GetFingerprint and GetLoad, empty for right ones; then the frames of each call.
+    """
     with tiny_target() as (model, tokenizer), loop_under_watch() as loop:
         raw = RawReplica(fingerprint=fingerprint_of(model, None))
         loop.run(raw.start())
@@ -196,7 +202,10 @@ def replica() -> Iterator[Run]:
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5, 6, 7])).SerializeToString()
 
         def run(data: bytes) -> None:
-            health, fingerprint, load, *frames = [*split(data), b"", b"", b""][: max(3, len(split(data)))]
+            control, messages = data[0] if data else 0, split(data[1:])
+            health, fingerprint, load, *frames = [*messages, b"", b"", b""][: max(3, len(messages))]
+            if not control & 1:
+                frames = [checksummed(prefill_pb2.HandoffFrame, frame) for frame in frames]
             raw.answers = {"Check": health, "GetFingerprint": fingerprint, "GetLoad": load}
             raw.instance_id = str(raw.num_looks)  # its fingerprint is asked for anew
             raw.frames = frames
@@ -232,13 +241,13 @@ def _command_inputs(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
     commands = tuple({command: None for seed in seeds for command in split(seed[1:])})
     hostile = hostile_messages(prefill_pb2.HandoffCommand.DESCRIPTOR, commands)
     sequence = st.tuples(st.sampled_from(commands) | hostile, st.lists(st.sampled_from(commands) | hostile, max_size=3))
-    return st.tuples(st.sampled_from((0, 0, 1, 2, 4, 129)), sequence).map(
+    return st.tuples(st.sampled_from((0, 0, 1, 2, 4, 64, 129)), sequence).map(
         lambda drawn: bytes(drawn[:1]) + join([drawn[1][0], *drawn[1][1]])
     )
 
 
 def _replica_inputs(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
-    frames = tuple({frame: None for seed in seeds for frame in split(seed)[3:]})
+    frames = tuple({frame: None for seed in seeds for frame in split(seed[1:])[3:]})
     hostile = hostile_messages(prefill_pb2.HandoffFrame.DESCRIPTOR, frames)
     answers = st.one_of(
         st.just([b"", b"", b""]),
@@ -249,9 +258,9 @@ def _replica_inputs(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
             st.just(b"") | hostile_messages(prefill_pb2.GetPrefillLoadResponse.DESCRIPTOR, (b"",)),
         ).map(list),
     )
-    return st.tuples(answers, st.lists(st.sampled_from(frames) | hostile, max_size=4)).map(
-        lambda drawn: join([*drawn[0], *drawn[1]])
-    )
+    return st.tuples(
+        st.sampled_from((0, 0, 0, 1)), answers, st.lists(st.sampled_from(frames) | hostile, max_size=4)
+    ).map(lambda drawn: bytes(drawn[:1]) + join([*drawn[1], *drawn[2]]))
 
 
 EDGE_TARGETS = (

@@ -112,7 +112,6 @@ class EngineUnderFire:
 
 def fingerprint_of(model: TargetModel, head: DraftHead | None) -> Fingerprint:
     return Fingerprint(
-        protocol_version=1,  # as in the corpus
         config_digest="c0ffee",
         target_weights_digest="beef",
         tokenizer_digest="7e57",

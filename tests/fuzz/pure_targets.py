@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from common.wire.codec_checks import ProtocolError, parse
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import first_difference
+from common.wire.fingerprint import PROTOCOL_VERSION, first_difference
 from common.wire.handoff import HandoffRow, RowFailed
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt, check_lengths, check_request
 from decode_service.output import OutputProcessor
@@ -25,12 +24,11 @@ from prefill_service.edge import row_checks
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, vocab_size
 from tests.fuzz.target import Run, Target, join, split
 from tests.fuzz.wire_strategies import TEXTS, hostile_messages
-from tests.wire import strategies
-from tests.wire.strategies import VOCAB_SIZE
+from tests.wire.strategies import PLAIN, SPECULATIVE, VOCAB_SIZE
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
-# The corpus has their bytes: what it reaches must not change with the protocol's version.
-PLAIN, SPECULATIVE = (replace(each, protocol_version=1) for each in (strategies.PLAIN, strategies.SPECULATIVE))
+CORPUS_VERSION = 1
+"""Of the protocol, in the corpus' bytes: what it reaches must not change with the version that is ours."""
 MAX_STATUS_BYTES = 4096
 """Of a status with its details. gRPC carries 8 KiB of metadata for certain, and a status is in it twice."""
 
@@ -126,14 +124,21 @@ def handoff_frame() -> Iterator[Run]:
 
 
 def checksummed(kind: type[prefill_pb2.HandoffFrame | prefill_pb2.HandoffCommand], data: bytes) -> bytes:
-    """With a checksum that is right, so that what is behind that check is reached."""
+    """With a checksum that is right and, for the corpus', our protocol version: what is behind them is reached."""
     try:
         message = kind.FromString(data)
     except DecodeError:
         return data
-    for _, part in message.ListFields():  # none, or the one of the oneof
+    for field, part in message.ListFields():  # none, or the one of the oneof
+        if field.name in ("prefill_batch", "accepted") and part.HasField("fingerprint"):
+            raise_version(part.fingerprint)
         part.crc32c = checksum(part)
     return message.SerializeToString()
+
+
+def raise_version(message: types_pb2.Fingerprint) -> None:
+    if message.protocol_version == CORPUS_VERSION:
+        message.protocol_version = PROTOCOL_VERSION
 
 
 @contextmanager
@@ -142,7 +147,9 @@ def fingerprint() -> Iterator[Run]:
 
     def run(data: bytes) -> None:
         try:
-            theirs = decode_fingerprint(parse(types_pb2.Fingerprint, data))
+            message = parse(types_pb2.Fingerprint, data)
+            raise_version(message)
+            theirs = decode_fingerprint(message)
         except ProtocolError:
             return
         assert decode_fingerprint(encode_fingerprint(theirs)) == theirs

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,10 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from baton.v1 import prefill_pb2
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_frames import FrameCodec
+from decode_service.messages import Tokens
+from prefill_service.messages import CancelCallRows, OpenCall
+from tests.fuzz import services
 from tests.fuzz.catalogue import TARGETS
-from tests.fuzz.pure_targets import PLAIN, checksummed
+from tests.fuzz.pure_targets import checksummed
 from tests.fuzz.target import CORPUS, Run, Target
-from tests.wire.strategies import VOCAB_SIZE
+from tests.wire.strategies import PLAIN, VOCAB_SIZE
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
 NUM_EXAMPLES = {"pure": 60, "edge": 25}
@@ -48,6 +52,46 @@ def test_well_formed_seeds_are_still_understood(name: str) -> None:
     batch = (CORPUS / "handoff_command" / "batch").read_bytes()
     command = decode_command(checksummed(prefill_pb2.HandoffCommand, batch))
     assert command == PrefillBatch(PLAIN, (PLAIN_ROW, LOGPROBS_ROW))
+
+
+Step = Callable[[Any, Sequence[object]], Sequence[object]]
+
+
+def replay(target: str, name: str) -> None:
+    with TARGETS[target].open() as run:
+        run((CORPUS / target / name).read_bytes())
+
+
+def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine starts on the call when it has heard what comes behind it."""
+    heard: list[object] = []
+    step: Step = services.PrefillEngine.step
+
+    def step_with_two(engine: Any, commands: Sequence[object]) -> Sequence[object]:
+        heard.extend(commands)
+        if len(heard) < 2:
+            return ()
+        return step(engine, heard if len(heard) - len(commands) < 2 else commands)
+
+    monkeypatch.setattr(services.PrefillEngine, "step", step_with_two)
+    replay("prefill_edge", "cancelled")
+    opened, cancelled, *_ = heard
+    assert isinstance(opened, OpenCall)
+    assert isinstance(cancelled, CancelCallRows), heard
+
+
+def test_the_corpus_still_yields_tokens_from_a_replicas_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[object] = []
+    step: Step = services.DecodeEngine.step
+
+    def heard_step(engine: Any, commands: Sequence[object]) -> Sequence[object]:
+        stepped = step(engine, commands)
+        events.extend(stepped)
+        return stepped
+
+    monkeypatch.setattr(services.DecodeEngine, "step", heard_step)
+    replay("replica", "whole")
+    assert any(isinstance(event, Tokens) for event in events), events
 
 
 def test_new_inputs(opened: tuple[Target, Run]) -> None:
