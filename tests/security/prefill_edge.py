@@ -6,6 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import grpc
+
+from common.serving import ServerLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.homes import LIMITS
@@ -22,7 +25,11 @@ class PrefillEdge:
 
 @asynccontextmanager
 async def running_prefill_edge(
-    *, tokens: Sequence[str] = (), limits: HandoffLimits | None = None
+    *,
+    tokens: Sequence[str] = (),
+    limits: HandoffLimits | None = None,
+    server_limits: ServerLimits | None = None,
+    credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[PrefillEdge]:
     engine = ScriptedPrefill()
     servicer = PrefillServicer(
@@ -33,7 +40,7 @@ async def running_prefill_edge(
         limits=limits or HandoffLimits(),
     )
     engine.deliver = servicer.deliver
-    server = PrefillServer(servicer=servicer, tokens=tokens)
+    server = PrefillServer(servicer=servicer, tokens=tokens, limits=server_limits, credentials=credentials)
     port = await server.start("127.0.0.1:0")
     await server.set_ready(True)
     yield PrefillEdge(engine, servicer, f"127.0.0.1:{port}")

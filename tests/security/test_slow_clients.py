@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from common import health
-from common.serving import ServerLimits
+from common.serving import ServerLimits, channel_credentials, server_credentials
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit, Tokens
 from prefill_service.edge.servicer import HandoffLimits
 from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_edge
 from tests.decode_edge.fake_engine import BOUND_S
-from tests.handoff.samples import FINGERPRINT, row
-from tests.security.prefill_edge import running_prefill_edge
+from tests.handoff.samples import FINGERPRINT, prebuilt, row
+from tests.security.certificates import Authority
+from tests.security.prefill_edge import PrefillEdge, running_prefill_edge
 from tests.security.raw_http2 import DATA, HEADERS, PREFACE, WINDOW_UPDATE, RawHttp2, frame, grpc_message, headers
 
-HANDOFF = "/baton.v1.Prefill/Handoff"
+HANDOFF, PREFILL_LOAD = "/baton.v1.Prefill/Handoff", "/baton.v1.Prefill/GetLoad"
 GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SHORT_S = 0.2
@@ -91,6 +93,17 @@ async def is_served(edge: Edge) -> None:
     assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def hands_over(prefill: PrefillEdge, channel: grpc.aio.Channel) -> None:
+    """A whole handoff, the first of all, and a small call."""
+    call: Any = channel.stream_stream(HANDOFF)(timeout=BOUND_S)
+    await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
+    call_id = (await asyncio.to_thread(prefill.engine.opened))[0].call_id
+    prefill.engine.emit(call_id, prebuilt(0))
+    prefill.engine.finish(call_id)
+    assert len([frame async for frame in call]) == 2, "Accepted and the row"
+    await prefill_pb2_grpc.PrefillStub(channel).GetLoad(prefill_pb2.GetPrefillLoadRequest(), timeout=BOUND_S)
+
+
 def num_handlers() -> int:
     """Calls that the server works on: each is a task."""
     return sum("_handle_exceptions" in repr(task) for task in asyncio.all_tasks())
@@ -149,6 +162,28 @@ async def test_a_connection_that_does_not_become_http2_is_closed(edge: Edge, sen
             pass
     writer.close()
     await is_served(edge)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\x16\x03\x01\x02\x00\x01", PREFACE], ids=["silent", "half a hello", "plain text"]
+)
+async def test_a_tls_handshake_that_does_not_end_is_closed(tmp_path: Path, sent: bytes) -> None:
+    authority = Authority(tmp_path, "site")
+    files = authority.issue("server")
+    async with (
+        running_prefill_edge(
+            server_limits=ServerLimits(handshake_timeout_s=SHORT_S),
+            credentials=server_credentials(files.certificate, files.key, None),
+        ) as prefill,
+        grpc.aio.secure_channel(prefill.address, channel_credentials(authority.ca, None, None)) as channel,
+    ):
+        reader, writer = await asyncio.open_connection(*prefill.address.split(":"))
+        writer.write(sent)
+        async with asyncio.timeout(BOUND_S):
+            while await reader.read(1024):
+                pass
+        writer.close()
+        await hands_over(prefill, channel)
 
 
 async def test_a_connection_without_calls_is_closed_and_its_client_connects_again(
@@ -280,6 +315,30 @@ async def test_a_handoff_whose_batch_comes_too_slowly_is_refused(edge: Edge, con
         assert prefill.engine.commands.all() == []
 
 
+async def test_handoffs_beyond_the_limit_of_streams_are_refused_and_the_small_calls_answered(connect: Connect) -> None:
+    """Those whose batch has not come count too."""
+    async with (
+        running_prefill_edge(server_limits=ServerLimits(max_streams=NUM_STREAMS)) as prefill,
+        grpc.aio.insecure_channel(prefill.address) as channel,
+    ):
+        slow = await connect(address=prefill.address)
+        for _ in range(NUM_STREAMS):
+            slow.open(HANDOFF)
+        await eventually(lambda: num_handlers() == NUM_STREAMS)
+
+        refused = await error_of(channel.stream_stream(HANDOFF)(timeout=BOUND_S))
+        assert refused == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", {})
+        stub = prefill_pb2_grpc.PrefillStub(channel)
+        await stub.GetLoad(prefill_pb2.GetPrefillLoadRequest(), timeout=BOUND_S)
+        await stub.GetFingerprint(prefill_pb2.GetFingerprintRequest(), timeout=BOUND_S)
+        check = health_pb2_grpc.HealthStub(channel).Check
+        await check(health_pb2.HealthCheckRequest(service=""), timeout=BOUND_S)
+
+        await slow.close()
+        await eventually(lambda: num_handlers() == 0)
+        await hands_over(prefill, channel)
+
+
 # ---- who sends too much ---------------------------------------------------------------------------------------------
 
 
@@ -290,15 +349,24 @@ async def test_a_request_beyond_the_size_limit_fails_alone(edge: Edge) -> None:
     await is_served(edge)
 
 
-async def test_metadata_beyond_the_size_limit_fails_alone(edge: Edge) -> None:
-    """Or with the connection that it came on, which gRPC may close."""
+async def codes_by_metadata(address: str, method: str) -> list[grpc.StatusCode]:
     codes = []
     for num_bytes in (4 << 10, 17 << 10, 200 << 10):
-        async with grpc.aio.insecure_channel(edge.address) as channel:
-            call = channel.unary_unary(GET_LOAD)(b"", metadata=(("noise", "x" * num_bytes),), timeout=BOUND_S)
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary(method)(b"", metadata=(("noise", "x" * num_bytes),), timeout=BOUND_S)
             codes.append(await call.code())
-    assert [code is grpc.StatusCode.OK for code in codes] == [True, False, False], codes
-    await is_served(edge)
+    return codes
+
+
+@pytest.mark.parametrize("service", ["decode", "prefill"])
+async def test_metadata_beyond_the_size_limit_fails_alone(edge: Edge, service: str) -> None:
+    """Or with the connection that it came on, which gRPC may close."""
+    async with running_prefill_edge() as prefill, grpc.aio.insecure_channel(prefill.address) as channel:
+        target = (edge.address, GET_LOAD) if service == "decode" else (prefill.address, PREFILL_LOAD)
+        codes = await codes_by_metadata(*target)
+        assert [code is grpc.StatusCode.OK for code in codes] == [True, False, False], codes
+        await is_served(edge)
+        await hands_over(prefill, channel)
 
 
 async def test_an_error_about_a_long_field_arrives_with_its_code_and_field(edge: Edge) -> None:
