@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool
-from common.wire.handoff import Frame, HandoffRow
+from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.landing import FrameRejected, LandingZone, LostRow
 from decode_service.messages import (
     BreakCall,
@@ -132,7 +132,9 @@ class PrefillDispatcher:
         return landed.ready
 
     def hand_off(self) -> None:
-        """Reserve for waiting requests, oldest first, and start one call per replica."""
+        """Reserve for waiting requests, oldest first, and start one call per replica, or several where one would be too
+        large.
+        """
         now_s = self._clock()
         by_replica: dict[str, list[Request]] = {}
         put_off: list[Request] = []
@@ -153,7 +155,8 @@ class PrefillDispatcher:
                 break
             by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
-            self._start_call(replica, reqs, now_s)
+            for start in range(0, len(reqs), MAX_CALL_ROWS):
+                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
         self._excuse_waiting_for_slots(now_s, is_short=is_short)
         self._expire(now_s)
 
