@@ -16,7 +16,7 @@ from tests.soak.figures import Trend
 from tests.soak.services import REQUESTS_A_WAVE, STEADY, SoakReport, running_services, soak
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import Models, Setting
-from tests.storm.verdict import Faults, faults_of, problems_of
+from tests.storm.verdict import Faults, faults_of, problems_of, unexplained
 
 NUM_CASES = 100
 MIN_WAVES = 8
@@ -41,6 +41,7 @@ def main() -> int:
             for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=options.seed):
                 print(_progress(report), flush=True)
             faults = faults_of(services.by_name.values())
+            by_decode = {service.name: faults_of((*services.prefills, service)) for service in services.decodes}
     print(_table(report, faults))
     problems = problems_of(
         report.all_storms,
@@ -48,6 +49,8 @@ def main() -> int:
         num_requests=report.num_waves * REQUESTS_A_WAVE * len(report.by_service),
         speculates=True,
     )
+    for name, storm in report.by_service.items():
+        problems += [f"{name}: {problem}" for problem in unexplained(storm.texts, by_decode[name])]
     problems += [f"{name} has grown" for name in sorted(STEADY) if not Trend.of(report.samples[name]).is_flat]
     if report.num_waves < MIN_WAVES:
         problems.append(f"{report.num_waves} waves are too few to tell growth from settling: at least {MIN_WAVES}")

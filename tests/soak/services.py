@@ -76,6 +76,10 @@ class Services:
         return {service.name: service for service in self._processes.services}
 
     @property
+    def prefills(self) -> tuple[ServiceProcess, ...]:
+        return self._processes.prefill
+
+    @property
     def decodes(self) -> tuple[ServiceProcess, ...]:
         return self._processes.decode
 

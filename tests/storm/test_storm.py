@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 
+from baton.service_process import Role
 from tests.e2e.running import wait_until
 from tests.faults.plan import FaultPlan
 from tests.storm.oracle import Case, make_cases
 from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults
 from tests.storm.storm import Storm, StormReport, send_storm
-from tests.storm.verdict import faults_of, problems_of
+from tests.storm.verdict import Faults, faults_of, problems_of, unexplained
 
 STORM = Storm(num_requests=160)
+TWICE = "the handoff broke the protocol: row 2: group 'target': layers slice(0, 2), tokens slice(0, 16) came twice"
+STEP_MEMORY = "a decode step failed: injected at memory.host"
+LANDING_MEMORY = "landing KV failed: injected at memory.host"
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +60,47 @@ def test_each_request_ends_once_and_with_its_own_tokens(
 def test_ends_that_no_fault_explains_are_told() -> None:
     def problems(**changes: Any) -> list[str]:
         as_it_should = {"num_finished": 6, "num_aborted": 2, "num_retractions": 1, "num_attempts": 8, "num_accepted": 3}
-        report = StormReport(**{**as_it_should, "failed": Counter({"INTERNAL ENGINE_FAULT": 2}), **changes})
+        report = StormReport(
+            **{**as_it_should, "failed": Counter({"INTERNAL ENGINE_FAULT": 2}), "texts": [TWICE] * 2, **changes}
+        )
         return problems_of(report, faults, num_requests=10, speculates=True)
 
-    faults = Counter({("handoff.frame", "duplicate"): 2, ("handoff.frame", "drop"): 5})
+    faults: Faults = Counter({("prefill", "handoff.frame", "duplicate"): 2, ("prefill", "handoff.frame", "drop"): 5})
     assert problems() == []
     for changes, told in (
         ({"wrong": ["case 3: tokens"]}, "case 3"),
         ({"num_finished": 7}, "11 ends of 10 requests"),
         ({"failed": Counter({"INTERNAL PROTOCOL": 2})}, "2 failed with INTERNAL PROTOCOL"),
-        ({"failed": Counter({"INTERNAL ENGINE_FAULT": 3}), "num_finished": 5}, "3 failed, .* explain 2"),
+        ({"texts": [TWICE] * 3}, "prefill handoff.frame duplicate: 2 happened, .* need 3"),
         ({"num_retractions": 0}, "no request was retracted"),
         ({"num_accepted": 0}, "no request had a draft accepted"),
         ({"num_attempts": 6}, "no request was handed over again"),
     ):
         (problem,) = problems(**changes)
         assert re.search(told, problem)
+
+
+@pytest.mark.parametrize(
+    ("texts", "faults", "told"),
+    [
+        ([STEP_MEMORY] * 33, {("decode", "memory.host", "fail"): 2}, None),
+        ([STEP_MEMORY] * 32 + [LANDING_MEMORY], {("decode", "memory.host", "fail"): 2}, None),
+        (["a decode step failed: stream.forward.verify"] * 32, {("decode", "stream.forward.verify", "raise"): 1}, None),
+        (["landing KV failed: stream.landing.land"], {("decode", "stream.landing.land", "raise"): 1}, None),
+        ([STEP_MEMORY] * 33, {("decode", "memory.host", "fail"): 1}, "1 happened, the failures need 2"),
+        ([STEP_MEMORY] * 32 + [LANDING_MEMORY], {("decode", "memory.host", "fail"): 1}, "need 2"),
+        ([STEP_MEMORY], {("prefill", "memory.host", "fail"): 9}, "0 happened, the failures need 1"),  # only a retry
+        ([TWICE], {("decode", "memory.host", "fail"): 9}, "0 happened, the failures need 1"),
+        (["a decode step failed: division by zero"], {("decode", "memory.host", "fail"): 9}, "division by zero"),
+        ([TWICE.replace("came twice", "are outside")], {("prefill", "handoff.frame", "duplicate"): 9}, "are outside"),
+    ],
+)
+def test_a_fault_explains_only_the_failures_it_can_cause_where_it_happened(
+    texts: list[str], faults: dict[tuple[Role, str, str], int], told: str | None
+) -> None:
+    problems = unexplained(texts, Counter(faults))
+    if told is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert told in problem
