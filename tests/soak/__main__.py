@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.soak.figures import Trend
 from tests.soak.services import REQUESTS_A_WAVE, STEADY, SoakReport, running_services, soak
+from tests.storm.ends import ends_of, unseen_failures
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import Models, Setting
 from tests.storm.verdict import Faults, faults_of, problems_of, unexplained
@@ -40,17 +41,21 @@ def main() -> int:
             report = SoakReport()
             for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=options.seed):
                 print(_progress(report), flush=True)
-            faults = faults_of(services.by_name.values())
-            by_decode = {service.name: faults_of((*services.prefills, service)) for service in services.decodes}
+    faults, ends = faults_of(services.by_name.values()), ends_of(services.decodes)
     print(_table(report, faults))
     problems = problems_of(
         report.all_storms,
+        ends,
         faults,
         num_requests=report.num_waves * REQUESTS_A_WAVE * len(report.by_service),
         speculates=True,
+        resumes=True,
     )
-    for name, storm in report.by_service.items():
-        problems += [f"{name}: {problem}" for problem in unexplained(storm.texts, by_decode[name])]
+    for service in services.decodes:
+        storm = report.by_service[service.name]
+        texts = [*storm.texts, *unseen_failures(storm.ends, ends_of((service,)))]
+        own_faults = faults_of((*services.prefills, service))
+        problems += [f"{service.name}: {problem}" for problem in unexplained(texts, own_faults)]
     problems += [f"{name} has grown" for name in sorted(STEADY) if not Trend.of(report.samples[name]).is_flat]
     if report.num_waves < MIN_WAVES:
         problems.append(f"{report.num_waves} waves are too few to tell growth from settling: at least {MIN_WAVES}")

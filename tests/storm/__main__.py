@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from tests.e2e.running import wait_until
+from tests.storm.ends import ends_of
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults
 from tests.storm.storm import Storm, StormReport, send_storm
@@ -39,13 +40,15 @@ def main() -> int:
         for setting in SETTINGS:
             begun_s = time.monotonic()
             storm = Storm(num_requests=options.requests, seed=options.seed)
-            with disturbed_pair(models, setting, frame_faults(options.seed), directory) as pair:
+            own = directory / str(setting)
+            own.mkdir()
+            with disturbed_pair(models, setting, frame_faults(options.seed), own) as pair:
                 report = asyncio.run(send_storm(pair.client.address, cases, storm))
                 wait_until(pair.holds_nothing, about=lambda pair=pair: (pair.load(), pair.prefill_load()))
                 pair.processes.check()
-                faults = faults_of(pair.processes.services)
+            faults, ends = faults_of(pair.processes.services), ends_of(pair.processes.decode)
             print(_row(setting, report, faults, time.monotonic() - begun_s), flush=True)
-            problems += problems_of(report, faults, num_requests=options.requests, speculates=setting.speculates)
+            problems += problems_of(report, ends, faults, num_requests=options.requests, speculates=setting.speculates)
     print("\n".join(problems))
     return 1 if problems else 0
 

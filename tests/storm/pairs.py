@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from baton.local_pair import LocalPair
 from tests.e2e.running import RunningPair, running_pair
 from tests.faults.plan import FRAME_ACTIONS, Action, Fault, FaultPlan
 from tests.support.draft_heads import save_copy_head
@@ -83,7 +85,10 @@ def faults_everywhere(seed: int) -> FaultPlan:
 
 @contextmanager
 def disturbed_pair(models: Models, setting: Setting, plan: FaultPlan, directory: Path) -> Iterator[RunningPair]:
-    """Both services have the plan; most of its points are in one of them only. Their limits differ."""
+    """Both services have the plan; most of its points are in one of them only. Their limits differ.
+
+    Their logs stay in `directory`, which no other pair has: the ends of all requests are there once the pair has ended.
+    """
     path = plan.write(directory / "faults.json")
     decode_args = [f"--max-kv-tokens={KV_TOKENS}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]
     if not setting.overlap:
@@ -92,6 +97,7 @@ def disturbed_pair(models: Models, setting: Setting, plan: FaultPlan, directory:
         decode_args += ["--num-draft-tokens=3", "--no-adaptive-depth"]
     with running_pair(
         models.target,
+        kind=partial(LocalPair, log_dir=directory / "logs"),
         modules=TEST_BUILD,
         shared_args=(
             f"--faults={path}",

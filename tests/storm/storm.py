@@ -31,15 +31,30 @@ class Storm:
     seed: int = 0
 
 
+LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientEnd:
+    """`outcome`: the reason to finish or to fail, as a service logs it, or LEFT. `has_started`: it saw an event."""
+
+    request_id: str
+    outcome: str
+    has_started: bool
+
+
 @dataclass(slots=True)
 class StormReport:
-    """`wrong` says what was wrong with outputs; `failed` counts errors by code and reason, `texts` has their texts."""
+    """`ends` is what each request's client saw of its end; `wrong` says what was wrong with outputs; `failed` counts
+    errors by code and reason, `texts` has their texts.
+    """
 
     num_finished: int = 0
     num_aborted: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     texts: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    ends: list[ClientEnd] = field(default_factory=list)
     num_retractions: int = 0
     num_attempts: int = 0
     num_drafted: int = 0
@@ -67,12 +82,13 @@ async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> Storm
     draw = random.Random(storm.seed)
     requests = [(draw.choice(cases), _Leave.draw(draw, storm.abort_share)) for _ in range(storm.num_requests)]
     report = StormReport()
-    waiting = iter(requests)
+    port = address.rpartition(":")[-1]
+    waiting = ((f"storm-{port}-{storm.seed}-{number}", *request) for number, request in enumerate(requests))
     async with AsyncClient(address, resume=storm.resumes, channel_overrides=RECONNECT_AT_ONCE) as client:
 
         async def keep_sending() -> None:
-            for case, leave in waiting:
-                await _send(client, case, leave, report)
+            for request_id, case, leave in waiting:
+                await _send(client, request_id, case, leave, report)
 
         await asyncio.gather(*(keep_sending() for _ in range(storm.concurrency)))
     return report
@@ -92,14 +108,14 @@ class _Leave:
         return cls(num_events=draw.randint(1, 20)) if draw.random() < 0.5 else cls(seconds=draw.uniform(0.0, 0.5))
 
 
-async def _send(client: AsyncClient, case: Case, leave: _Leave, report: StormReport) -> None:
+async def _send(client: AsyncClient, request_id: str, case: Case, leave: _Leave, report: StormReport) -> None:
     token_ids: list[int] = []
     logprobs: list[float] = []
     finished: Finished | None = None
-    stream = client.generate(token_ids=case.prompt, timeout_s=REQUEST_BOUND_S, **case.sampling)
+    num_read = 0
+    stream = client.generate(token_ids=case.prompt, request_id=request_id, timeout_s=REQUEST_BOUND_S, **case.sampling)
     try:
         async with stream, asyncio.timeout(leave.seconds):
-            num_read = 0
             async for event in stream:
                 num_read += 1
                 match event:
@@ -116,8 +132,11 @@ async def _send(client: AsyncClient, case: Case, leave: _Leave, report: StormRep
         finished = None
         report.failed[f"{error.code.name} {error.reason}"] += 1
         report.texts.append(str(error))
+        report.ends.append(ClientEnd(request_id, error.reason.lower(), num_read > 0))
         _check(case, token_ids, logprobs, None, report)
         return
+    outcome = LEFT if finished is None else finished.reason.value
+    report.ends.append(ClientEnd(request_id, outcome, num_read > 0))
     if finished is None:
         report.num_aborted += 1
     else:

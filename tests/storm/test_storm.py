@@ -17,15 +17,18 @@ import pytest
 from baton.service_process import Role
 from tests.e2e.running import wait_until
 from tests.faults.plan import FaultPlan
+from tests.storm.ends import ServerEnd, ends_of
 from tests.storm.oracle import Case, make_cases
 from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults
-from tests.storm.storm import Storm, StormReport, send_storm
+from tests.storm.storm import LEFT, ClientEnd, Storm, StormReport, send_storm
 from tests.storm.verdict import Faults, faults_of, problems_of, unexplained
 
 STORM = Storm(num_requests=160)
 TWICE = "the handoff broke the protocol: row 2: group 'target': layers slice(0, 2), tokens slice(0, 16) came twice"
 STEP_MEMORY = "a decode step failed: injected at memory.host"
 LANDING_MEMORY = "landing KV failed: injected at memory.host"
+SEEN = [ClientEnd(name, "length", has_started=True) for name in "abc"]
+LOGGED = [ServerEnd(name, "one", "length") for name in "abc"]
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +55,26 @@ def test_each_request_ends_once_and_with_its_own_tokens(
     with disturbed_pair(models, setting, plan(0), tmp_path) as pair:
         report = asyncio.run(send_storm(pair.client.address, cases, STORM))
         wait_until(pair.holds_nothing, about=lambda: (pair.load(), pair.prefill_load()))
-        faults = faults_of(pair.processes.services)
-    assert problems_of(report, faults, num_requests=STORM.num_requests, speculates=setting.speculates) == []
+    faults, ends = faults_of(pair.processes.services), ends_of(pair.processes.decode)
+    assert problems_of(report, ends, faults, num_requests=STORM.num_requests, speculates=setting.speculates) == []
     assert report.num_finished > STORM.num_requests // 3, report
 
 
 def test_ends_that_no_fault_explains_are_told() -> None:
     def problems(**changes: Any) -> list[str]:
-        as_it_should = {"num_finished": 6, "num_aborted": 2, "num_retractions": 1, "num_attempts": 8, "num_accepted": 3}
-        report = StormReport(
-            **{**as_it_should, "failed": Counter({"INTERNAL ENGINE_FAULT": 2}), "texts": [TWICE] * 2, **changes}
+        as_it_should: dict[str, Any] = {"num_finished": 6, "num_aborted": 2, "ends": SEEN, "num_retractions": 1}
+        as_it_should |= {"failed": Counter({"INTERNAL ENGINE_FAULT": 2}), "texts": [TWICE] * 2}
+        as_it_should |= {"num_attempts": 8, "num_accepted": 3}
+        return problems_of(
+            StormReport(**{**as_it_should, **changes}), LOGGED, faults, num_requests=len(SEEN), speculates=True
         )
-        return problems_of(report, faults, num_requests=10, speculates=True)
 
     faults: Faults = Counter({("prefill", "handoff.frame", "duplicate"): 2, ("prefill", "handoff.frame", "drop"): 5})
     assert problems() == []
     for changes, told in (
         ({"wrong": ["case 3: tokens"]}, "case 3"),
-        ({"num_finished": 7}, "11 ends of 10 requests"),
+        ({"ends": [*SEEN, ClientEnd("d", LEFT, has_started=False)]}, "4 ends of 3 requests"),
+        ({"ends": [*SEEN[:2], ClientEnd("c", "eos", has_started=True)]}, "c: its client saw eos, .*'length'"),
         ({"failed": Counter({"INTERNAL PROTOCOL": 2})}, "2 failed with INTERNAL PROTOCOL"),
         ({"texts": [TWICE] * 3}, "prefill handoff.frame duplicate: 2 happened, .* need 3"),
         ({"num_retractions": 0}, "no request was retracted"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from baton.service_process import Role, ServiceProcess
 from tests.faults.plan import Action
+from tests.storm.ends import ServerEnd, unseen_failures, wrong_ends
 from tests.storm.pairs import MAX_ROWS
 from tests.storm.storm import StormReport
 
@@ -77,15 +78,27 @@ def _class_of(text: str) -> _FailureClass | None:
     return next((kind for kind in _CLASSES if kind.text.fullmatch(text)), None)
 
 
-def problems_of(report: StormReport, faults: Faults, *, num_requests: int, speculates: bool) -> list[str]:
-    """What is wrong with outputs and ends; and what should have happened in a storm and did not."""
+def problems_of(
+    report: StormReport,
+    ends: Sequence[ServerEnd],
+    faults: Faults,
+    *,
+    num_requests: int,
+    speculates: bool,
+    resumes: bool = False,
+) -> list[str]:
+    """What is wrong with outputs and ends; and what should have happened in a storm and did not.
+
+    `ends` are the decode services'; `resumes`: clients go on in other calls.
+    """
     problems = [
         *report.wrong,
         *(f"{number} failed with {name}" for name, number in report.failed.items() if name != "INTERNAL ENGINE_FAULT"),
-        *unexplained(report.texts, faults),
+        *unexplained([*report.texts, *unseen_failures(report.ends, ends)], faults),
+        *wrong_ends(report.ends, ends, resumes=resumes),
     ]
-    if report.num_ended != num_requests:
-        problems.append(f"{report.num_ended} ends of {num_requests} requests")
+    if len({end.request_id for end in report.ends}) != num_requests:
+        problems.append(f"{len(report.ends)} ends of {num_requests} requests")
     happened = {
         "was finished": report.num_finished,
         "was left by its client": report.num_aborted,
