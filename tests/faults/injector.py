@@ -19,12 +19,19 @@ class InjectedFault(Exception):
 class Injector:
     """Any thread may visit. Whether a visit is hit depends on the plan, its seed, the point and the visit's number.
 
-    `announce` hears of each fault that happens, before it does.
+    `announce` hears of each fault that happens, before it does; `count` now and then of a point's further visits, so
+    many that at any time it has heard of more than half of them.
     """
 
-    def __init__(self, plan: FaultPlan, announce: Callable[[Fault, int], None] = lambda fault, visit: None) -> None:
+    def __init__(
+        self,
+        plan: FaultPlan,
+        announce: Callable[[Fault, int], None] = lambda fault, visit: None,
+        count: Callable[[str, int], None] = lambda point, num_visits: None,
+    ) -> None:
         self._plan = plan
         self._announce = announce
+        self._count = count
         self._lock = threading.Lock()
         self._num_visits: Counter[str] = Counter()
         self._num_hits: Counter[int] = Counter()
@@ -40,6 +47,8 @@ class Injector:
             self._num_visits[point] += 1
             visit = self._num_visits[point]
             fault = self._choose(point, visit)
+        if visit.bit_count() == 1:  # a power of two: twice as many as at the last one
+            self._count(point, visit - visit // 2)
         if fault is None:
             return None
         self._announce(fault, visit)

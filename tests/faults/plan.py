@@ -9,7 +9,7 @@
 | `handoff.received` | by each frame that the decode service reads | truncate, corrupt, kill |
 | `pool.reserve` | whenever a row is asked for | fail (there is none), kill |
 | `memory.host` | by each buffer in host memory | fail (out of memory), kill |
-| `stream.<name>` | by each piece on that stream, before it runs | stall, raise, kill |
+| `stream.<name>` | by each piece on that stream of STREAM_PIECES, before it runs | stall, raise, kill |
 | `stream.<name>.<piece>` | by each such piece | stall, raise, kill |
 """
 
@@ -46,7 +46,16 @@ _ACTIONS: dict[str, frozenset[Action]] = {
     "memory.host": frozenset({Action.FAIL}),
 }
 _STREAM_ACTIONS = frozenset({Action.STALL, Action.RAISE})
-_STREAM = "stream."
+STREAM_PIECES: dict[str, frozenset[str]] = {
+    "forward": frozenset(
+        {"reset", "resolve", "forward", "decode", "draft", "verify", "extend", "write", "copy_results"}
+    ),
+    "landing": frozenset({"land"}),
+    "sending": frozenset({"copy_out"}),
+}
+"""The services' streams, and what runs on each. The schedule stream has no pieces: it only records and waits."""
+_ACTIONS |= {f"stream.{name}": _STREAM_ACTIONS for name in STREAM_PIECES}
+_ACTIONS |= {f"stream.{name}.{piece}": _STREAM_ACTIONS for name, pieces in STREAM_PIECES.items() for piece in pieces}
 _TIMED = frozenset({Action.DELAY, Action.STALL})
 
 
@@ -64,7 +73,7 @@ class Fault(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        allowed = _STREAM_ACTIONS if self.point.startswith(_STREAM) else _ACTIONS.get(self.point)
+        allowed = _ACTIONS.get(self.point)
         if allowed is None:
             raise ValueError(f"point: there is no {self.point!r}")
         if self.action not in allowed | {Action.KILL}:

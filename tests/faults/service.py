@@ -3,7 +3,7 @@
 python -m tests.faults.prefill_service --faults plan.json [settings]
 
 What a plan names is put around the service's seams before it starts; without a plan nothing is. Each fault that
-happens is a line of the log, event `fault`.
+happens is a line of the log, event `fault`; `fault_visits` lines add up to more than half of a point's visits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_with_faults(
     """`run_service`, with the plan that `--faults=FILE` names among `argv`."""
     paths = [argument.removeprefix(_FLAG) for argument in argv if argument.startswith(_FLAG)]
     plan = FaultPlan.read(Path(paths[-1])) if paths else FaultPlan()
-    injector = Injector(plan, _announce)
+    injector = Injector(plan, _announce, _count)
 
     def import_faulty_serve() -> Serve[SettingsT]:
         serve = import_serve()
@@ -61,6 +61,10 @@ def _announce(fault: Fault, visit: int) -> None:
     _log.warning("fault", point=fault.point, action=fault.action.value, visit=visit)
     if fault.action is Action.KILL:
         sys.stderr.flush()
+
+
+def _count(point: str, num_visits: int) -> None:
+    _log.info("fault_visits", point=point, num_visits=num_visits)
 
 
 def _disturb_pool(injector: Injector) -> None:

@@ -89,14 +89,18 @@ def test_a_delayed_frame_keeps_its_place() -> None:
     assert time.monotonic() - begun_s >= 0.05
 
 
-def test_commands_are_hit_on_their_way_in() -> None:
+@pytest.mark.parametrize(
+    ("action", "order"),
+    [(Action.DROP, [0, 2]), (Action.DUPLICATE, [0, 1, 1, 2])],
+)
+def test_commands_are_lost_or_repeated_on_their_way_in(action: Action, order: list[int]) -> None:
     context = RecordingContext([*SENT[:3], None])
-    faulty = FaultyContext(context, plan_of(Fault(point="handoff.command", action=Action.DROP, at=2)))
+    faulty = FaultyContext(context, plan_of(Fault(point="handoff.command", action=action, at=2)))
 
     async def read_all() -> list[object]:
-        return [await faulty.read() for _ in range(3)]
+        return [await faulty.read() for _ in range(len(order) + 1)]
 
-    assert asyncio.run(read_all()) == [SENT[0], SENT[2], None]
+    assert asyncio.run(read_all()) == [*(SENT[number] for number in order), None]
 
 
 def hits(seed: int, rate: float) -> list[int]:
@@ -112,6 +116,17 @@ def test_a_rate_hits_the_same_visits_in_every_run_with_its_seed() -> None:
 def test_a_fault_happens_at_most_so_many_times() -> None:
     injector = plan_of(Fault(point="pool.reserve", action=Action.FAIL, rate=1.0, at_most=2))
     assert [injector.visit("pool.reserve") is not None for _ in range(4)] == [True, True, False, False]
+
+
+def test_more_than_half_of_the_visits_of_a_point_are_counted() -> None:
+    told: list[tuple[str, int]] = []
+    plan = FaultPlan(faults=(Fault(point="pool.reserve", action=Action.FAIL, at=3),))
+    injector = Injector(plan, count=lambda point, num_visits: told.append((point, num_visits)))
+    for visit in range(1, 101):
+        injector.visit("pool.reserve")
+        injector.visit("memory.host")  # nobody watches it
+        assert visit / 2 < sum(number for _, number in told) <= visit
+    assert {point for point, _ in told} == {"pool.reserve"}
 
 
 def test_a_piece_raises_stalls_or_runs_out_of_memory_and_the_others_run_on() -> None:
@@ -163,6 +178,10 @@ def test_a_process_is_killed_at_the_point_that_is_named(tmp_path: Path) -> None:
     ("fault", "named"),
     [
         ({"point": "nowhere", "action": "drop", "at": 1}, "there is no 'nowhere'"),
+        ({"point": "stream.forwrad", "action": "raise", "at": 1}, "there is no 'stream.forwrad'"),
+        ({"point": "stream.schedule", "action": "stall", "at": 1, "seconds": 1}, "there is no 'stream.schedule'"),
+        ({"point": "stream.landing.lnad", "action": "raise", "at": 1}, "there is no 'stream.landing.lnad'"),
+        ({"point": "stream.sending.land", "action": "raise", "at": 1}, "there is no 'stream.sending.land'"),
         ({"point": "pool.reserve", "action": "drop", "at": 1}, "drop cannot happen at pool.reserve"),
         ({"point": "stream.forward", "action": "fail", "at": 1}, "fail cannot happen at stream.forward"),
         ({"point": "handoff.frame", "action": "drop"}, "give either at or rate"),

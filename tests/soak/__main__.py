@@ -17,7 +17,7 @@ from tests.soak.services import REQUESTS_A_WAVE, STEADY, SoakReport, running_ser
 from tests.storm.ends import ends_of, unseen_failures
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import Models, Setting
-from tests.storm.verdict import Faults, faults_of, problems_of, unexplained
+from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, unexplained, visits_of
 
 NUM_CASES = 100
 MIN_WAVES = 8
@@ -33,14 +33,17 @@ def main() -> int:
     options = parser.parse_args()
     os.environ |= SMALL_CACHES
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        models = Models.save(directory)
-        cases = make_cases(models.target, NUM_CASES)
-        end_s = time.monotonic() + 60 * options.minutes
-        with running_services(models, Setting(overlap=True, speculates=True), options.seed, directory) as services:
-            report = SoakReport()
-            for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=options.seed):
-                print(_progress(report), flush=True)
+        return _soak(Path(name), minutes=options.minutes, seed=options.seed)
+
+
+def _soak(directory: Path, *, minutes: float, seed: int) -> int:
+    models = Models.save(directory)
+    cases = make_cases(models.target, NUM_CASES)
+    end_s = time.monotonic() + 60 * minutes
+    with running_services(models, Setting(overlap=True, speculates=True), seed, directory) as services:
+        report = SoakReport()
+        for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=seed):
+            print(_progress(report), flush=True)
     faults, ends = faults_of(services.by_name.values()), ends_of(services.decodes)
     print(_table(report, faults))
     problems = problems_of(
@@ -51,6 +54,8 @@ def main() -> int:
         speculates=True,
         resumes=True,
     )
+    visits = visits_of(services.by_name.values())
+    problems += dead_points(services.plan, faults, visits, is_long=report.num_waves >= MIN_WAVES)
     for service in services.decodes:
         storm = report.by_service[service.name]
         texts = [*storm.texts, *unseen_failures(storm.ends, ends_of((service,)))]
@@ -104,6 +109,8 @@ def _table(report: SoakReport, faults: Faults) -> str:
             f"| {trend.before.num_threads:.0f} to {trend.after.num_threads:.0f} | all free after each wave "
             f"| {('flat' if trend.is_flat else 'GROWN') if is_steady else ''} |"
         )
+    lines += ["", "| service | fault | happened |", "|" + "---|" * 3]
+    lines += [f"| {role} | {action} at `{point}` | {n} |" for (role, point, action), n in sorted(faults.items())]
     return "\n".join(lines)
 
 

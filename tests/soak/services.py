@@ -19,6 +19,7 @@ from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
 from tests.e2e.running import COMMON_ARGS, RECONNECT_AT_ONCE, is_empty, wait_until
+from tests.faults.plan import FaultPlan
 from tests.soak.figures import Figures
 from tests.storm.oracle import Case
 from tests.storm.pairs import TEST_BUILD, Models, Setting, faults_everywhere
@@ -65,9 +66,10 @@ class SoakReport:
 
 
 class Services:
-    """Running; `addresses` are the decode services'."""
+    """Running, with `plan` of faults."""
 
-    def __init__(self, processes: LocalPair, clients: Sequence[Client | PrefillClient]) -> None:
+    def __init__(self, processes: LocalPair, clients: Sequence[Client | PrefillClient], plan: FaultPlan) -> None:
+        self.plan = plan
         self._processes = processes
         self._clients = dict(zip(processes.services, clients, strict=True))
 
@@ -99,8 +101,8 @@ class Services:
 
 @contextmanager
 def running_services(models: Models, setting: Setting, seed: int, directory: Path) -> Iterator[Services]:
-    faults = faults_everywhere(seed).write(directory / "faults.json")
-    shared = (*COMMON_ARGS, f"--faults={faults}", "--max-rows=32")
+    plan = faults_everywhere(seed, speculates=setting.speculates)
+    shared = (*COMMON_ARGS, f"--faults={plan.write(directory / 'faults.json')}", "--max-rows=32")
     if setting.speculates:
         shared += (f"--draft={models.head}",)
     processes = LocalPair(
@@ -129,7 +131,7 @@ def running_services(models: Models, setting: Setting, seed: int, directory: Pat
             )
             for service in processes.services
         ]
-        yield Services(processes, clients)
+        yield Services(processes, clients, plan)
 
 
 def soak(services: Services, cases: Sequence[Case], *, is_over: Callable[[], bool], seed: int) -> Iterator[SoakReport]:

@@ -17,7 +17,7 @@ from tests.storm.ends import ends_of
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults
 from tests.storm.storm import Storm, StormReport, send_storm
-from tests.storm.verdict import Faults, faults_of, problems_of
+from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, visits_of
 
 NUM_CASES = 120
 HEADER = (
@@ -40,15 +40,17 @@ def main() -> int:
         for setting in SETTINGS:
             begun_s = time.monotonic()
             storm = Storm(num_requests=options.requests, seed=options.seed)
+            plan = frame_faults(options.seed)
             own = directory / str(setting)
             own.mkdir()
-            with disturbed_pair(models, setting, frame_faults(options.seed), own) as pair:
+            with disturbed_pair(models, setting, plan, own) as pair:
                 report = asyncio.run(send_storm(pair.client.address, cases, storm))
                 wait_until(pair.holds_nothing, about=lambda pair=pair: (pair.load(), pair.prefill_load()))
                 pair.processes.check()
             faults, ends = faults_of(pair.processes.services), ends_of(pair.processes.decode)
             print(_row(setting, report, faults, time.monotonic() - begun_s), flush=True)
             problems += problems_of(report, ends, faults, num_requests=options.requests, speculates=setting.speculates)
+            problems += dead_points(plan, faults, visits_of(pair.processes.services))
     print("\n".join(problems))
     return 1 if problems else 0
 

@@ -59,22 +59,28 @@ def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
     return FaultPlan(faults=faults, seed=seed)
 
 
-def faults_everywhere(seed: int) -> FaultPlan:
-    """Frames as before, and now and then every other seam too. A failed decode step takes all of its requests along."""
+def faults_everywhere(seed: int, *, speculates: bool) -> FaultPlan:
+    """Frames as before, and now and then every other seam too. A failed decode step takes all of its requests along.
+
+    A call whose PrefillBatch was dropped waits for it for 10 s.
+    """
+    step = "stream.forward.verify" if speculates else "stream.forward.decode"
     return FaultPlan(
         faults=(
             *frame_faults(seed).faults,
             Fault(point="handoff.command", action=Action.DELAY, rate=0.02, seconds=DELAY_S),
+            Fault(point="handoff.command", action=Action.DROP, rate=0.005),
+            Fault(point="handoff.command", action=Action.DUPLICATE, rate=0.02),
             Fault(point="handoff.command", action=Action.TRUNCATE, rate=0.02),
             Fault(point="handoff.command", action=Action.CORRUPT, rate=0.02),
+            Fault(point="handoff.received", action=Action.TRUNCATE, rate=0.01),
             Fault(point="handoff.received", action=Action.CORRUPT, rate=0.01),
             Fault(point="pool.reserve", action=Action.FAIL, rate=0.05),
             Fault(point="memory.host", action=Action.FAIL, rate=0.002, at_most=3),
             Fault(point="stream.forward", action=Action.STALL, rate=0.005, seconds=0.1),
             Fault(point="stream.landing", action=Action.STALL, rate=0.02, seconds=0.05),
             Fault(point="stream.sending", action=Action.STALL, rate=0.02, seconds=0.05),
-            Fault(point="stream.forward.decode", action=Action.RAISE, rate=0.003, at_most=2),
-            Fault(point="stream.forward.verify", action=Action.RAISE, rate=0.003, at_most=2),
+            Fault(point=step, action=Action.RAISE, rate=0.003, at_most=2),
             Fault(point="stream.forward.forward", action=Action.RAISE, rate=0.01),
             Fault(point="stream.landing.land", action=Action.RAISE, rate=0.005),
             Fault(point="stream.sending.copy_out", action=Action.RAISE, rate=0.005),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import pytest
 
 from baton.service_process import Role
 from tests.e2e.running import wait_until
-from tests.faults.plan import FaultPlan
+from tests.faults.plan import Action, Fault, FaultPlan
 from tests.storm.ends import ServerEnd, ends_of
 from tests.storm.oracle import Case, make_cases
 from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults
 from tests.storm.storm import LEFT, ClientEnd, Storm, StormReport, send_storm
-from tests.storm.verdict import Faults, faults_of, problems_of, unexplained
+from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, unexplained, visits_of
 
 STORM = Storm(num_requests=160)
 TWICE = "the handoff broke the protocol: row 2: group 'target': layers slice(0, 2), tokens slice(0, 16) came twice"
@@ -44,19 +43,20 @@ def cases(models: Models) -> list[Case]:
 @pytest.mark.parametrize(
     ("setting", "plan"),
     [
-        (Setting(overlap=True, speculates=True), frame_faults),
-        (Setting(overlap=False, speculates=False), faults_everywhere),
+        (Setting(overlap=True, speculates=True), frame_faults(0)),
+        (Setting(overlap=False, speculates=False), faults_everywhere(0, speculates=False)),
     ],
     ids=["frames-overlap-drafts", "everywhere"],
 )
 def test_each_request_ends_once_and_with_its_own_tokens(
-    models: Models, cases: list[Case], tmp_path: Path, setting: Setting, plan: Callable[[int], FaultPlan]
+    models: Models, cases: list[Case], tmp_path: Path, setting: Setting, plan: FaultPlan
 ) -> None:
-    with disturbed_pair(models, setting, plan(0), tmp_path) as pair:
+    with disturbed_pair(models, setting, plan, tmp_path) as pair:
         report = asyncio.run(send_storm(pair.client.address, cases, STORM))
         wait_until(pair.holds_nothing, about=lambda: (pair.load(), pair.prefill_load()))
     faults, ends = faults_of(pair.processes.services), ends_of(pair.processes.decode)
     assert problems_of(report, ends, faults, num_requests=STORM.num_requests, speculates=setting.speculates) == []
+    assert dead_points(plan, faults, visits_of(pair.processes.services)) == []
     assert report.num_finished > STORM.num_requests // 3, report
 
 
@@ -109,3 +109,22 @@ def test_a_fault_explains_only_the_failures_it_can_cause_where_it_happened(
     else:
         (problem,) = problems
         assert told in problem
+
+
+def test_planned_faults_that_never_happened_are_told() -> None:
+    drop, late = (
+        Fault(point="handoff.frame", action=Action.DROP, rate=0.01),
+        Fault(point="stream.forward", action=Action.RAISE, at=40),
+    )
+
+    def problems(num_frames: int, num_pieces: int, *happened: Fault, is_long: bool = False) -> list[str]:
+        faults: Faults = Counter(("prefill", fault.point, fault.action.value) for fault in happened)
+        visits = Counter({"handoff.frame": num_frames, "stream.forward": num_pieces})
+        return dead_points(FaultPlan(faults=(drop, late)), faults, visits, is_long=is_long)
+
+    assert problems(999, 39) == []
+    assert problems(1000, 40, drop, late) == problems(1000, 40, drop, late, is_long=True) == []
+    assert problems(1000, 40, late) == ["drop at handoff.frame never happened in 1000 visits or more"]
+    assert problems(1000, 40, drop) == ["raise at stream.forward never happened in 40 visits or more"]
+    assert problems(1, 0, drop) == ["nothing came by stream.forward"]
+    assert len(problems(1, 1, is_long=True)) == 2

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.service_process import Role, ServiceProcess
-from tests.faults.plan import Action
+from tests.faults.plan import Action, FaultPlan
 from tests.storm.ends import ServerEnd, unseen_failures, wrong_ends
 from tests.storm.pairs import MAX_ROWS
 from tests.storm.storm import StormReport
 
 Faults = Counter[tuple[Role, str, str]]
 """How many happened, by the service's role, point and action."""
+
+SURE = 10.0
+"""A fault that is expected so often is missed in one run of 20,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,45 @@ _CLASSES = tuple(
 
 def faults_of(services: Iterable[ServiceProcess]) -> Faults:
     """Those that have happened, by the services' logs."""
-    faults: Faults = Counter()
+    return Counter((role, entry["point"], entry["action"]) for role, entry in _entries(services, "fault"))
+
+
+def visits_of(services: Iterable[ServiceProcess]) -> Counter[str]:
+    """How often each point was visited at least, and less than twice as often."""
+    visits: Counter[str] = Counter()
+    for _, entry in _entries(services, "fault_visits"):
+        visits[entry["point"]] += entry["num_visits"]
+    return visits
+
+
+def _entries(services: Iterable[ServiceProcess], event: str) -> Iterator[tuple[Role, dict[str, Any]]]:
     for service in services:
-        lines = service.log_file.read_text().splitlines()
-        entries = [json.loads(line) for line in lines if line.startswith("{")]
-        faults.update((service.role, entry["point"], entry["action"]) for entry in entries if entry["event"] == "fault")
-    return faults
+        for line in service.log_file.read_text().splitlines():
+            if line.startswith("{") and (entry := json.loads(line))["event"] == event:
+                yield service.role, entry
+
+
+def dead_points(plan: FaultPlan, faults: Faults, visits: Counter[str], *, is_long: bool = False) -> list[str]:
+    """What is planned and did not happen: points that nothing visited, and faults that so many visits cannot miss.
+
+    `is_long`: every planned fault should have happened.
+    """
+    problems = [
+        f"nothing came by {point}" for point in dict.fromkeys(f.point for f in plan.faults) if not visits[point]
+    ]
+    happened: Counter[tuple[str, str]] = Counter()
+    expected: Counter[tuple[str, str]] = Counter()
+    for (_, point, action), number in faults.items():
+        happened[point, action] += number
+    for fault in plan.faults:
+        num_visits = visits[fault.point]
+        is_sure = fault.rate * num_visits >= SURE if fault.at is None else num_visits >= fault.at
+        expected[fault.point, fault.action.value] += is_sure or (is_long and num_visits > 0)
+    return problems + [
+        f"{action} at {point} never happened in {visits[point]} visits or more"
+        for (point, action), is_sure in expected.items()
+        if is_sure and not happened[point, action]
+    ]
 
 
 def unexplained(texts: Sequence[str], faults: Faults) -> list[str]:
