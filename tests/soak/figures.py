@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 import psutil
 
-MAX_GROWTH = 0.03
-"""Of memory, from the second quarter of a soak to its last: allocators settle in the first."""
+MAX_GROWTH_KIB = 1.0
+"""Of memory a request, from the second quarter of a soak to its last: allocators settle in the first."""
 MAX_MORE = 2
 """File descriptors and threads that may come and go with connections."""
 
@@ -31,20 +31,31 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Medians of the second and of the last quarter of one process's samples."""
+    """Medians of the second and of the last quarter of one process's samples, and the requests between the two."""
 
     before: Figures
     after: Figures
+    num_requests: int
 
     @classmethod
-    def of(cls, samples: Sequence[Figures]) -> Trend:
-        quarter = max(1, len(samples) // 4)
-        return cls(_median(samples[quarter : 2 * quarter] or samples), _median(samples[-quarter:]))
+    def of(cls, samples: Sequence[Figures], *, requests_a_sample: int) -> Trend:
+        """At least 4 samples, one each time the process had served `requests_a_sample` more."""
+        quarter = len(samples) // 4
+        assert quarter > 0, f"{len(samples)} samples have no quarters"
+        num_between = len(samples) - 2 * quarter  # from the middle of one quarter to the middle of the other
+        return cls(
+            _median(samples[quarter : 2 * quarter]), _median(samples[-quarter:]), num_between * requests_a_sample
+        )
+
+    @property
+    def growth_kib(self) -> float:
+        """Of memory, a request."""
+        return (self.after.rss_mib - self.before.rss_mib) * 1024 / self.num_requests
 
     @property
     def is_flat(self) -> bool:
         return (
-            self.after.rss_mib <= self.before.rss_mib * (1 + MAX_GROWTH)
+            self.growth_kib <= MAX_GROWTH_KIB
             and self.after.num_fds <= self.before.num_fds + MAX_MORE
             and self.after.num_threads <= self.before.num_threads + MAX_MORE
         )
