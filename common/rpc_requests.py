@@ -1,4 +1,6 @@
-"""Reads and parses the one request of a unary call by the rules of our streams: bounded in time, refused by name."""
+"""Reads and parses the one request of a unary call by the rules of our streams: bounded in time and in number of
+fields, refused by name.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,24 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from common.errors import InvalidRequest
 from common.rpc_errors import abort_with
+from common.wire.codec_checks import ProtocolError
+from common.wire.field_bound import require_few_fields
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
+MAX_REQUEST_FIELDS = 16_384
+"""Each message of a chat is one. As many empty ones as fit into 4 MiB take a third of a second to parse."""
+
+
 class BoundedRequests(grpc.aio.ServerInterceptor):
-    """A call whose request does not come within `timeout_s`, or cannot be parsed, is INVALID_ARGUMENT.
+    """A call whose request does not come within `timeout_s`, has more than MAX_REQUEST_FIELDS or cannot be parsed, is
+    INVALID_ARGUMENT.
 
     gRPC itself waits for it without an end, and reports what it cannot parse as its own fault. To it such a call is a
     stream of requests from here on, of which the handler gets the first.
@@ -30,19 +39,19 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        parse = handler.request_deserializer or bytes
+        kind = getattr(handler.request_deserializer, "__self__", None)  # whose FromString it is
 
         async def respond(_requests: object, context: Context) -> Any:
-            return await handler.unary_unary(await self._request(context, parse), context)
+            return await handler.unary_unary(await self._request(context, kind), context)
 
         async def stream(_requests: object, context: Context) -> None:
-            await handler.unary_stream(await self._request(context, parse), context)
+            await handler.unary_stream(await self._request(context, kind), context)
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(stream, response_serializer=handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(respond, response_serializer=handler.response_serializer)
 
-    async def _request(self, context: Context, parse: Callable[[bytes], Any]) -> Any:
+    async def _request(self, context: Context, kind: type[Message] | None) -> Message | bytes:
         try:
             async with asyncio.timeout(self._timeout_s):
                 data = await context.read()
@@ -50,7 +59,12 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
             await abort_with(context, InvalidRequest("request", f"did not arrive within {self._timeout_s} s"))
         if not isinstance(data, bytes):
             await abort_with(context, InvalidRequest("request", "is absent: the stream ended before it"))
+        if kind is None:
+            return data
         try:
-            return parse(data)
+            require_few_fields(data, kind, at_most=MAX_REQUEST_FIELDS)
+            return kind.FromString(data)
+        except ProtocolError as error:
+            await abort_with(context, InvalidRequest(error.field, error.message))
         except DecodeError as error:
             await abort_with(context, InvalidRequest("request", f"not a message of this call ({error})"))

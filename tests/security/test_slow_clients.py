@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from common import health
+from common.rpc_requests import MAX_REQUEST_FIELDS
 from common.serving import ServerLimits, channel_credentials, server_credentials
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit, Tokens
@@ -387,3 +388,13 @@ async def test_a_request_that_cannot_be_parsed_is_refused_by_name(edge: Edge) ->
             "INVALID_FIELD",
             {"field": "request"},
         )
+
+
+async def test_a_chat_of_very_many_messages_is_refused_before_it_is_parsed(edge: Edge) -> None:
+    """Two million of them fit into a request."""
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * (MAX_REQUEST_FIELDS + 1))
+
+    code, reason, metadata = await error_of(edge.generate(chat=chat))
+
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert metadata == {"field": "chat.messages"}

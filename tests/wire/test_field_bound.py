@@ -20,7 +20,8 @@ from tests.wire.strategies import PLAIN, VOCAB_SIZE
 from tests.wire.wire_samples import PLAIN_ROW
 
 MANY = MAX_MESSAGE_BYTES // 2 - 64
-BOUND_S = 0.5
+CPU_BOUND_S = 1.0
+"""Ten times what the slowest takes; to parse these messages takes several times as much."""
 FINGERPRINT = encode_fingerprint(PLAIN).SerializeToString()
 
 
@@ -38,10 +39,10 @@ def decode_frame(data: bytes) -> object:
 
 def refused_field(decode: Callable[[bytes], object], data: bytes) -> str:
     assert len(data) <= MAX_MESSAGE_BYTES
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     with pytest.raises(ProtocolError) as caught:
         decode(data)
-    assert time.perf_counter() - began_s < BOUND_S
+    assert time.thread_time() - began_s < CPU_BOUND_S
     return caught.value.field
 
 
