@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time, in time that does not grow with what came before."""
+"""Token ids to text, one token at a time, whatever came before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.tokenizer import TokenDecoder
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 32
-_TRIED_CUTS = 4
+_TRIED_CUTS = 4  # a character has at most as many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class IncrementalDetokenizer:
         self._num_context = 0
         self._num_emitted_chars = 0  # of the window's text
         self._run: _ByteRun | None = None  # at the window's end
+        self._cut_at_len = _LONG_WINDOW
 
     def push(self, token_id: int) -> DecodedText:
         if self._decoder.is_skipped(token_id):
@@ -51,8 +52,9 @@ class IncrementalDetokenizer:
         self._num_emitted_chars = max(self._num_emitted_chars, num_final)
         if is_complete:
             self._forget(self._window[self._num_context :])
-        elif len(self._window) % _LONG_WINDOW == 0:
+        elif len(self._window) >= self._cut_at_len:
             self._cut(text)
+            self._cut_at_len = len(self._window) + _LONG_WINDOW
         return DecodedText(new)
 
     def flush(self) -> str:
@@ -82,14 +84,17 @@ class IncrementalDetokenizer:
     def _cut(self, text: str) -> None:
         """Forget what comes before the last few ids of a window whose last character is never whole.
 
-        Where both parts decode to what they do together no character lies across, whatever follows.
+        They are enough where no character lies across, that is, where both parts decode to what they do together; or
+        where they have a whole character before the last one: no byte from before it matters to what follows.
         """
+        num_left = len(text) - self._num_emitted_chars
         for place in range(len(self._window) - 1, len(self._window) - 1 - _TRIED_CUTS, -1):
-            before, rest = self._decoder.decode(self._window[:place]), self._decoder.decode(self._window[place:])
-            if rest and before + rest == text:
+            rest = self._decoder.decode(self._window[place:])
+            has_whole_char = rest[-2:-1] not in ("", _REPLACEMENT)
+            if has_whole_char or (rest and self._decoder.decode(self._window[:place]) + rest == text):
                 self._window = self._window[place:]
                 self._num_context = 0
-                self._num_emitted_chars -= len(before)
+                self._num_emitted_chars = len(rest) - num_left
                 return
 
 

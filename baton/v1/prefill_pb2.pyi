@@ -51,6 +51,8 @@ Global___RowFailure: _TypeAlias = RowFailure  # noqa: Y015
 
 @_typing.final
 class HandoffCommand(_message.Message):
+    """Each command and frame carries a crc32c of its values, see common/wire/checksums.py."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFILL_BATCH_FIELD_NUMBER: _builtins.int

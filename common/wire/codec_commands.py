@@ -13,11 +13,15 @@ from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_rows import decode_row, encode_row
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
-from common.wire.handoff import MAX_CALL_ROWS, HandoffRow, RowFailed
+from common.wire.handoff import MAX_CALL_ROWS, MAX_ROW_TOKENS, HandoffRow, RowFailed
 
-_OTHER_FIELDS = 64
-"""Room for what a command has beside its rows: about 20, a fingerprint's included."""
+_FIELDS_A_ROW = 64
+"""A row and its sampling have about 25, and a few for each layer group."""
+_OTHER_FIELDS = 1024
+"""Room for a fingerprint of 64 layer groups and seed columns."""
 _MAX_HELD_GROUPS = 16
+_MAX_ENTRIES = 65_536
+"""Of the other lists of a row, whose own bounds are for `decode_row` to see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def encode_cancel_rows(rows: Sequence[int]) -> bytes:
 
 def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffCommand:
     """The command in `data`. Raises ProtocolError naming the field; too many rows are not even parsed."""
-    require_few_fields(data, prefill_pb2.HandoffCommand, at_most=max_rows + _OTHER_FIELDS)
+    require_few_fields(data, prefill_pb2.HandoffCommand, at_most=_FIELDS_A_ROW * max_rows + _OTHER_FIELDS)
     message = parse(prefill_pb2.HandoffCommand, data)
     match message.WhichOneof("command"):
         case "prefill_batch":
@@ -64,8 +68,7 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
             require(len(batch.rows) > 0, "prefill_batch.rows", "is empty")
             _require_at_most(max_rows, "prefill_batch.rows", len(batch.rows))
             for index, row in enumerate(batch.rows):
-                field = f"prefill_batch.rows[{index}].num_held_tokens"
-                _require_at_most(_MAX_HELD_GROUPS, field, len(row.num_held_tokens))
+                _require_short_lists(f"prefill_batch.rows[{index}]", row)
             fingerprint = decode_fingerprint(batch.fingerprint)
             if fingerprint.protocol_version == PROTOCOL_VERSION:  # what another checks is not known
                 require(checksum(batch) == batch.crc32c, "prefill_batch.crc32c", "does not match the command")
@@ -84,6 +87,14 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
 
 def _require_at_most(limit: int, field: str, number: int) -> None:
     require(number <= limit, field, f"has {number}, more than {limit}")
+
+
+def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
+    """Before anything looks at their entries. How many token ids a row may have is the model's to say."""
+    _require_at_most(MAX_ROW_TOKENS, f"{path}.token_ids", len(row.token_ids))
+    _require_at_most(_MAX_HELD_GROUPS, f"{path}.num_held_tokens", len(row.num_held_tokens))
+    for name in ("stop_token_ids", "eos_token_ids", "logit_bias_ids", "logit_bias_values"):
+        _require_at_most(_MAX_ENTRIES, f"{path}.sampling.{name}", len(getattr(row.sampling, name)))
 
 
 def _decode_row(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:

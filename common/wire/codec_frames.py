@@ -15,8 +15,10 @@ from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
-_OTHER_FIELDS = 64
-"""Room for what a frame has beside an entry for each row: about 20, a fingerprint's and the layer groups' included."""
+_FIELDS_A_ROW = 16
+"""It has the three of its log-probabilities; room for columns that come unpacked."""
+_OTHER_FIELDS = 1024
+"""Room for a fingerprint of 64 layer groups and seed columns, and the bytes of each group."""
 
 
 class FrameCodec:
@@ -52,7 +54,7 @@ class FrameCodec:
 
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
         """
-        require_few_fields(data, prefill_pb2.HandoffFrame, at_most=len(rows) + _OTHER_FIELDS)
+        require_few_fields(data, prefill_pb2.HandoffFrame, at_most=_FIELDS_A_ROW * len(rows) + _OTHER_FIELDS)
         message = parse(prefill_pb2.HandoffFrame, data)
         match message.WhichOneof("frame"):
             case "accepted":

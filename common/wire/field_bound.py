@@ -1,7 +1,7 @@
 """Messages of too many fields are refused before they are parsed: 16 MiB hold 8 million empty ones, seconds to parse.
 
-Fields are counted where the bytes have them: of a message and of those it holds once. What is repeated counts by
-itself, not by what is in it.
+Fields are counted where the bytes have them, those of messages inside too. A list of numbers is one field, as all
+encoders pack it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> Non
                 _, position = _varint(data, position, end)
             elif wire_type == _DELIMITED:
                 length, position = _varint(data, position, end)
-                if field is not None and field.message_type is not None and not field.is_repeated:
+                if field is not None and field.message_type is not None:
                     inside.append((f"{path}{field.name}.", field.message_type, position, min(position + length, end)))
                 position += length
             else:

@@ -21,7 +21,7 @@ from decode_service.messages import Replica
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 _CHECK = "/grpc.health.v1.Health/Check"
 _GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
-_MAX_ANSWER_FIELDS = 64
+_MAX_ANSWER_FIELDS = 1024
 
 _log = logging.getLogger(__name__)
 

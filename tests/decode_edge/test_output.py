@@ -13,6 +13,7 @@ from tests.decode_edge.tokenizers_for_tests import WORDS, byte_fallback, byte_le
 
 TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
 BYTES = TOKENIZERS["byte_level"]
+REPLACEMENT_PIECE = max(i for i in range(300) if TOKENIZERS["byte_fallback"].decode([i]) == "\ufffd")
 STOP_TEXTS = ("a", "ab", "abc", "bc", " a", "é", "€", "stop", "end", "\n\n", "aé", "b€a", "opst", "cab")
 
 
@@ -61,7 +62,7 @@ def test_joined_texts_are_the_decoded_ids_however_the_tokens_cut_the_characters(
     assert "".join(texts) == tokenizer.decode(token_ids)
 
 
-PARTS = (0xE2, 0xF0, 0x9F, 0xFF, *range(256 + len(WORDS), 256 + len(WORDS) + 3))
+PARTS = (0xE2, 0xF0, 0x9F, 0xFF, *range(256 + len(WORDS), 256 + len(WORDS) + 4))
 
 
 @given(st.lists(st.sampled_from(PARTS), min_size=30, max_size=200))
@@ -239,9 +240,11 @@ def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> N
         (byte_fallback, [0x80] * 3000),
         (byte_fallback, [*"€".encode()] * 500 + [0xFF] + [ord("a")] * 1500),
         (byte_level, [0x80] * 3000),
+        (byte_fallback, [0x80, REPLACEMENT_PIECE] * 1500),
         (byte_level, [*b"\xe2\x82"] * 1500),
+        (byte_level, [256 + len(WORDS) + 3] * 3000),
     ],
-    ids=["characters", "never one", "spoilt", "level, never one", "level, never complete"],
+    ids=["characters", "never one", "spoilt", "level, never one", "replacement", "level, never complete", "straddling"],
 )
 def test_bytes_in_a_row_do_not_slow_each_other_down(
     new_tokenizer: Callable[[], TextTokenizer], token_ids: list[int]

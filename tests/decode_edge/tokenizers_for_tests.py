@@ -35,6 +35,7 @@ def byte_level() -> TextTokenizer:
     chars = _byte_chars()
     vocabulary = {chars[byte]: byte for byte in range(256)}
     parts = [word.encode() for word in WORDS] + ["€".encode()[:2], b"a" + "é".encode()[:1], "😀".encode()[1:]]
+    parts.append("é".encode()[1:] + "é".encode()[:1])  # ends a character and begins one
     for part in parts:
         vocabulary["".join(chars[byte] for byte in part)] = len(vocabulary)
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
@@ -46,7 +47,7 @@ def byte_level() -> TextTokenizer:
 def byte_fallback() -> TextTokenizer:
     """As Llama 2, Mistral and Phi-3: pieces with ▁ for a space, and byte tokens for what has no piece."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    pieces = ["▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", *(f"▁{word}" for word in ("ab", "x"))]
+    pieces = ["▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", "�", "▁ab", "▁x"]
     vocabulary |= {piece: 256 + index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token=None))
     tokenizer.decoder = decoders.Sequence(

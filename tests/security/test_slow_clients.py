@@ -30,6 +30,8 @@ HANDOFF, PREFILL_LOAD = "/baton.v1.Prefill/Handoff", "/baton.v1.Prefill/GetLoad"
 GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SHORT_S = 0.2
+HANDSHAKE_S = 1.0
+"""In which a good client must come to an end of its own, on a busy machine too."""
 NUM_STREAMS = 3
 REQUEST = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3])).SerializeToString()
 
@@ -165,15 +167,13 @@ async def test_a_connection_that_does_not_become_http2_is_closed(edge: Edge, sen
     await is_served(edge)
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"\x16\x03\x01\x02\x00\x01", PREFACE], ids=["silent", "half a hello", "plain text"]
-)
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
 async def test_a_tls_handshake_that_does_not_end_is_closed(tmp_path: Path, sent: bytes) -> None:
     authority = Authority(tmp_path, "site")
     files = authority.issue("server")
     async with (
         running_prefill_edge(
-            server_limits=ServerLimits(handshake_timeout_s=SHORT_S),
+            server_limits=ServerLimits(handshake_timeout_s=HANDSHAKE_S),
             credentials=server_credentials(files.certificate, files.key, None),
         ) as prefill,
         grpc.aio.secure_channel(prefill.address, channel_credentials(authority.ca, None, None)) as channel,

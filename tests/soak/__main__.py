@@ -15,13 +15,13 @@ from pathlib import Path
 
 from tests.soak.figures import Figures, Trend
 from tests.soak.services import REQUESTS_A_WAVE, STEADY, SoakReport, running_services, soak
-from tests.storm.ends import ends_of, unseen_failures
+from tests.storm.ends import ends_of, needless_cancels, unseen_failures
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import Models, Setting
 from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, unexplained, visits_of
 
 NUM_CASES = 100
-MIN_WAVES = 24
+MIN_WAVES = 48
 """Fewer say nothing about growth: what comes and goes in memory would be much for so few requests."""
 SMALL_CACHES = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """oneDNN keeps what it compiled for each shape it met, 1,024 of them: hundreds of MiB that come slowly, like a leak."""
@@ -62,6 +62,8 @@ def _soak(directory: Path, *, minutes: float, seed: int) -> int:
         texts = [*storm.texts, *unseen_failures(storm.ends, ends_of((service,)))]
         own_faults = faults_of((*services.prefills, service))
         problems += [f"{service.name}: {problem}" for problem in unexplained(texts, own_faults)]
+        if service.name in STEADY:
+            problems += needless_cancels(storm.ends, ends_of((service,)))
     if report.num_waves >= MIN_WAVES:
         problems += [f"{name} has grown" for name in sorted(STEADY) if not _trend(report.samples[name]).is_flat]
     else:

@@ -6,12 +6,12 @@ where clients resume, and a process that is killed writes no line.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.service_process import ServiceProcess
+from tests.storm.logs import entries
 from tests.storm.storm import LEFT, ClientEnd
 
 PASSING = frozenset({"cancelled", "no_prefill", "draining", "engine_lost", "engine_stalled"})
@@ -31,12 +31,9 @@ class ServerEnd:
 
 def ends_of(services: Iterable[ServiceProcess]) -> list[ServerEnd]:
     """By the services' logs, in their order."""
-    lines = [line for service in services for line in service.log_file.read_text().splitlines()]
-    entries = [json.loads(line) for line in lines if line.startswith("{")]
     return [
         ServerEnd(entry["request_id"], entry["instance_id"], entry["outcome"], entry.get("error", ""))
-        for entry in entries
-        if entry["event"] == "request_finished"
+        for _, entry in entries(services, "request_finished")
     ]
 
 
@@ -64,6 +61,16 @@ def unseen_failures(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd]) -> l
     left = {client.request_id for client in seen if client.outcome == LEFT}
     passing = PASSING | FINISHED
     return [end.error for end in logged if end.request_id in left and end.outcome not in passing]
+
+
+def needless_cancels(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd]) -> list[str]:
+    """Requests that a service cancelled whose clients stayed. Only one that is killed or drained may."""
+    left = {client.request_id for client in seen if client.outcome == LEFT}
+    return [
+        f"{end.request_id} was cancelled, and its client had stayed"
+        for end in logged
+        if end.outcome == "cancelled" and end.request_id not in left
+    ]
 
 
 def _is_right(client: ClientEnd, ends: Sequence[ServerEnd]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.service_process import ServiceProcess
-from tests.storm.ends import ServerEnd, ends_of, unseen_failures, wrong_ends
+from tests.storm.ends import ServerEnd, ends_of, needless_cancels, unseen_failures, wrong_ends
 from tests.storm.storm import LEFT, ClientEnd
 
 
@@ -71,10 +71,17 @@ def test_a_failure_that_a_client_left_before_is_a_failure_too() -> None:
     assert unseen_failures(seen, logged) == ["why"]
 
 
+def test_a_request_that_is_cancelled_while_its_client_stays_is_told() -> None:
+    seen = [ClientEnd("a", LEFT, has_started=True), ClientEnd("b", "length", has_started=True)]
+    logged = [ServerEnd("a", "1", "cancelled"), ServerEnd("b", "1", "cancelled"), ServerEnd("b", "1", "length")]
+    assert needless_cancels(seen, logged) == ["b was cancelled, and its client had stayed"]
+
+
 def test_ends_are_read_from_the_lines_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "decode.log"
     finished = {"event": "request_finished", "request_id": "r", "instance_id": "i", "outcome": "engine_fault"}
-    lines = ["no json", json.dumps({"event": "config"}), json.dumps({**finished, "error": "why"})]
+    whole = json.dumps({**finished, "error": "why"})
+    lines = ["no json", json.dumps({"event": "config"}), whole[:-9] + whole, whole]
     log.write_text("\n".join(lines))
     service = ServiceProcess(name="decode-0", role="decode", address="", arguments=(), log_file=log)
     assert ends_of([service]) == [ServerEnd("r", "i", "engine_fault", "why")]

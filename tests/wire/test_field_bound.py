@@ -14,7 +14,7 @@ from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.codec_rows import encode_row
 from common.wire.grpc_options import MAX_MESSAGE_BYTES
-from common.wire.handoff import MAX_CALL_ROWS
+from common.wire.handoff import MAX_CALL_ROWS, MAX_ROW_TOKENS
 from tests.fuzz.wire_strategies import delimited, tagged
 from tests.wire.strategies import PLAIN, VOCAB_SIZE
 from tests.wire.wire_samples import PLAIN_ROW
@@ -51,6 +51,7 @@ COMMANDS = {
     "prefill_batch.fingerprint.layer_groups": field(1, field(1, FINGERPRINT + empty(6)) + empty(2, 1)),
     "prefill_batch.99": field(1, field(1, FINGERPRINT) + tagged(99, 0, b"\1") * (MANY // 2)),
     "prefill_batch": field(1, b"") * MANY,
+    "prefill_batch.rows.num_held_tokens": field(1, field(1, FINGERPRINT) + field(2, empty(6))),
     "cancel_rows.rows": field(2, field(1, b"\1" * (MANY // 4))),
 }
 FRAMES = {
@@ -88,6 +89,17 @@ def test_held_tokens_of_groups_that_no_model_has_are_refused_before_the_checksum
     batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=[encode_row(PLAIN_ROW), row])
     message = prefill_pb2.HandoffCommand(prefill_batch=batch)
     assert refused_field(decode_command, message.SerializeToString()) == "prefill_batch.rows[1].num_held_tokens"
+
+
+@pytest.mark.parametrize("name", ["token_ids", "sampling.stop_token_ids", "sampling.logit_bias_ids"])
+def test_lists_that_no_row_has_are_refused_before_the_checksum_is_made(name: str) -> None:
+    """That all their entries are one and the same makes them no shorter."""
+    row = encode_row(PLAIN_ROW)
+    part = row.sampling if name.startswith("sampling.") else row
+    getattr(part, name.removeprefix("sampling.")).extend([1] * (MAX_ROW_TOKENS + 1))
+    batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=[row])
+    message = prefill_pb2.HandoffCommand(prefill_batch=batch)
+    assert refused_field(decode_command, message.SerializeToString()) == f"prefill_batch.rows[0].{name}"
 
 
 def test_a_fingerprint_longer_than_any_is_refused() -> None:
