@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -39,7 +40,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended, and the server's word of it is on its way
+                os.kill(self.pid, number)
 
     def end(self, returncode: int) -> None:
         self.returncode = returncode
