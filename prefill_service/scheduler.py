@@ -193,8 +193,9 @@ class PrefillEngine:
                 self._open_call(command)
             case CancelCallRows(call_id, rows):
                 prompts = self._calls.get(call_id, {})
-                for prompt in [prompts[index] for index in rows if index in prompts]:
-                    self._fail(prompt, RowFailure.CANCELLED, "cancelled by the decode service", retryable=False)
+                for index in rows:
+                    if (prompt := prompts.get(index)) is not None:  # it has not ended; a row may be named twice
+                        self._fail(prompt, RowFailure.CANCELLED, "cancelled by the decode service", retryable=False)
                 self._end_call_if_done(call_id)
             case CloseCall(call_id):
                 for prompt in list(self._calls.get(call_id, {}).values()):
