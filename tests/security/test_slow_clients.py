@@ -76,6 +76,16 @@ async def connect(edge: Edge) -> AsyncIterator[Connect]:
         await client.close()
 
 
+async def wait_until_closed(address: str, sent: bytes) -> None:
+    """By the server, of a connection on which this is all that comes."""
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(sent)
+    async with asyncio.timeout(BOUND_S):
+        while await reader.read(1024):
+            pass
+    writer.close()
+
+
 async def eventually(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(BOUND_S):
         while not holds():  # noqa: ASYNC110 - frames come by themselves
@@ -158,12 +168,7 @@ async def test_streams_beyond_the_limit_are_refused_and_the_small_calls_answered
 
 @pytest.mark.parametrize("sent", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n", bytes(64)], ids=repr)
 async def test_a_connection_that_does_not_become_http2_is_closed(edge: Edge, sent: bytes) -> None:
-    reader, writer = await asyncio.open_connection(*edge.address.split(":"))
-    writer.write(sent)
-    async with asyncio.timeout(BOUND_S):
-        while await reader.read(1024):
-            pass
-    writer.close()
+    await wait_until_closed(edge.address, sent)
     await is_served(edge)
 
 
@@ -178,12 +183,7 @@ async def test_a_tls_handshake_that_does_not_end_is_closed(tmp_path: Path, sent:
         ) as prefill,
         grpc.aio.secure_channel(prefill.address, channel_credentials(authority.ca, None, None)) as channel,
     ):
-        reader, writer = await asyncio.open_connection(*prefill.address.split(":"))
-        writer.write(sent)
-        async with asyncio.timeout(BOUND_S):
-            while await reader.read(1024):
-                pass
-        writer.close()
+        await wait_until_closed(prefill.address, sent)
         await hands_over(prefill, channel)
 
 
