@@ -15,7 +15,7 @@ WORKDIR /opt/src
 COPY pyproject.toml ./
 COPY scripts/requirement.py scripts/
 RUN pip install ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} "$(python scripts/requirement.py torch)"
-RUN touch README.md LICENSE && pip install .
+RUN touch README.md LICENSE && pip install '.[engine]'
 COPY . .
 RUN pip install --no-deps --force-reinstall .
 

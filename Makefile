@@ -83,12 +83,12 @@ $(RUNTIME): pyproject.toml
 	@echo '==> torch (the largest download; minutes the first time)'
 	$(BIN)/python -m pip install "$$($(BIN)/python scripts/requirement.py torch)"
 	@echo '==> Baton and what it needs'
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install --editable '.[engine,gateway]'
 	@touch $@
 
 $(DEV): $(RUNTIME) scripts/protoc-requirements.txt
 	@echo '==> tools for checks and tests'
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(BIN)/python -m pip install --editable '.[engine,gateway,dev]'
 	$(BIN)/python -m pip install --no-deps -r scripts/protoc-requirements.txt
 	@touch $@
 

@@ -7,4 +7,5 @@ from pathlib import Path
 
 name = sys.argv[1]
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-print(next(line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] == name))
+lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+print(next(line for line in lines if re.split(r"[<>=\[]", line)[0] == name))

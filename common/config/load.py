@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource
 
-from common.config.settings import ENV_PREFIX, DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.gateway_settings import GatewaySettings
+from common.config.process_settings import ENV_PREFIX, ProcessSettings
+from common.config.settings import DecodeSettings, PrefillSettings
 from common.errors import ConfigError
 
-SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 
 # The client's own variables: one environment may serve services and clients.
 _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
@@ -24,8 +26,8 @@ _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
 def load_settings(kind: type[SettingsT], argv: Sequence[str], *, program: str) -> SettingsT:
     """Read every source once. Raises ConfigError naming each key that is wrong or unknown.
 
-    A variable of the environment may belong to the other service. A flag that is wrong ends the process with status 2,
-    `--help` with 0.
+    A variable of the environment may belong to another of Baton's processes. A flag that is wrong ends the process
+    with status 2, `--help` with 0.
     """
     _check_environment()
     read = _sources(kind, list(argv), program)
@@ -82,7 +84,7 @@ class _YamlFile(PydanticBaseSettingsSource):
 
 
 def _check_environment() -> None:
-    keys = {*PrefillSettings.model_fields, *DecodeSettings.model_fields}
+    keys = {*PrefillSettings.model_fields, *DecodeSettings.model_fields, *GatewaySettings.model_fields}
     known = {f"{ENV_PREFIX}{key}".upper() for key in keys} | _OTHER_VARIABLES
     unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
     if unknown:

@@ -3,53 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, model_validator
 
-from common.wire.grpc_options import MAX_MESSAGE_BYTES
-from common.wire.handoff import MAX_SEGMENT_BYTES
+from common.config.fields import Address, Addresses, OptionalAddress, Positive, RequestBytes, Seconds, SegmentBytes
+from common.config.process_settings import ProcessSettings
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
-ENV_PREFIX = "BATON_"
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
 
-def _address(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT")
-    return value
-
-
-def _split_on_commas(value: Any) -> Any:
-    """ "a,b", ["a,b", "c"] and ["a", "b", "c"] all name a list."""
-    if not isinstance(value, str | list | tuple):
-        return value
-    items = [value] if isinstance(value, str) else value
-    return tuple(part.strip() for item in items for part in str(item).split(",") if part.strip())
-
-
-Address = Annotated[str, AfterValidator(_address)]
-OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if value else value)]
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_on_commas)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-RequestBytes = Annotated[int, Field(ge=64 << 10, le=MAX_MESSAGE_BYTES)]
-SegmentBytes = Annotated[int, Field(ge=64 << 10, le=MAX_SEGMENT_BYTES)]
-
-
-class ServiceSettings(BaseSettings):
+class ServiceSettings(ProcessSettings):
     """What both services have."""
 
     share_of_cores: ClassVar[float]
     """What `num_threads = 0` takes of a CPU's cores."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True)
-
-    config: Path | None = None
-    listen: Address
     metrics_listen: OptionalAddress = ""
     model: str = "demo"
     draft: str = ""
@@ -62,11 +33,7 @@ class ServiceSettings(BaseSettings):
     max_kv_tokens: Positive = 32768
     max_context_tokens: Positive | None = None
     engine_stall_timeout_s: Seconds = 60.0
-    grace_period_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
     debug_checks: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
     tls_ca: Path | None = None
     auth_token_file: Path | None = None
     max_streams: Positive = 1024
@@ -75,12 +42,6 @@ class ServiceSettings(BaseSettings):
     def _check_draft(self) -> Self:
         if self.draft_topk > 1 and not self.draft:
             raise ValueError("draft_topk needs draft")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
         return self
 
 

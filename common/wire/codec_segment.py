@@ -8,7 +8,8 @@ from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, require
-from common.wire.handoff import MAX_SEGMENT_BYTES, HandoffRow, KvSegment
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
+from common.wire.handoff import HandoffRow, KvSegment
 
 
 def encode_segment(segment: KvSegment, into: prefill_pb2.KvSegment) -> None:

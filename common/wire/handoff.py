@@ -16,7 +16,6 @@ from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 
 MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
-MAX_SEGMENT_BYTES = 4 << 20
 TARGET_GROUP = "target"
 DRAFT_GROUP = "draft"
 

@@ -43,7 +43,7 @@ def test_a_fresh_checkout_gets_torch_first_and_alone(checkout: Path, target: str
     assert any("-m venv .venv" in command for command in commands)
     installs = [command for command in commands if PIP_INSTALL in command]
     assert "requirement.py torch" in installs[0]
-    assert "--editable ." in installs[1]
+    assert "--editable '.[engine,gateway]'" in installs[1]
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "stubs", "parity", "bench", "soak", "fuzz"])

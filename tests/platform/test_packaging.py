@@ -12,7 +12,7 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "common", "prefill_service", "decode_service", "training")
+PACKAGES = ("baton", "common", "prefill_service", "decode_service", "gateway", "training")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -20,8 +20,11 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def declared() -> set[str]:
-    requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["training"]]
+def declared(*extras: str) -> set[str]:
+    """What an installation with these extras gets, and they with theirs."""
+    requirements = [*PROJECT["dependencies"]]
+    for extra in (*extras, "process") if extras else ():
+        requirements += PROJECT["optional-dependencies"][extra]
     names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
     return {canonical(found.group()) for found in names if found is not None}
 
@@ -32,15 +35,28 @@ def test_every_directory_of_modules_is_a_package(package: str) -> None:
     assert sorted(str(path) for path in directories if not (path / "__init__.py").exists()) == []
 
 
-def test_every_imported_library_is_declared() -> None:
+@pytest.mark.parametrize(
+    ("part", "extras"),
+    [
+        ("baton.client", ()),
+        ("prefill_service", ("engine",)),
+        ("decode_service", ("engine",)),
+        ("gateway", ("gateway",)),
+        ("training", ("engine", "training")),
+    ],
+)
+def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) -> None:
     """A library that is only there because another one needs it disappears with it."""
     graph = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
-    roots = {name.partition(".")[0] for name in graph.modules if graph.is_module_squashed(name)}
+    imported = graph.find_upstream_modules(part, as_package=True)
+    roots = {name.partition(".")[0] for name in imported if graph.is_module_squashed(name)}
     distributions = importlib.metadata.packages_distributions()
-    # One namespace of several distributions; google.protobuf and google.rpc are what we import of it.
-    third_party = roots - set(sys.stdlib_module_names) - {"google"}
+    # Namespaces of several distributions; google.protobuf and google.rpc are what we import of the one.
+    third_party = roots - set(sys.stdlib_module_names) - {"google", "opentelemetry"}
     undeclared = {
-        root for root in third_party if declared().isdisjoint(canonical(name) for name in distributions.get(root, []))
+        root
+        for root in third_party
+        if declared(*extras).isdisjoint(canonical(name) for name in distributions.get(root, []))
     }
     assert undeclared == set()
 
@@ -53,5 +69,5 @@ def test_the_console_script_is_a_function_we_ship() -> None:
 
 def test_torch_and_transformers_stay_ranges() -> None:
     """An exact version, or a local one, would keep pip from taking the newest build on offer."""
-    assert "torch>=2.11,<2.14" in PROJECT["dependencies"]
-    assert "transformers>=5.17,<6" in PROJECT["dependencies"]
+    assert "torch>=2.11,<2.14" in PROJECT["optional-dependencies"]["engine"]
+    assert "transformers>=5.17,<6" in PROJECT["optional-dependencies"]["engine"]

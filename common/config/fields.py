@@ -1,0 +1,44 @@
+"""The kinds of values that settings have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from common.wire.grpc_options import MAX_MESSAGE_BYTES, MAX_SEGMENT_BYTES
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return value
+
+
+def _target(value: str) -> str:
+    """One server, or "dns:///NAME:PORT" for all behind a name."""
+    _address(value.removeprefix("dns:///"))
+    return value
+
+
+def _split_on_commas(value: Any) -> Any:
+    """ "a,b", ["a,b", "c"] and ["a", "b", "c"] all name a list."""
+    if not isinstance(value, str | list | tuple):
+        return value
+    items = [value] if isinstance(value, str) else value
+    return tuple(part.strip() for item in items for part in str(item).split(",") if part.strip())
+
+
+Address = Annotated[str, AfterValidator(_address)]
+OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if value else value)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_on_commas)]
+Targets = Annotated[tuple[Annotated[str, AfterValidator(_target)], ...], NoDecode, BeforeValidator(_split_on_commas)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Choices = Annotated[int, Field(ge=1, le=128)]
+RequestBytes = Annotated[int, Field(ge=64 << 10, le=MAX_MESSAGE_BYTES)]
+SegmentBytes = Annotated[int, Field(ge=64 << 10, le=MAX_SEGMENT_BYTES)]

@@ -1,0 +1,38 @@
+"""Every setting of the gateway, with its default and its range. docs/configuration.md explains them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import model_validator
+
+from common.config.fields import Address, Addresses, Choices, Positive, RequestBytes, Seconds, Targets
+from common.config.process_settings import ProcessSettings
+
+
+class GatewaySettings(ProcessSettings):
+    """`decode` are the decode services it serves from, `metrics_targets` the services that its status page shows."""
+
+    listen: Address = "127.0.0.1:8000"
+    decode: Targets = ("127.0.0.1:50051",)
+    decode_tls: bool = False
+    decode_tls_ca: Path | None = None
+    decode_tls_server_name: str | None = None
+    decode_token_file: Path | None = None
+    api_key_file: Path | None = None
+    served_model_name: str = ""
+    max_request_bytes: RequestBytes = 4 << 20
+    max_open_requests: Positive = 512
+    max_choices: Choices = 8
+    request_timeout_s: Seconds | None = None
+    status_page: bool = True
+    metrics_targets: Addresses = ()
+
+    @model_validator(mode="after")
+    def _check_decode(self) -> Self:
+        if not self.decode:
+            raise ValueError("decode names no address")
+        if len(self.decode) > 1 and any(target.startswith("dns:") for target in self.decode):
+            raise ValueError("decode is one dns:///NAME:PORT, or any number of HOST:PORT")
+        return self
