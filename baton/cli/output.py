@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from baton.errors import BatonError
+from baton.errors import BatonError, FailedPrecondition
 
 
 def print_json(event: str, **fields: Any) -> None:
@@ -34,9 +34,18 @@ def text_console() -> Console:
 
 @contextmanager
 def reported_errors(as_json: bool) -> Iterator[None]:
-    """Ends the command with status 1 on a BatonError, which is printed without a traceback."""
+    """Ends the command with status 1 on a BatonError, which is printed without a traceback.
+
+    So does a library that is not installed: some commands need those of the services.
+    """
     try:
-        yield
+        try:
+            yield
+        except ModuleNotFoundError as missing:
+            raise FailedPrecondition(
+                f"this command needs {missing.name}: pip install 'baton-serve[engine,gateway,training]'",
+                reason="NOT_INSTALLED",
+            ) from missing
     except BatonError as error:
         if as_json:
             print_json(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -59,6 +60,31 @@ def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) 
         if declared(*extras).isdisjoint(canonical(name) for name in distributions.get(root, []))
     }
     assert undeclared == set()
+
+
+def test_the_command_line_starts_without_the_services_libraries() -> None:
+    """And a command that needs one of them says what to install."""
+    names = {
+        canonical(re.match(r"[\w.-]+", line).group())  # type: ignore[union-attr]
+        for extra in ("engine", "gateway", "process")
+        for line in PROJECT["optional-dependencies"][extra]
+    }
+    only_there = names - declared() - {"baton-serve"}
+    roots = [
+        root
+        for root, distributions in importlib.metadata.packages_distributions().items()
+        if root not in ("google", "opentelemetry") and only_there & {canonical(name) for name in distributions}
+    ]
+    assert {"torch", "numpy", "starlette", "pydantic"} <= {*roots}
+    hide = f"import sys; sys.modules.update(dict.fromkeys({roots!r}))"
+    run = "from baton.cli.main import main; sys.argv = ['baton', 'demo']; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.fullmatch(
+        r"FAILED_PRECONDITION: this command needs \w+: pip install 'baton-serve\[.*\]'\n", result.stderr
+    )
 
 
 def test_the_console_script_is_a_function_we_ship() -> None:
