@@ -75,7 +75,7 @@ def test_the_command_line_starts_without_the_services_libraries() -> None:
         for root, distributions in importlib.metadata.packages_distributions().items()
         if root not in ("google", "opentelemetry") and only_there & {canonical(name) for name in distributions}
     ]
-    assert {"torch", "numpy", "starlette", "pydantic"} <= {*roots}
+    assert {"torch", "numpy", "starlette", "structlog"} <= {*roots}
     hide = f"import sys; sys.modules.update(dict.fromkeys({roots!r}))"
     run = "from baton.cli.main import main; sys.argv = ['baton', 'demo']; main()"
     result = subprocess.run(
