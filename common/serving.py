@@ -34,7 +34,8 @@ _log = structlog.get_logger(__name__)
 class ServerLimits:
     """What a client may take. `max_streams` is of each method; a unary call's request comes within `request_timeout_s`.
 
-    A handshake takes at most `handshake_timeout_s`; a connection without a call is closed after `idle_timeout_s`.
+    A handshake takes at most `handshake_timeout_s`; a connection without a call is closed after `idle_timeout_s`, one
+    with calls is replaced after `connection_age_s`.
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -42,6 +43,7 @@ class ServerLimits:
     request_timeout_s: float = 10.0
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
+    connection_age_s: float | None = None
 
 
 class ServiceServer:
@@ -75,6 +77,7 @@ class ServiceServer:
                 max_receive_bytes=limits.max_message_bytes,
                 handshake_timeout_s=limits.handshake_timeout_s,
                 idle_timeout_s=limits.idle_timeout_s,
+                connection_age_s=limits.connection_age_s,
             ),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)

@@ -53,6 +53,7 @@ from decode_service.speculation_settings import speculation_of
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0
+_CONNECTION_AGE_S = 30.0  # in which clients that balance over a name find a new replica behind it
 
 _log = structlog.get_logger(__name__)
 
@@ -98,7 +99,11 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         service_name=INFERENCE_SERVICE,
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
         tokens=server_tokens(settings),
-        limits=ServerLimits(max_message_bytes=settings.max_request_bytes, max_streams=settings.max_streams),
+        limits=ServerLimits(
+            max_message_bytes=settings.max_request_bytes,
+            max_streams=settings.max_streams,
+            connection_age_s=_CONNECTION_AGE_S,
+        ),
     )
     watchdog = Watchdog(
         engine=thread,

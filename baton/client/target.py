@@ -12,6 +12,7 @@ _INFERENCE_SERVICE = "baton.v1.Inference"
 _READY_IN_TURN = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _INFERENCE_SERVICE}}
 )
+_MIN_S_BETWEEN_LOOKUPS = 5
 _SCHEMES = {socket.AF_INET: "ipv4", socket.AF_INET6: "ipv6"}
 
 
@@ -22,12 +23,16 @@ def target_and_options(
 
     "HOST:PORT" is one server, which answers for itself when it is not ready. "HOST:PORT,HOST:PORT,..." names several,
     whose hosts are looked up now, once, which blocks; hosts that are not known are left out. "dns:///NAME:PORT" names
-    those that gRPC finds behind the name, again and again. Raises InvalidArgument for an address that names none,
-    Unavailable when no host is known.
+    those that gRPC finds behind the name, again each time a connection ends, which a decode service sees to. Raises
+    InvalidArgument for an address that names none, Unavailable when no host is known.
     """
     if "," not in address and not address.startswith("dns:"):
         return address, channel_options(tls, overrides)
-    balanced: ChannelOptions = {"grpc.service_config": _READY_IN_TURN, **(overrides or {})}
+    balanced: ChannelOptions = {
+        "grpc.service_config": _READY_IN_TURN,
+        "grpc.dns_min_time_between_resolutions_ms": _MIN_S_BETWEEN_LOOKUPS * 1000,
+        **(overrides or {}),
+    }
     if address.startswith("dns:"):
         return address, channel_options(tls, balanced)
     if tls is not None and tls.server_name is None:

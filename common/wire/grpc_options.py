@@ -32,12 +32,16 @@ def server_options(
     max_receive_bytes: int = MAX_MESSAGE_BYTES,
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     idle_timeout_s: float = IDLE_TIMEOUT_S,
+    connection_age_s: float | None = None,
 ) -> Options:
     """A larger message fails its call with RESOURCE_EXHAUSTED. The clients' pings never draw a GOAWAY.
 
-    A connection that has had no call for `idle_timeout_s` is closed; its client connects again when it has one.
+    A connection that has had no call for `idle_timeout_s` is closed; its client connects again when it has one. After
+    `connection_age_s` a client is asked to connect again: its calls go on where they are, and names are looked up anew.
     """
+    age = () if connection_age_s is None else (("grpc.max_connection_age_ms", round(connection_age_s * 1000)),)
     return (
+        *age,
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
