@@ -123,7 +123,7 @@ class ServiceServer:
 
 def is_loopback(address: str) -> bool:
     """Whether "host:port" is reached from this machine only; a name other than localhost may be anywhere."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

@@ -45,6 +45,7 @@ from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.replica_discovery import look_up
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, Drain, Event
@@ -203,4 +204,5 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         timeouts=HandoffTimeouts.of_progress(settings.handoff_progress_timeout_s),
         credentials=credentials,
         metadata=metadata,
+        look_up=look_up,
     )

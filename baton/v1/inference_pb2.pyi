@@ -543,6 +543,7 @@ class PrefillReplica(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     address: _builtins.str
+    """or the name, while nothing was found behind it"""
     is_ready: _builtins.bool
     num_rows: _builtins.int
     """rows this decode service has with it"""

@@ -7,20 +7,18 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
+from common.addresses import DnsName, host_and_port, is_dns_name
 from common.wire.grpc_options import MAX_MESSAGE_BYTES, MAX_SEGMENT_BYTES
 
 
 def _address(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT")
+    host_and_port(value)
     return value
 
 
 def _target(value: str) -> str:
     """One server, or "dns:///NAME:PORT" for all behind a name."""
-    _address(value.removeprefix("dns:///"))
-    return value
+    return str(DnsName.parse(value)) if is_dns_name(value) else _address(value)
 
 
 def _split_on_commas(value: Any) -> Any:

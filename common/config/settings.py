@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.config.fields import Address, Addresses, OptionalAddress, Positive, RequestBytes, Seconds, SegmentBytes
+from common.config.fields import Address, OptionalAddress, Positive, RequestBytes, Seconds, SegmentBytes, Targets
 from common.config.process_settings import ProcessSettings
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
@@ -65,7 +65,7 @@ class PrefillSettings(ServiceSettings):
 class DecodeSettings(ServiceSettings):
     share_of_cores = 1.0
     listen: Address = "127.0.0.1:50051"
-    prefill: Addresses = ("127.0.0.1:50052",)
+    prefill: Targets = ("127.0.0.1:50052",)
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     adaptive_depth: bool = True

@@ -23,7 +23,7 @@ _KEEPALIVE_TIMEOUT_MS = 5_000
 _MAX_RECONNECT_BACKOFF_MS = 1_000
 _MIN_RECONNECT_BACKOFF_MS = 100
 
-Options = Sequence[tuple[str, int]]
+Options = Sequence[tuple[str, int | str]]
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -56,9 +56,13 @@ def server_options(
     )
 
 
-def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """A connection of its own, tried again within a second of each failure."""
+def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES, server_name: str | None = None) -> Options:
+    """A connection of its own, tried again within a second of each failure.
+
+    Over TLS the certificate must name `server_name`, without it the host of the address.
+    """
     return (
+        *([("grpc.ssl_target_name_override", server_name)] if server_name is not None else []),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.http2.bdp_probe", 0),

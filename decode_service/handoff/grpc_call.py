@@ -47,7 +47,7 @@ class GrpcCall:
     ) -> None:
         """`num_steps` says how often the replica's engine has stepped, as last looked at."""
         self._call_id = command.call_id
-        self._replica = command.replica
+        self.replica = command.replica
         self._rows = command.rows
         self._channel = channel
         self._fingerprint = fingerprint
@@ -71,9 +71,9 @@ class GrpcCall:
         try:
             await self._read_frames(stream)
         except grpc.aio.AioRpcError as failure:
-            raise error_of_status(self._replica, failure) from failure
+            raise error_of_status(self.replica, failure) from failure
         except ProtocolError as error:
-            raise EngineFault(f"{self._replica} broke the protocol: {error}") from error
+            raise EngineFault(f"{self.replica} broke the protocol: {error}") from error
         finally:
             writer.cancel()
             stream.cancel()
@@ -84,7 +84,7 @@ class GrpcCall:
             async with asyncio.timeout(timeout_s):
                 await self._channel.channel_ready()
         except TimeoutError:
-            raise PrefillUnavailable(f"{self._replica}: no connection within {timeout_s} s") from None
+            raise PrefillUnavailable(f"{self.replica}: no connection within {timeout_s} s") from None
 
     async def _write_commands(self, stream: Stream, batch: bytes) -> None:
         # The reader tells why a stream broke.
@@ -119,7 +119,7 @@ class GrpcCall:
                 if num_steps and num_steps() != seen:
                     seen, num_looks = num_steps(), 0
                 elif num_looks == _LOOKS_PER_TIMEOUT:
-                    raise PrefillUnavailable(f"{self._replica}: no frame within {timeout_s} s")
+                    raise PrefillUnavailable(f"{self.replica}: no frame within {timeout_s} s")
             data = reading.result()
         finally:
             reading.cancel()

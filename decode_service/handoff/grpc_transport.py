@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import grpc
@@ -16,15 +15,15 @@ from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import MAX_MESSAGE_BYTES, Metadata, channel_options
 from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import GrpcReplica
+from decode_service.handoff.grpc_replicas import GrpcReplicas
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.handoff.replica_discovery import LookUp, look_up
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post
 from decode_service.messages import (
     BreakCall,
     CallEnded,
     CancelHandoffRows,
-    Replica,
-    ReplicasChanged,
     SegmentsLanded,
     StartHandoff,
 )
@@ -34,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 class GrpcTransport:
     """A HandoffTransport. Built on the event loop it runs on. `metadata` is shown with every call.
+
+    `addresses` are "HOST:PORT", a replica each, and "dns:///NAME:PORT", a replica for each address that `look_up`
+    finds; over TLS the certificate of these must name the NAME.
 
     A call's task reads one frame ahead of the receive budget; the stream's flow control then stops the replica.
     """
@@ -49,6 +51,7 @@ class GrpcTransport:
         timeouts: HandoffTimeouts,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
+        look_up: LookUp = look_up,
         num_channels_per_replica: int = 2,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
@@ -59,21 +62,25 @@ class GrpcTransport:
         self._metadata = metadata
         self._budget = AsyncReceiveBudget(receive_budget_bytes)
         self._loop = asyncio.get_running_loop()
-        self._replicas = {
-            address: GrpcReplica(
+
+        def connect(address: str, name: str | None) -> GrpcReplica:
+            return GrpcReplica(
                 address=address,
                 fingerprint=fingerprint,
                 credentials=credentials,
-                options=channel_options(max_receive_bytes=max_message_bytes),
+                options=channel_options(max_receive_bytes=max_message_bytes, server_name=name),
                 metadata=metadata,
                 num_channels=num_channels_per_replica,
             )
-            for address in addresses
-        }
-        not_looked = PrefillUnavailable("not looked at yet")
-        self._seen = {address: Replica(address, is_ready=False, error=not_looked) for address in addresses}
-        self._look_now = {address: asyncio.Event() for address in addresses}
-        self._lookers: list[asyncio.Task[None]] = []
+
+        self._replicas = GrpcReplicas(
+            addresses=addresses,
+            connect=connect,
+            look_up=look_up,
+            has_calls=lambda address: any(call.replica == address for call in self._calls.values()),
+            post=post,
+            timeouts=timeouts,
+        )
         self._calls: dict[str, GrpcCall] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._break_errors: dict[str, BatonError] = {}
@@ -81,8 +88,7 @@ class GrpcTransport:
 
     async def open(self) -> None:
         self._is_open = True
-        self._post(ReplicasChanged(tuple(self._seen.values())))
-        self._lookers = [asyncio.create_task(self._keep_looking(replica)) for replica in self._replicas.values()]
+        self._replicas.open()
 
     def start(self, command: StartHandoff) -> None:
         self._loop.call_soon_threadsafe(self._start, command)
@@ -99,24 +105,20 @@ class GrpcTransport:
 
     async def close(self) -> None:
         self._is_open = False
-        for looker in self._lookers:
-            looker.cancel()
         for call_id in list(self._tasks):
             self._break(call_id, PrefillUnavailable("the handoff is closed"))
-        tasks = (*self._lookers, *self._tasks.values())
-        if tasks:
+        if tasks := tuple(self._tasks.values()):
             await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
-        for replica in self._replicas.values():
-            await replica.close()
+        await self._replicas.close()
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def _start(self, command: StartHandoff) -> None:
-        refusal = self._refusal(command.replica)
-        if refusal is not None:
-            self._post(CallEnded(command.call_id, refusal))
+        closed = PrefillUnavailable("the handoff is closed")
+        replica = self._replicas.get(command.replica) if self._is_open else closed
+        if isinstance(replica, BatonError):
+            self._post(CallEnded(command.call_id, replica))
             return
-        replica = self._replicas[command.replica]
         call = GrpcCall(
             command=command,
             channel=replica.next_channel(),
@@ -133,14 +135,6 @@ class GrpcTransport:
         self._tasks[command.call_id] = task
         # Not in the task's own code: a task cancelled before its first step never runs any.
         task.add_done_callback(partial(self._ended, command))
-
-    def _refusal(self, address: str) -> BatonError | None:
-        """Why no call can be opened to this replica now."""
-        if not self._is_open:
-            return PrefillUnavailable("the handoff is closed")
-        if address not in self._seen:
-            return PrefillUnavailable(f"{address}: is not a replica")
-        return self._seen[address].error
 
     def _cancel_rows(self, command: CancelHandoffRows) -> None:
         if (call := self._calls.get(command.call_id)) is not None:
@@ -159,35 +153,9 @@ class GrpcTransport:
             # The engine must hear of it before it chooses where to try again; the look corrects us if we are wrong.
             # A mismatch too: a replica has it for good only when the look finds it.
             lost = error if isinstance(error, PrefillUnavailable) else PrefillUnavailable(str(error))
-            self._saw(Replica(command.replica, is_ready=False, error=lost))
-            self._look_now[command.replica].set()
+            self._replicas.lost(command.replica, lost)
         self._post(CallEnded(command.call_id, error))
-
-    # ---- replicas ---------------------------------------------------------------------------------------------------
-
-    async def _keep_looking(self, replica: GrpcReplica) -> None:
-        look_now = self._look_now[replica.address]
-        while True:
-            look_now.clear()
-            self._saw(await replica.look(self._timeouts.poll_timeout_s))
-            # Not wait_for: on Python 3.11 it loses a cancellation that meets its time-out.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._timeouts.poll_interval_s):
-                    await look_now.wait()
-
-    def _saw(self, replica: Replica) -> None:
-        before = self._seen[replica.address]
-        if _text(replica) == _text(before):
-            return
-        if replica.is_ready != before.is_ready:
-            _log.info("prefill replica %s: %s", replica.address, "ready" if replica.is_ready else replica.error)
-        self._seen[replica.address] = replica
-        self._post(ReplicasChanged(tuple(self._seen.values())))
-
-
-def _text(replica: Replica) -> tuple[bool, int, str]:
-    """What a change is told by: two errors of the same text are the same."""
-    return replica.is_ready, replica.num_outstanding, repr(replica.error)
+        self._replicas.update()
 
 
 def _error_of(task: asyncio.Task[None]) -> BatonError | None:

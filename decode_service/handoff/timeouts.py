@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class HandoffTimeouts:
     """A call is lost when no connection, no Accepted, or no frame while we were ready to read one, comes in time.
 
-    Each replica is looked at every `poll_interval_s`, each look bounded by `poll_timeout_s`.
+    Each replica is looked at every `poll_interval_s`, each look bounded by `poll_timeout_s`; each name is looked up
+    every `look_up_interval_s`, and has failed when there is no answer within `look_up_timeout_s`.
     """
 
     connect_timeout_s: float = 2.0
@@ -17,6 +18,8 @@ class HandoffTimeouts:
     progress_timeout_s: float = 120.0
     poll_interval_s: float = 0.5
     poll_timeout_s: float = 2.0
+    look_up_interval_s: float = 2.0
+    look_up_timeout_s: float = 5.0
     close_timeout_s: float = 5.0
 
     @classmethod

@@ -61,6 +61,10 @@ def test_prefill_replicas_are_listed_with_commas_or_by_repeating(argv: tuple[str
     assert decode(*argv).prefill == ("a:1", "b:2")
 
 
+def test_prefill_replicas_may_be_those_behind_names() -> None:
+    assert decode("--prefill=dns:///a:1,b:2,dns:///c:3").prefill == ("dns:///a:1", "b:2", "dns:///c:3")
+
+
 def test_prefill_replicas_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode(written(tmp_path / "list.yaml", "prefill: [a:1, b:2]")).prefill == ("a:1", "b:2")
     monkeypatch.setenv("BATON_PREFILL", "c:1,d:2")
@@ -111,6 +115,9 @@ def test_an_unknown_flag_ends_the_process_with_status_2(flag: str, capsys: pytes
         ("grace_period_s", "--grace-period-s=-1"),
         ("prefill", "--prefill=,"),
         ("prefill", "--prefill=a:1,a:1"),
+        ("prefill", "--prefill=dns:a:1"),
+        ("prefill", "--prefill=dns://server/a:1"),
+        ("prefill", "--prefill=dns:///a"),
         ("tls_cert", "--tls-cert=cert.pem"),
         ("max_streams", "--max-streams=0"),
         ("max_request_bytes", "--max-request-bytes=1000"),

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
+from common.addresses import address_of
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import server_options
@@ -23,7 +24,14 @@ class RawReplica:
     `answers` replace what is right of the other calls, by method, where they are not empty.
     """
 
-    def __init__(self, fingerprint: Fingerprint = FINGERPRINT, instance_id: str = "raw") -> None:
+    def __init__(
+        self,
+        fingerprint: Fingerprint = FINGERPRINT,
+        instance_id: str = "raw",
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
         self.fingerprint = fingerprint
         self.instance_id = instance_id
         self.health = health_pb2.HealthCheckResponse.SERVING
@@ -36,10 +44,12 @@ class RawReplica:
         self.answers: Mapping[str, bytes] = {}
         self.hangs = False
         self.status: grpc.StatusCode | None = None
-        self.port = 0
+        self.credentials: grpc.ServerCredentials | None = None
+        self.host = host
+        self.port = port
 
     async def start(self) -> None:
-        """Listen; on the port of the last time when there was one, as a restarted process does."""
+        """Listen; on `port`, or on that of the last time when there was one, as a restarted process does."""
         self._server = grpc.aio.server(options=server_options(max_receive_bytes=_UNBOUNDED))
         self._server.add_generic_rpc_handlers(
             (
@@ -56,7 +66,11 @@ class RawReplica:
                 ),
             )
         )
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = address_of(self.host, self.port)
+        if self.credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, self.credentials)
         await self._server.start()
 
     async def stop(self) -> None:

@@ -189,6 +189,8 @@ async def test_the_command_line_reads_its_token_from_a_file(decode: str, tmp_pat
         ("127.8.8.8:1", True),
         ("[::1]:1", True),
         ("localhost:1", True),
+        ("dns:///localhost:1", True),
+        ("dns:///prefill:1", False),
         ("0.0.0.0:1", False),
         ("[::]:1", False),
         ("10.0.0.1:1", False),

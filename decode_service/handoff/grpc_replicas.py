@@ -1,0 +1,174 @@
+"""The prefill replicas there are: those at fixed addresses, and those found behind names, which come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from common.addresses import DnsName, is_dns_name, numeric_form
+from common.errors import BatonError, PrefillUnavailable
+from decode_service.handoff.grpc_replica import GrpcReplica
+from decode_service.handoff.replica_discovery import LookUp, NameWatch
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.messages import Replica, ReplicasChanged
+
+Connect = Callable[[str, str | None], GrpcReplica]
+"""(address, the name it was found behind) to the replica."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Watched:
+    replica: GrpcReplica
+    name: DnsName | None
+    seen: Replica
+    look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    looker: asyncio.Task[None] | None = None
+
+
+class GrpcReplicas:
+    """Event loop only. Each replica is looked at again and again; `post` hears of all of them when one changes.
+
+    Of several ways to name one address the first counts, fixed ones before names. A replica that its name no longer has
+    stays while it is ready or `has_calls`. A name behind which nothing was found yet is reported as a replica that is
+    not ready, its address the name.
+    """
+
+    def __init__(
+        self,
+        *,
+        addresses: Sequence[str],
+        connect: Connect,
+        look_up: LookUp,
+        has_calls: Callable[[str], bool],
+        post: Callable[[ReplicasChanged], None],
+        timeouts: HandoffTimeouts,
+    ) -> None:
+        self._connect = connect
+        self._has_calls = has_calls
+        self._post = post
+        self._timeouts = timeouts
+        self._fixed = tuple(address for address in addresses if not is_dns_name(address))
+        self._names = tuple(
+            NameWatch(
+                name=DnsName.parse(address),
+                look_up=look_up,
+                interval_s=timeouts.look_up_interval_s,
+                timeout_s=timeouts.look_up_timeout_s,
+                on_look_up=self.update,
+            )
+            for address in addresses
+            if is_dns_name(address)
+        )
+        self._watched: dict[str, _Watched] = {}
+        self._posted: list[tuple[str, bool, int, str]] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+        self.update()
+        self._watchers = [asyncio.create_task(name.watch()) for name in self._names]
+
+    def get(self, address: str) -> GrpcReplica | BatonError:
+        """The replica, or why no call can be opened to it now."""
+        if (watched := self._watched.get(address)) is None:
+            return PrefillUnavailable(f"{address}: is not a replica")
+        return watched.seen.error or watched.replica
+
+    def lost(self, address: str, error: PrefillUnavailable) -> None:
+        """A call found it so. It is looked at now, which corrects us if we are wrong."""
+        if (watched := self._watched.get(address)) is not None:
+            self._saw(watched, Replica(address, is_ready=False, error=error))
+            watched.look_now.set()
+
+    def update(self) -> None:
+        """Let go of what no name has any more and nobody uses, and connect to what is new."""
+        if not self._is_open:
+            return
+        wanted = self._wanted()
+        for address, watched in list(self._watched.items()):
+            is_gone = address not in wanted or wanted[address] != watched.name
+            if is_gone and not watched.seen.is_ready and not self._has_calls(address):
+                self._let_go(address)
+        for address, name in wanted.items():
+            if address not in self._watched:
+                self._watch(address, name)
+        self._report()
+
+    async def close(self) -> None:
+        """Look no more, and close every connection. Bounded in time."""
+        self._is_open = False
+        for address in list(self._watched):
+            self._let_go(address)
+        for watcher in self._watchers:
+            watcher.cancel()
+        if tasks := (*self._watchers, *self._closing):
+            await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
+
+    def _wanted(self) -> dict[str, DnsName | None]:
+        """Each address once, with the name it was found behind."""
+        wanted: dict[str, DnsName | None] = dict.fromkeys(self._fixed)
+        known = set(map(numeric_form, self._fixed))
+        for watch in self._names:
+            for address in watch.found:
+                if address not in known:
+                    known.add(address)
+                    wanted[address] = watch.name
+        return wanted
+
+    def _watch(self, address: str, name: DnsName | None) -> None:
+        if name is not None:
+            _log.info("prefill replica %s: found behind %s", address, name)
+        not_looked = Replica(address, is_ready=False, error=PrefillUnavailable("not looked at yet"))
+        watched = _Watched(self._connect(address, name.host if name else None), name, not_looked)
+        self._watched[address] = watched
+        watched.looker = asyncio.create_task(self._keep_looking(watched))
+
+    def _let_go(self, address: str) -> None:
+        watched = self._watched.pop(address)
+        if self._is_open:
+            _log.info("prefill replica %s: no longer behind %s, let go", address, watched.name)
+        closing = asyncio.create_task(_close(watched))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _keep_looking(self, watched: _Watched) -> None:
+        while True:
+            watched.look_now.clear()
+            self._saw(watched, await watched.replica.look(self._timeouts.poll_timeout_s))
+            # Not wait_for: on Python 3.11 it loses a cancellation that meets its time-out.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.poll_interval_s):
+                    await watched.look_now.wait()
+
+    def _saw(self, watched: _Watched, replica: Replica) -> None:
+        if replica.is_ready != watched.seen.is_ready:
+            _log.info("prefill replica %s: %s", replica.address, "ready" if replica.is_ready else replica.error)
+        watched.seen = replica
+        self.update()
+
+    def _report(self) -> None:
+        """Post the replicas unless they are as they were: two errors of the same text are the same."""
+        replicas = [watched.seen for watched in self._watched.values()]
+        replicas += [
+            Replica(str(watch.name), is_ready=False, error=PrefillUnavailable(watch.error))
+            for watch in self._names
+            if not watch.found
+        ]
+        texts = [(each.address, each.is_ready, each.num_outstanding, repr(each.error)) for each in replicas]
+        if texts != self._posted:
+            self._posted = texts
+            self._post(ReplicasChanged(tuple(replicas)))
+
+
+async def _close(watched: _Watched) -> None:
+    if watched.looker is not None:
+        watched.looker.cancel()
+        await asyncio.wait({watched.looker})
+    await watched.replica.close()

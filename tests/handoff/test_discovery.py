@@ -1,0 +1,309 @@
+"""Prefill replicas found behind a name: they come, go and return while the transport runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2
+
+from common.errors import PrefillUnavailable
+from common.serving import channel_credentials, server_credentials
+from common.wire.codec_frames import FrameCodec
+from common.wire.handoff import Accepted
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.replica_discovery import look_up
+from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff
+from tests.handoff.homes import FAST
+from tests.handoff.raw_replica import RawReplica
+from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row
+from tests.handoff.scripted_names import ScriptedNames
+from tests.handoff.scripted_prefill import RecordingDecode
+from tests.security.certificates import Authority
+from tests.support.loop_thread import LoopThread
+from tests.wire.strategies import VOCAB_SIZE
+
+FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+ACCEPTED, WHOLE = CODEC.encode(Accepted("raw")), (CODEC.encode(Accepted("raw")), CODEC.encode(prebuilt(0)))
+TIMEOUTS = replace(FAST, poll_timeout_s=1.0, look_up_interval_s=0.01)
+
+
+class Rig:
+    """Replicas at several hosts and one port, the names that tell of them, and a transport that looks them up."""
+
+    def __init__(self) -> None:
+        self.loop = LoopThread()
+        self.decode = RecordingDecode()
+        self.names = ScriptedNames()
+        self.port = 0
+        self.transport: GrpcTransport | None = None
+        self._running: list[RawReplica] = []
+
+    def bring_up(self, host: str, *, frames: tuple[bytes, ...] = WHOLE) -> RawReplica:
+        replica = RawReplica(instance_id=host, host=host, port=self.port)
+        replica.frames = frames
+        self.loop.run(replica.start())
+        self.port = replica.port
+        self._running.append(replica)
+        return replica
+
+    def stop(self, replica: RawReplica) -> None:
+        self._running.remove(replica)
+        self.loop.run(replica.stop())
+
+    def connect(self, *addresses: str, **options: object) -> GrpcTransport:
+        async def build() -> GrpcTransport:
+            transport = GrpcTransport(
+                post=self.decode.post,
+                addresses=[address.replace("PORT", str(self.port)) for address in addresses],
+                fingerprint=FINGERPRINT,
+                vocab_size=VOCAB_SIZE,
+                receive_budget_bytes=ROOMY_BUDGET_BYTES,
+                **{"timeouts": TIMEOUTS, "look_up": self.names, **options},  # type: ignore[arg-type]
+            )
+            await transport.open()
+            return transport
+
+        self.transport = self.loop.run(build())
+        return self.transport
+
+    def at(self, host: str) -> str:
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def replicas(self, holds: Callable[[dict[str, Replica]], bool]) -> dict[str, Replica]:
+        """By address, as last posted, once they `hold`."""
+
+        def last(reports: list[object]) -> dict[str, Replica]:
+            changes = [report for report in reports if isinstance(report, ReplicasChanged)]
+            return {replica.address: replica for replica in changes[-1].replicas} if changes else {}
+
+        return last(list(self.decode.reports.wait_until(lambda reports: holds(last(list(reports))))))
+
+    def ready(self, *hosts: str) -> None:
+        """Wait until these, and nothing else, are replicas, and ready."""
+        wanted = {self.at(host) for host in hosts}
+        self.replicas(lambda each: set(each) == wanted and all(replica.is_ready for replica in each.values()))
+
+    def close(self) -> None:
+        self.names.release()
+        if self.transport is not None:
+            self.loop.run(self.transport.close())
+        for replica in self._running:
+            self.loop.run(replica.stop())
+        self.loop.close()
+
+
+def num_connections_to(host: str) -> int:
+    connections = psutil.Process().net_connections("tcp")
+    return sum(
+        bool(each.raddr) and each.raddr.ip.endswith(host) and each.status == "ESTABLISHED" for each in connections
+    )
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_every_address_behind_a_name_is_a_replica_that_serves_rows(rig: Rig) -> None:
+    for host in (FIRST, SECOND):
+        rig.bring_up(host)
+    rig.names.hosts["prefill"] = (FIRST, SECOND)
+    transport = rig.connect("dns:///prefill:PORT")
+    rig.ready(FIRST, SECOND)
+    for host in (FIRST, SECOND):
+        transport.start(StartHandoff(host, rig.at(host), (row(),)))
+        assert rig.decode.ended(host).error is None
+        accepted = rig.decode.arrived(host)[0]
+        assert isinstance(accepted, Accepted)
+    assert not rig.names.is_loop_thread, "a look-up blocks"
+
+
+def test_a_replica_that_joins_the_name_serves(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    rig.names.hosts["prefill"] = (FIRST,)
+    transport = rig.connect("dns:///prefill:PORT")
+    rig.ready(FIRST)
+    rig.bring_up(SECOND)
+    rig.names.hosts["prefill"] = (FIRST, SECOND)
+    rig.ready(FIRST, SECOND)
+    transport.start(StartHandoff("call", rig.at(SECOND), (row(),)))
+    assert rig.decode.ended("call").error is None
+
+
+def test_a_replica_that_left_the_name_stays_while_it_is_ready_and_is_let_go_when_it_is_gone(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    leaving = rig.bring_up(SECOND)
+    rig.names.hosts["prefill"] = (FIRST, SECOND)
+    transport = rig.connect("dns:///prefill:PORT")
+    rig.ready(FIRST, SECOND)
+    rig.names.hosts["prefill"] = (FIRST,)
+    rig.names.wait_for_more()
+    transport.start(StartHandoff("call", rig.at(SECOND), (row(),)))
+    assert rig.decode.ended("call").error is None, "it is ready"
+    rig.stop(leaving)
+    rig.ready(FIRST)
+    transport.start(StartHandoff("next", rig.at(SECOND), (row(),)))
+    assert "is not a replica" in str(rig.decode.ended("next").error)
+
+
+def test_a_replica_that_left_the_name_and_is_not_ready_keeps_its_calls_to_their_end(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    leaving = rig.bring_up(SECOND, frames=(ACCEPTED,))
+    leaving.hangs = True
+    rig.names.hosts["prefill"] = (FIRST, SECOND)
+    transport = rig.connect("dns:///prefill:PORT")
+    rig.ready(FIRST, SECOND)
+    transport.start(StartHandoff("call", rig.at(SECOND), (row(),)))
+    rig.decode.reports.wait_until(lambda reports: any(isinstance(each, FrameArrived) for each in reports))
+    rig.names.hosts["prefill"] = (FIRST,)
+    leaving.health = health_pb2.HealthCheckResponse.NOT_SERVING
+    rig.replicas(lambda each: rig.at(SECOND) in each and not each[rig.at(SECOND)].is_ready)
+    rig.names.wait_for_more()
+    assert rig.at(SECOND) in rig.replicas(bool)
+    assert rig.decode.num_ends("call") == 0
+    rig.stop(leaving)
+    assert isinstance(rig.decode.ended("call").error, PrefillUnavailable)
+    rig.ready(FIRST)
+
+
+def test_a_replica_that_was_let_go_is_not_looked_at_and_has_no_connection(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    leaving = rig.bring_up(SECOND)
+    rig.names.hosts["prefill"] = (FIRST, SECOND)
+    rig.connect("dns:///prefill:PORT")
+    rig.ready(FIRST, SECOND)
+    assert num_connections_to(SECOND) > 0
+    rig.names.hosts["prefill"] = (FIRST,)
+    leaving.health = health_pb2.HealthCheckResponse.NOT_SERVING
+    rig.ready(FIRST)
+    for _ in range(100):
+        rig.names.wait_for_more()
+        if not num_connections_to(SECOND):
+            break
+    assert num_connections_to(SECOND) == 0
+    num_looks = leaving.num_looks
+    rig.names.wait_for_more()
+    assert leaving.num_looks == num_looks
+
+
+def test_a_replica_that_returns_to_the_name_is_a_replica_again(rig: Rig) -> None:
+    replica = rig.bring_up(FIRST)
+    rig.names.hosts["prefill"] = (FIRST,)
+    rig.connect("dns:///prefill:PORT")
+    rig.ready(FIRST)
+    rig.names.hosts["prefill"] = (SECOND,)
+    rig.stop(replica)
+    rig.replicas(lambda each: list(each) == [rig.at(SECOND)])
+    rig.bring_up(FIRST)
+    rig.names.hosts["prefill"] = (FIRST,)
+    rig.ready(FIRST)
+
+
+def test_a_look_up_that_fails_keeps_what_was_found_and_is_logged_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.bring_up(FIRST)
+    rig.names.hosts["prefill"] = (FIRST,)
+    rig.connect("dns:///prefill:PORT")
+    rig.ready(FIRST)
+    known = rig.decode.reports.all()
+    del rig.names.hosts["prefill"]
+    rig.names.wait_for_more()
+    assert rig.decode.reports.all() == known
+    rig.bring_up(SECOND)
+    rig.names.hosts["prefill"] = (FIRST, SECOND)
+    rig.ready(FIRST, SECOND)
+    failures = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert len(failures) == 1
+    assert f"dns:///prefill:{rig.port}" in failures[0] and "the script does not know it" in failures[0]
+
+
+def test_a_name_that_is_not_known_is_a_replica_that_is_not_ready_until_it_is(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    rig.connect("dns:///prefill:PORT")
+    name = f"dns:///prefill:{rig.port}"
+    replicas = rig.replicas(lambda each: name in each and "not looked" not in str(each[name].error))
+    assert list(replicas) == [name]
+    assert not replicas[name].is_ready
+    assert isinstance(replicas[name].error, PrefillUnavailable)
+    assert "the script does not know it" in str(replicas[name].error)
+    rig.names.hosts["prefill"] = (FIRST,)
+    rig.ready(FIRST)
+
+
+def test_a_look_up_that_hangs_is_told_is_never_begun_twice_and_holds_up_no_end(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    rig.names.hosts["prefill"] = (FIRST,)
+    rig.names.hold()
+    transport = rig.connect("dns:///prefill:PORT", timeouts=replace(TIMEOUTS, look_up_timeout_s=0.01))
+    rig.replicas(lambda each: any("no answer within 0.01 s" in str(replica.error) for replica in each.values()))
+    rig.names.wait_for_one_under_way()
+    rig.loop.run(transport.close())
+    assert rig.names.most_under_way == 1
+    rig.names.release()
+    rig.names.wait_for_none_under_way()
+
+
+def test_an_address_that_is_named_in_several_ways_is_one_replica(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    rig.names.hosts.update(prefill=(FIRST, SECOND), other=(SECOND,))
+    rig.bring_up(SECOND)
+    rig.connect(f"{FIRST}:PORT", "dns:///prefill:PORT", "dns:///other:PORT")
+    rig.ready(FIRST, SECOND)
+    rig.names.hosts["prefill"] = (FIRST,)
+    rig.names.wait_for_more()
+    assert list(rig.replicas(bool)) == [rig.at(FIRST), rig.at(SECOND)]
+
+
+def test_a_fixed_address_stays_whatever_the_names_say(rig: Rig) -> None:
+    replica = rig.bring_up(FIRST)
+    rig.bring_up(SECOND)
+    rig.names.hosts["prefill"] = (FIRST, SECOND)
+    rig.connect(f"{FIRST}:PORT", "dns:///prefill:PORT")
+    rig.ready(FIRST, SECOND)
+    rig.names.hosts["prefill"] = (SECOND,)
+    rig.stop(replica)
+    rig.replicas(lambda each: not each[rig.at(FIRST)].is_ready)
+    rig.names.wait_for_more()
+    assert set(rig.replicas(bool)) == {rig.at(FIRST), rig.at(SECOND)}
+
+
+def test_an_address_may_be_of_the_sixth_version(rig: Rig) -> None:
+    rig.bring_up("::1")
+    rig.connect("dns:///[::1]:PORT", "[0:0:0:0:0:0:0:1]:PORT", look_up=look_up)
+    rig.replicas(lambda each: bool(each) and all(replica.is_ready for replica in each.values()))
+    assert list(rig.replicas(bool)) == [f"[0:0:0:0:0:0:0:1]:{rig.port}"], "written differently, the same"
+
+
+def test_the_system_s_resolver_names_each_address_once() -> None:
+    assert look_up("127.0.0.1", 5) == ("127.0.0.1:5",)
+    assert look_up("::1", 5) == ("[::1]:5",)
+    assert "127.0.0.1:5" in look_up("localhost", 5)
+    for unknown in ("no-such-host.invalid", "a..b"):
+        with pytest.raises(OSError):
+            look_up(unknown, 5)
+
+
+@pytest.mark.parametrize("certified", ["prefill.example", FIRST])
+def test_the_certificate_of_a_replica_that_was_found_must_name_the_name(
+    rig: Rig, tmp_path_factory: pytest.TempPathFactory, certified: str
+) -> None:
+    authority = Authority(tmp_path_factory.mktemp("site"), "site")
+    files = authority.issue("replica", host=certified)
+    replica = RawReplica(host=FIRST)
+    replica.credentials = server_credentials(files.certificate, files.key, None)
+    rig.loop.run(replica.start())
+    rig.port, rig.names.hosts["prefill.example"] = replica.port, (FIRST,)
+    rig.connect("dns:///prefill.example:PORT", credentials=channel_credentials(authority.ca, None, None))
+    if certified == "prefill.example":
+        rig.ready(FIRST)
+    else:
+        found = rig.replicas(lambda each: "UNAVAILABLE" in str(each.get(rig.at(FIRST))))
+        assert "ostname" in str(found[rig.at(FIRST)].error)
+    rig.loop.run(replica.stop())
