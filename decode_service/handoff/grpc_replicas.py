@@ -59,7 +59,7 @@ class GrpcReplicas:
                 look_up=look_up,
                 interval_s=timeouts.look_up_interval_s,
                 timeout_s=timeouts.look_up_timeout_s,
-                on_look_up=self.update,
+                on_look_up=self._update,
             )
             for address in addresses
             if is_dns_name(address)
@@ -72,7 +72,7 @@ class GrpcReplicas:
 
     def open(self) -> None:
         self._is_open = True
-        self.update()
+        self._update()
         self._watchers = [asyncio.create_task(name.watch()) for name in self._names]
 
     def get(self, address: str) -> GrpcReplica | BatonError:
@@ -87,7 +87,17 @@ class GrpcReplicas:
             self._saw(watched, Replica(address, is_ready=False, error=error))
             watched.look_now.set()
 
-    def update(self) -> None:
+    async def close(self) -> None:
+        """Look no more, and close every connection. Bounded in time."""
+        self._is_open = False
+        for address in list(self._watched):
+            self._let_go(address)
+        for watcher in self._watchers:
+            watcher.cancel()
+        if tasks := (*self._watchers, *self._closing):
+            await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
+
+    def _update(self) -> None:
         """Let go of what no name has any more and nobody uses, and connect to what is new."""
         if not self._is_open:
             return
@@ -100,16 +110,6 @@ class GrpcReplicas:
             if address not in self._watched:
                 self._watch(address, name)
         self._report()
-
-    async def close(self) -> None:
-        """Look no more, and close every connection. Bounded in time."""
-        self._is_open = False
-        for address in list(self._watched):
-            self._let_go(address)
-        for watcher in self._watchers:
-            watcher.cancel()
-        if tasks := (*self._watchers, *self._closing):
-            await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
 
     def _wanted(self) -> dict[str, DnsName | None]:
         """Each address once, with the name it was found behind."""
@@ -151,7 +151,7 @@ class GrpcReplicas:
         if replica.is_ready != watched.seen.is_ready:
             _log.info("prefill replica %s: %s", replica.address, "ready" if replica.is_ready else replica.error)
         watched.seen = replica
-        self.update()
+        self._update()
 
     def _report(self) -> None:
         """Post the replicas unless they are as they were: two errors of the same text are the same."""

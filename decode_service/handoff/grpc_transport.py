@@ -155,7 +155,6 @@ class GrpcTransport:
             lost = error if isinstance(error, PrefillUnavailable) else PrefillUnavailable(str(error))
             self._replicas.lost(command.replica, lost)
         self._post(CallEnded(command.call_id, error))
-        self._replicas.update()
 
 
 def _error_of(task: asyncio.Task[None]) -> BatonError | None:

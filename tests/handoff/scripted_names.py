@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from common.addresses import address_of
@@ -12,49 +13,47 @@ from tests.handoff.scripted_prefill import BOUND_S
 class ScriptedNames:
     """A LookUp. `hosts` has what is behind each name; a name that is not there is not known."""
 
-    def __init__(self, **hosts: Sequence[str]) -> None:
-        self.hosts: dict[str, Sequence[str]] = dict(hosts)
-        self.num_look_ups = 0
-        self.num_under_way = 0
+    def __init__(self) -> None:
+        self.hosts: dict[str, Sequence[str]] = {}
         self.most_under_way = 0
+        """Look-ups of one name at a time."""
         self.is_loop_thread = False
+        self._num_ended = 0
+        self._under_way: Counter[str] = Counter()
+        self._held: set[str] = set()
         self._changed = threading.Condition()
-        self._is_held = False
 
     def __call__(self, host: str, port: int) -> tuple[str, ...]:
         with self._changed:
             self.is_loop_thread |= threading.current_thread().name == "loop"
-            self.num_under_way += 1
-            self.most_under_way = max(self.most_under_way, self.num_under_way)
+            self._under_way[host] += 1
+            self.most_under_way = max(self.most_under_way, self._under_way[host])
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_held, BOUND_S)
-            self.num_under_way -= 1
-            self.num_look_ups += 1
+            self._changed.wait_for(lambda: host not in self._held, BOUND_S)
+            self._under_way[host] -= 1
+            self._num_ended += 1
             self._changed.notify_all()
             if host not in self.hosts:
                 raise OSError("the script does not know it")
             return tuple(address_of(number, port) for number in self.hosts[host])
 
-    def hold(self) -> None:
-        """Look-ups begin and do not end, until `release`."""
+    def hold(self, host: str) -> None:
+        """Its look-ups begin and do not end, until `release`."""
         with self._changed:
-            self._is_held = True
+            self._held.add(host)
 
     def release(self) -> None:
         with self._changed:
-            self._is_held = False
+            self._held.clear()
             self._changed.notify_all()
 
-    def wait_for_one_under_way(self) -> None:
-        self._wait(lambda: self.num_under_way > 0)
-
     def wait_for_none_under_way(self) -> None:
-        self._wait(lambda: self.num_under_way == 0)
+        self._wait(lambda: self._under_way.total() == 0)
 
-    def wait_for_more(self) -> None:
-        """Return once a look-up that begins after this call has ended, and what it found was taken."""
-        wanted = self.num_look_ups + 3  # the first began before, and the third begins when the second was taken
-        self._wait(lambda: self.num_look_ups >= wanted)
+    def wait_for_more(self, num_further: int = 0) -> None:
+        """Return once a look-up that begins after this call has ended, and what it found was taken; of one name."""
+        wanted = self._num_ended + 3 + num_further  # the first began before; the third begins after the second is taken
+        self._wait(lambda: self._num_ended >= wanted)
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         with self._changed:
