@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -292,6 +293,14 @@ def test_the_system_s_resolver_names_each_address_once() -> None:
     for unknown in ("no-such-host.invalid", "a..b"):
         with pytest.raises(OSError):
             look_up(unknown, 5)
+
+
+def test_of_a_name_with_addresses_of_both_versions_those_of_the_fourth_are_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = [*socket.getaddrinfo("::1", 5), *socket.getaddrinfo(FIRST, 5), *socket.getaddrinfo(SECOND, 5)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    assert look_up("both", 5) == (f"{FIRST}:5", f"{SECOND}:5")
 
 
 @pytest.mark.parametrize("certified", ["prefill.example", FIRST])
