@@ -47,10 +47,11 @@ def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
 
 
 def _position_logprobs(position: types_pb2.PositionLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(
-        chosen=TokenLogprob(position.chosen.token_id, position.chosen.logprob),
-        top=tuple(TokenLogprob(entry.token_id, entry.logprob) for entry in position.top),
-    )
+    return PositionLogprobs(chosen=_token_logprob(position.chosen), top=tuple(map(_token_logprob, position.top)))
+
+
+def _token_logprob(entry: types_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(entry.token_id, entry.logprob, entry.token)
 
 
 def _finished(finished: inference_pb2.Finished) -> Finished:

@@ -16,8 +16,11 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """`token` is its bytes as they stand in text, which of one token need not be UTF-8; of a special token its name."""
+
     token_id: int
     logprob: float
+    token: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,21 @@
 """A model's tokenizer: prompts to token ids, token ids to text.
 
-Any member may be used from any thread: nothing here changes after construction.
+Any member may be used from any thread: nothing here changes after construction, but for what is remembered.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+from common.token_bytes import TokenBytes
+
+_MAX_CACHED_TOKENS = 1 << 18
 
 
 class TokenDecoder(Protocol):
@@ -29,6 +30,12 @@ class TokenDecoder(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens skipped; bytes that are no character become U+FFFD."""
+
+    def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
+        """The token's own, which need not be UTF-8; joined over an output without special tokens they are its text.
+
+        `begins_text`: nothing but skipped tokens is before it in the output. A special token's are what it is called.
+        """
 
 
 class PromptEncoder(Protocol):
@@ -55,7 +62,9 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._byte_of = _byte_fallback(backend)
+        token_bytes = TokenBytes(backend, self._special_ids)
+        self._byte_of = token_bytes.byte_of
+        self._bytes_of = lru_cache(_MAX_CACHED_TOKENS)(token_bytes.of)
         pretrained("")  # resets truncation and padding now: later calls then only read the backend
 
     @classmethod
@@ -76,6 +85,9 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
+    def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
+        return self._bytes_of(token_id, begins_text=begins_text)
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._pretrained(text)["input_ids"])
 
@@ -90,13 +102,3 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         except TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
         return tuple(token_ids)
-
-
-def _byte_fallback(backend: Any) -> dict[int, int]:
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
-    stages = decoder.get("decoders", [decoder])
-    if not any(stage.get("type") == "ByteFallback" for stage in stages):
-        return {}
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    matches = ((_BYTE_TOKEN.fullmatch(token), token_id) for token, token_id in vocabulary.items())
-    return {token_id: int(match[1], 16) for match, token_id in matches if match is not None}

@@ -14,12 +14,21 @@ from decode_service.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """`token` and `top_tokens` are the bytes of the chosen token and of `logprobs.top_ids`."""
+
+    logprobs: TokenLogprobs
+    token: bytes
+    top_tokens: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OutputPiece:
     """What is new. Text may lag the ids; `logprobs` has one entry per id, or none at all."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.token_ids or self.text)
@@ -54,7 +63,9 @@ class OutputProcessor:
         min_tokens: int = 0,
         generated_token_ids: Sequence[int] = (),
     ) -> None:
+        self._decoder = decoder
         self._detokenizer = IncrementalDetokenizer(decoder)
+        self._begins_text = True
         self._stop_strings = tuple(stop_strings)
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
@@ -75,13 +86,15 @@ class OutputProcessor:
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> OutputPiece:
         texts: list[str] = []
-        num_taken = 0
+        positions: list[PositionLogprobs] = []
         for token_id in token_ids:
             if self._match is not None:
                 break
+            if logprobs:
+                positions.append(self._position(token_id, logprobs[len(texts)]))
             texts.append(self._push_one(token_id))
-            num_taken += 1
-        return OutputPiece(tuple(token_ids[:num_taken]), "".join(texts), tuple(logprobs[:num_taken]))
+            self._begins_text = self._begins_text and self._decoder.is_skipped(token_id)
+        return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
 
     def finish(self) -> str:
         """The rest of the text, once the engine ended the output: what was held back turned out to be text."""
@@ -90,6 +103,12 @@ class OutputProcessor:
         rest = self._held + self._detokenizer.flush()
         self._held = ""
         return rest
+
+    def _position(self, token_id: int, logprobs: TokenLogprobs) -> PositionLogprobs:
+        token, *top = (
+            self._decoder.bytes_of(each, begins_text=self._begins_text) for each in (token_id, *logprobs.top_ids)
+        )
+        return PositionLogprobs(logprobs, token, tuple(top))
 
     def _push_one(self, token_id: int) -> str:
         self._num_output_tokens += 1

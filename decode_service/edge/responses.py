@@ -6,10 +6,9 @@ import dataclasses
 
 from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
-from common.model.sampling_params import TokenLogprobs
 from decode_service.edge.live_request import Ending
 from decode_service.messages import FinishReason, RequestTimings
-from decode_service.output import OutputPiece
+from decode_service.output import OutputPiece, PositionLogprobs
 
 _REASONS = {
     FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,
@@ -27,8 +26,8 @@ def started_event(request_id: str, num_prompt_tokens: int, seed: int) -> inferen
 
 def delta_event(piece: OutputPiece) -> inference_pb2.GenerateEvent:
     logprobs = [
-        _position_logprobs(token_id, logprobs)
-        for token_id, logprobs in zip(piece.token_ids, piece.logprobs, strict=bool(piece.logprobs))
+        _position_logprobs(token_id, position)
+        for token_id, position in zip(piece.token_ids, piece.logprobs, strict=bool(piece.logprobs))
     ]
     return inference_pb2.GenerateEvent(
         delta=inference_pb2.Delta(token_ids=piece.token_ids, text=piece.text, logprobs=logprobs)
@@ -63,12 +62,13 @@ def pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:
     )
 
 
-def _position_logprobs(token_id: int, logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
+def _position_logprobs(token_id: int, position: PositionLogprobs) -> types_pb2.PositionLogprobs:
+    logprobs = position.logprobs
     return types_pb2.PositionLogprobs(
-        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.chosen),
+        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.chosen, token=position.token),
         top=[
-            types_pb2.TokenLogprob(token_id=top_id, logprob=value)
-            for top_id, value in zip(logprobs.top_ids, logprobs.top_values, strict=True)
+            types_pb2.TokenLogprob(token_id=top_id, logprob=value, token=token)
+            for top_id, value, token in zip(logprobs.top_ids, logprobs.top_values, position.top_tokens, strict=True)
         ],
     )
 

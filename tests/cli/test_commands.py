@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cli.main import app
+from baton.v1 import types_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 
@@ -44,6 +45,15 @@ def test_generate_prints_one_event_a_line(server: ScriptedServer) -> None:
         ("delta", [6], "lo"),
     ]
     assert (last["event"], last["reason"], last["timings"]["kv_bytes"]) == ("finished", "length", 1000)
+
+
+def test_the_bytes_of_a_token_are_numbers_in_json(server: ScriptedServer) -> None:
+    euro_begun = types_pb2.TokenLogprob(token_id=5, logprob=-0.5, token=b"\xe2\x82")
+    server.inference.script = [started(), delta([5], "", [types_pb2.PositionLogprobs(chosen=euro_begun)]), finished()]
+    result = run("generate", "Hi", "--address", server.address, "--json")
+    assert json_lines(result)[1]["logprobs"] == [
+        {"chosen": {"token_id": 5, "logprob": -0.5, "token": [0xE2, 0x82]}, "top": []}
+    ]
 
 
 def test_generate_sends_every_option(server: ScriptedServer) -> None:

@@ -61,8 +61,8 @@ async def test_events_arrive_typed_and_in_order(server: ScriptedServer, either: 
 
 async def test_complete_adds_the_deltas_up(server: ScriptedServer, either: EitherClient) -> None:
     logprobs = types_pb2.PositionLogprobs(
-        chosen=types_pb2.TokenLogprob(token_id=5, logprob=-0.5),
-        top=[types_pb2.TokenLogprob(token_id=9, logprob=-0.25)],
+        chosen=types_pb2.TokenLogprob(token_id=5, logprob=-0.5, token=b"Hel"),
+        top=[types_pb2.TokenLogprob(token_id=9, logprob=-0.25, token=b"\xe2")],
     )
     server.inference.script = [
         started(),
@@ -72,7 +72,10 @@ async def test_complete_adds_the_deltas_up(server: ScriptedServer, either: Eithe
     ]
     completion = await either.complete("Hi")
     assert (completion.text, completion.token_ids) == ("Hello", (5, 6))
-    assert completion.logprobs == (PositionLogprobs(TokenLogprob(5, -0.5), (TokenLogprob(9, -0.25),)),) * 2
+    assert (
+        completion.logprobs
+        == (PositionLogprobs(TokenLogprob(5, -0.5, b"Hel"), (TokenLogprob(9, -0.25, b"\xe2"),)),) * 2
+    )
     assert (completion.finish_reason, completion.matched_stop) == (FinishReason.STOP_STRING, "END")
     assert (completion.request_id, completion.seed, completion.usage) == ("r1", 7, Usage(3, 2))
     assert (completion.timings.prefill_s, completion.timings.kv_bytes) == (0.5, 1000)

@@ -119,7 +119,10 @@ async def test_a_stop_string_ends_ids_logprobs_and_usage_at_the_token_that_compl
     assert text_of(events) == "a"
     entries = [entry for event in events for entry in event.delta.logprobs]
     assert [entry.chosen.token_id for entry in entries] == [A, B, C]
-    assert [(entry.top[0].token_id, entry.top[0].logprob) for entry in entries] == [(A, -0.5)] * 3
+    assert [entry.chosen.token for entry in entries] == [b"a", b"b", b"c"]
+    assert [(entry.top[0].token_id, entry.top[0].logprob, entry.top[0].token) for entry in entries] == [
+        (A, -0.5, b"a")
+    ] * 3
     last = events[-1].finished
     assert (last.reason, last.stop_string) == (inference_pb2.FINISH_REASON_STOP_STRING, "bc")
     assert last.usage.num_completion_tokens == 3

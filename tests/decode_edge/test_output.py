@@ -162,7 +162,7 @@ def test_ids_and_logprobs_end_with_the_token_that_completes_the_stop_string() ->
     piece = output.push(token_ids, logprobs)
 
     assert piece.token_ids == tuple(token_ids[:4])
-    assert piece.logprobs == tuple(logprobs[:4])
+    assert [position.logprobs for position in piece.logprobs] == logprobs[:4]
     assert piece.text == "x"
     assert output.match == StopMatch("abc", num_output_tokens=4)
 
@@ -257,3 +257,69 @@ def test_bytes_in_a_row_do_not_slow_each_other_down(
 
     assert text == new_tokenizer().decode(token_ids)
     assert sum(decoded_lens) < 40 * len(token_ids)
+
+
+# ---- the bytes of tokens with log-probabilities ---------------------------------------------------------------------
+
+
+def bytes_in(output: OutputProcessor, token_ids: Sequence[int], *, at_once: int = 1) -> list[bytes]:
+    """Of the chosen tokens, pushed so many at a time."""
+    pieces = [token_ids[start : start + at_once] for start in range(0, len(token_ids), at_once)]
+    return [
+        position.token
+        for piece in pieces
+        for position in output.push(piece, [TokenLogprobs(-1.0, (), ())] * len(piece)).logprobs
+    ]
+
+
+@given(st.data())
+def test_the_bytes_of_the_tokens_joined_are_the_text(data: st.DataObject) -> None:
+    tokenizer = data.draw(every_tokenizer())
+    token_ids = data.draw(likely_token_ids(tokenizer))
+
+    tokens = bytes_in(OutputProcessor(decoder=tokenizer), token_ids, at_once=data.draw(st.integers(1, 4)))
+
+    joined = b"".join(
+        token for token, token_id in zip(tokens, token_ids, strict=True) if not tokenizer.is_skipped(token_id)
+    )
+    text = tokenizer.decode(token_ids)
+    if tokenizer is BYTES:
+        assert joined.decode(errors="replace") == text
+    elif "\ufffd" not in text:  # a run of byte tokens that is no UTF-8 has no text of its own
+        assert joined.decode() == text
+
+
+def test_a_character_of_several_tokens_has_its_bytes_shared_among_them() -> None:
+    half, byte = "€".encode()[:2], "€".encode()[2]
+    token_id = next(i for i in range(256, vocab_size(BYTES)) if BYTES.bytes_of(i) == half)
+    assert bytes_in(OutputProcessor(decoder=BYTES), [token_id, byte]) == [half, bytes([byte])]
+    euro = list("€".encode())
+    fallback = TOKENIZERS["byte_fallback"]
+    assert bytes_in(OutputProcessor(decoder=fallback), euro) == [bytes([byte]) for byte in euro]
+
+
+def test_the_space_that_a_decoder_takes_from_the_beginning_is_in_no_token_there() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    (eos,) = (i for i in tokenizer.special_ids if tokenizer.bytes_of(i) == b"<eos>")
+    word = next(i for i in range(256, vocab_size(tokenizer)) if tokenizer.bytes_of(i) == b" ab")
+    space = 0x20
+    assert bytes_in(OutputProcessor(decoder=tokenizer), [eos, word, word]) == [b"<eos>", b"ab", b" ab"]
+    assert bytes_in(OutputProcessor(decoder=tokenizer), [space, word]) == [b"", b" ab"]
+    assert bytes_in(OutputProcessor(decoder=tokenizer, generated_token_ids=[word]), [word]) == [b" ab"]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=list(TOKENIZERS))
+def test_tokens_that_are_no_text_have_their_names_and_ids_past_the_vocabulary_nothing(tokenizer: TextTokenizer) -> None:
+    names = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size(tokenizer))]
+    assert names[-3:] == [b"<eos>", b"<pad>", b"<tool call>"]
+    assert tokenizer.bytes_of(vocab_size(tokenizer)) == b""
+
+
+def test_other_tokens_of_a_position_have_the_bytes_they_would_have_had_there() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    word = next(i for i in range(256, vocab_size(tokenizer)) if tokenizer.bytes_of(i) == b" ab")
+    output = OutputProcessor(decoder=tokenizer)
+    logprobs = TokenLogprobs(-1.0, (word, 0xE2), (-0.5, -2.0))
+    first, second = output.push([word, word], [logprobs] * 2).logprobs
+    assert first.top_tokens == (b"ab", b"\xe2")
+    assert second.top_tokens == (b" ab", b"\xe2")

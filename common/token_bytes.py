@@ -1,0 +1,81 @@
+"""A token's own bytes, as they stand in text: of a single token these need not be UTF-8."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """Of a `tokenizers` backend. `special_ids` are not part of its texts; their bytes are what they are called."""
+
+    def __init__(self, backend: Any, special_ids: frozenset[int]) -> None:
+        stages = _decoder_stages(backend)
+        self._backend = backend
+        self._special_ids = special_ids
+        self._byte_of_char = _byte_of_char() if "ByteLevel" in stages else {}
+        self._byte_of = _byte_fallback(backend) if "ByteFallback" in stages else {}
+        self._context = self._some_word()
+
+    @property
+    def byte_of(self) -> Mapping[int, int]:
+        """Byte-fallback tokens' bytes. Empty for byte-level tokenizers."""
+        return self._byte_of
+
+    def of(self, token_id: int, *, begins_text: bool) -> bytes:
+        """b"" past the vocabulary. `begins_text`: no token with text is before it, so a decoder may strip a space."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._special_ids:
+            return str(piece).encode()
+        if self._byte_of_char:
+            # Of a piece with any other character the decoder takes all literally.
+            if all(char in self._byte_of_char for char in piece):
+                return bytes(self._byte_of_char[char] for char in piece)
+            return str(piece).encode()
+        if begins_text and token_id not in self._byte_of:
+            return self._decode([token_id]).encode()
+        if (byte := self._byte_of.get(token_id)) is not None:
+            return b"" if begins_text and not self._decode([token_id]) else bytes([byte])
+        return self._decode([*self._context, token_id])[len(self._decode(self._context)) :].encode()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+
+    def _some_word(self) -> list[int]:
+        """A token whose text no other one after it changes."""
+        for piece, token_id in sorted(
+            self._backend.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]
+        ):
+            if piece.isascii() and piece.isalnum() and self._decode([token_id]) == piece:
+                return [token_id]
+        return []
+
+
+def _decoder_stages(backend: Any) -> frozenset[str]:
+    """The kinds of its decoder's stages, those of sequences within sequences too."""
+
+    def kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
+        yield str(decoder.get("type"))
+        for stage in decoder.get("decoders", ()):
+            yield from kinds(stage)
+
+    return frozenset(kinds(json.loads(backend.to_str()).get("decoder") or {}))
+
+
+def _byte_fallback(backend: Any) -> dict[int, int]:
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    matches = ((_BYTE_TOKEN.fullmatch(token), token_id) for token, token_id in vocabulary.items())
+    return {token_id: int(match[1], 16) for match, token_id in matches if match is not None}
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level vocabularies write printable Latin-1 as it is, and the other bytes, in order, as U+0100 onwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
