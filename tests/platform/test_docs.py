@@ -1,26 +1,112 @@
-"""Links between our pages lead somewhere."""
+"""Links between our pages lead somewhere, and the commands that they quote exist."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
-ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+from baton.cli.main import app
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from tests.platform.pages import DOCS, ROOT, all_pages, anchors, links, quoted_commands
+
+PAGES = all_pages()
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
+SERVICES: dict[str, type[ServiceSettings]] = {"prefill_service": PrefillSettings, "decode_service": DecodeSettings}
 
 
-def links(page: Path) -> list[str]:
-    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    return [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page: Path) -> None:
-    assert [link for link in links(page) if not (page.parent / link).exists()] == []
+@each_page
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    dead = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
 
 
 def test_the_index_names_every_page() -> None:
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages <= set(links(ROOT / "docs/README.md"))
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert pages <= {link.partition("#")[0] for link in links(DOCS / "README.md")}
+
+
+@each_page
+def test_quoted_commands_exist(page: Path) -> None:
+    assert [command for command in quoted_commands(page) if problem_of(command)] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("make nothing", "no target nothing"),
+        ("baton fly", "no command fly"),
+        ("baton generate --warp 9", "no option --warp"),
+        ("python -m benchmarks.nothing", "no module benchmarks.nothing"),
+        ("python -m decode_service --nothing=1", "no setting --nothing"),
+        ("sudo python -m prefill_service --no-tf32", ""),
+        (".venv/bin/baton up --prefill-arg=--draft=demo", ""),
+        ("make fuzz MINUTES=10", ""),
+        ("docker compose up", ""),
+    ],
+)
+def test_a_command_that_does_not_exist_is_noticed(command: str, problem: str) -> None:
+    assert problem_of(command) == problem
+
+
+def problem_of(command: str) -> str:
+    """What a quoted command names that is not there; empty for those of other projects."""
+    words = shlex.split(command, comments=True)
+    while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):
+        words.pop(0)
+    if not words:
+        return ""
+    program, rest = Path(words[0]).name, words[1:]
+    if program == "make":
+        return _problem_of_make(rest)
+    if program == "baton":
+        return _problem_of_baton(rest)
+    if program in ("python", "python3") and rest[:1] == ["-m"]:
+        return _problem_of_module(rest[1], rest[2:])
+    return ""
+
+
+def _problem_of_make(words: list[str]) -> str:
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    unknown = [word for word in words if re.fullmatch("[a-z-]+", word) and word not in targets]
+    return f"no target {unknown[0]}" if unknown else ""
+
+
+def _problem_of_baton(words: list[str]) -> str:
+    if words[:1] == ["--help"]:
+        return ""
+    command = COMMANDS.get(words[0])
+    return f"no command {words[0]}" if command is None else _unknown_option(words[1:], _options_of(command), "option")
+
+
+def _options_of(command: Any) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+
+
+def _problem_of_module(module: str, words: list[str]) -> str:
+    if module.split(".")[0] not in {path.name for path in ROOT.iterdir()}:
+        return ""  # pytest's and others': not ours to know
+    if importlib.util.find_spec(module) is None:
+        return f"no module {module}"
+    if module not in SERVICES:
+        return ""
+    flags = {f"--{name.replace('_', '-')}" for name in SERVICES[module].model_fields}
+    flags |= {flag.replace("--", "--no-", 1) for flag in flags}
+    return _unknown_option(words, flags, "setting")
+
+
+def _unknown_option(words: list[str], known: set[str], kind: str) -> str:
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    unknown = [option for option in options if option not in known]
+    return f"no {kind} {unknown[0]}" if unknown else ""
