@@ -1,4 +1,4 @@
-"""docs/invariants.md names checks and mutants that exist, and every one of them."""
+"""docs/invariants.md names checks and mutants that exist, and every one of them; docs/relay.md none that does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DOCUMENT = (HERE.parents[1] / "docs" / "invariants.md").read_text()
+DOCS = HERE.parents[1] / "docs"
+DOCUMENT = (DOCS / "invariants.md").read_text()
 
 
 def defined(paths: list[Path], pattern: str) -> set[tuple[str, str]]:
@@ -29,6 +30,14 @@ def test_every_mutant_is_in_the_table() -> None:
     in_table = set(re.findall(r"`(\w+)\.([a-z_]+)`", DOCUMENT))
     there = defined(sorted((HERE / "mutants").glob("*.py")), "[a-z][a-z_]*")
     assert in_table == {mutant for mutant in there if mutant[0] != "kinds"}
+
+
+def test_the_page_on_the_relay_names_mutants_that_exist() -> None:
+    there = defined(sorted((HERE / "mutants").glob("*.py")), "[a-z][a-z_]*")
+    files = "|".join({file for file, _ in there})
+    named = set(re.findall(rf"`({files})\.([a-z_]+)`", (DOCS / "relay.md").read_text()))
+    assert len(named) > 20
+    assert named <= there
 
 
 def test_every_invariant_is_in_the_table() -> None:
