@@ -59,7 +59,7 @@ def code_spans(text: str) -> list[str]:
 
 
 def quoted_commands(page: Path) -> Iterator[str]:
-    """What a reader is told to type: lines of console blocks, and code in the text that begins with a program's name."""
+    """What a reader is told to type: lines of console blocks, and code in the text that begins like a command."""
     text = page.read_text()
     for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         yield from re.findall(r"^\$ (.+)$", block.replace("\\\n", " "), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""docs/operations.md names every metric, every error's reason and every line of the logs, and none that is not there."""
+"""docs/operations.md names every metric, every error's reason and every line of the logs, and no others."""
 
 from __future__ import annotations
 
