@@ -12,13 +12,19 @@ import pytest
 import typer.main
 
 from baton.cli.main import app
-from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.gateway_settings import GatewaySettings
+from common.config.process_settings import ProcessSettings
+from common.config.settings import DecodeSettings, PrefillSettings
 from tests.platform.pages import DOCS, ROOT, all_pages, anchors, links, quoted_commands
 
 PAGES = all_pages()
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
-SERVICES: dict[str, type[ServiceSettings]] = {"prefill_service": PrefillSettings, "decode_service": DecodeSettings}
+PROCESSES: dict[str, type[ProcessSettings]] = {
+    "prefill_service": PrefillSettings,
+    "decode_service": DecodeSettings,
+    "gateway": GatewaySettings,
+}
 
 
 @each_page
@@ -50,6 +56,7 @@ def test_quoted_commands_exist(page: Path) -> None:
         ("baton generate --warp 9", "no option --warp"),
         ("python -m benchmarks.nothing", "no module benchmarks.nothing"),
         ("python -m decode_service --nothing=1", "no setting --nothing"),
+        ("python -m gateway --prefill 127.0.0.1:1", "no setting --prefill"),
         ("sudo python -m prefill_service --no-tf32", ""),
         (".venv/bin/baton up --prefill-arg=--draft=demo", ""),
         ("make fuzz MINUTES=10", ""),
@@ -99,9 +106,9 @@ def _problem_of_module(module: str, words: list[str]) -> str:
         return ""  # pytest's and others': not ours to know
     if importlib.util.find_spec(module) is None:
         return f"no module {module}"
-    if module not in SERVICES:
+    if module not in PROCESSES:
         return ""
-    flags = {f"--{name.replace('_', '-')}" for name in SERVICES[module].model_fields}
+    flags = {f"--{name.replace('_', '-')}" for name in PROCESSES[module].model_fields}
     flags |= {flag.replace("--", "--no-", 1) for flag in flags}
     return _unknown_option(words, flags, "setting")
 
