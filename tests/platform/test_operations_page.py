@@ -23,7 +23,9 @@ PAGE = DOCS / "operations.md"
 METRIC_KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
 NOTHING = EngineLoad(rows=PoolCounts(1, 1), slots=PoolCounts(1, 1), num_queued=0, num_running=0, num_steps=0)
 WATCHED: dict[str, Any] = {"load": lambda: NOTHING, "is_ready": lambda: True}
-LOG_CALL = re.compile(r"log(?:ger)?\.(?:debug|info|warning|error|exception|critical)\(\s*\"([^\"]+)\"")
+LOG_CALL = re.compile(
+    r"log(?:ger)?\.(?:(?:debug|info|warning|error|exception|critical)\(|log\([^\"()]+,)\s*\"([^\"]+)\""
+)
 REASON = re.compile(r"\breason\w*(?:: ClassVar\[str\])? ?= ?\"([A-Z][A-Z_]+)\"")
 
 
