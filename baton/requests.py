@@ -46,6 +46,7 @@ def generate_request(
     chat: Iterable[ChatMessage] | None,
     request_id: str | None,
     generated_token_ids: Iterable[int],
+    choice_index: int | None,
     sampling: SamplingOptions,
 ) -> inference_pb2.GenerateRequest:
     """Raises InvalidArgument, naming the field, for what the wire cannot carry; ranges are the server's to judge."""
@@ -63,6 +64,11 @@ def generate_request(
             request.chat.messages.add(role=message.role, content=message.content)
     if request_id is not None:
         request.request_id = request_id
+    if choice_index is not None:
+        try:
+            request.choice_index = choice_index
+        except (TypeError, ValueError) as error:
+            raise _invalid("choice_index", str(error)) from error
     _fill("generated_token_ids", request.generated_token_ids, generated_token_ids)
     request.sampling.CopyFrom(_sampling_params(sampling))
     return request

@@ -186,6 +186,7 @@ class PrefillDispatcher:
                     token_ids=tuple(req.token_ids),
                     prompt_len=req.prompt_len,
                     sampling=req.sampling,
+                    choice_index=req.choice_index,
                     deadline_unix_ms=req.deadline_unix_ms,
                     traceparent=req.traceparent,
                 )

@@ -20,6 +20,7 @@ class Submit:
     token_ids: tuple[int, ...]
     prompt_len: int
     sampling: ResolvedSampling
+    choice_index: int = 0
     deadline_unix_ms: int = 0
     traceparent: str = ""
     wants_drafts: bool = True

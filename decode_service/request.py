@@ -96,6 +96,7 @@ class Request:
     prompt_len: int
     sampling: ResolvedSampling
     clock: PhaseClock
+    choice_index: int = 0
     deadline_unix_ms: int = 0
     traceparent: str = ""
     wants_drafts: bool = True
@@ -122,6 +123,7 @@ class Request:
             prompt_len=submit.prompt_len,
             sampling=submit.sampling,
             clock=PhaseClock(since_s=now_s),
+            choice_index=submit.choice_index,
             deadline_unix_ms=submit.deadline_unix_ms,
             traceparent=submit.traceparent,
             wants_drafts=submit.wants_drafts,
@@ -144,7 +146,7 @@ class Request:
     @property
     def row_seed(self) -> RowSeed:
         assert self.lease is not None
-        return RowSeed(self.lease.row, self.sampling, 0, tuple(self.token_ids), self.prompt_len)
+        return RowSeed(self.lease.row, self.sampling, self.choice_index, tuple(self.token_ids), self.prompt_len)
 
     def ending(self) -> tuple[FinishReason, int | None] | None:
         """Why the output ends at its last token, with the stop token's id; None when it goes on."""

@@ -138,6 +138,7 @@ class AsyncClient:
         chat: Iterable[ChatMessage] | None = None,
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
+        choice_index: int | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncEventStream:
@@ -152,6 +153,7 @@ class AsyncClient:
             chat=chat,
             request_id=request_id,
             generated_token_ids=generated_token_ids,
+            choice_index=choice_index,
             sampling=sampling,
         )
         generation = Generation(request, timeout_s=timeout_s, resume_timeout_s=self._resume_timeout_s)
@@ -165,6 +167,7 @@ class AsyncClient:
         chat: Iterable[ChatMessage] | None = None,
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
+        choice_index: int | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
@@ -176,6 +179,7 @@ class AsyncClient:
             chat=chat,
             request_id=request_id,
             generated_token_ids=generated_token_ids,
+            choice_index=choice_index,
             timeout_s=timeout_s,
             **sampling,
         ) as events:

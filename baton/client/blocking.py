@@ -128,6 +128,7 @@ class Client:
         chat: Iterable[ChatMessage] | None = None,
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
+        choice_index: int | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> EventStream:
@@ -142,6 +143,7 @@ class Client:
             chat=chat,
             request_id=request_id,
             generated_token_ids=generated_token_ids,
+            choice_index=choice_index,
             sampling=sampling,
         )
         generation = Generation(request, timeout_s=timeout_s, resume_timeout_s=self._resume_timeout_s)
@@ -155,6 +157,7 @@ class Client:
         chat: Iterable[ChatMessage] | None = None,
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
+        choice_index: int | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
@@ -166,6 +169,7 @@ class Client:
             chat=chat,
             request_id=request_id,
             generated_token_ids=generated_token_ids,
+            choice_index=choice_index,
             timeout_s=timeout_s,
             **sampling,
         ) as events:

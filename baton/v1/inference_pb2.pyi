@@ -53,6 +53,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The server makes one when absent. A live duplicate is ALREADY_EXISTS."""
     text: _builtins.str
@@ -60,6 +61,8 @@ class GenerateRequest(_message.Message):
     """Not served."""
     lora: _builtins.str
     """Not served."""
+    choice_index: _builtins.int
+    """Which of several outputs that one seed gives: each draws tokens of its own. Default 0; at most 127."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -81,11 +84,14 @@ class GenerateRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         priority: _builtins.int | None = ...,
         lora: _builtins.str | None = ...,
+        choice_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "choice_index", b"choice_index", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "choice_index", b"choice_index", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__choice_index: _TypeAlias = _typing.Literal["choice_index"]  # noqa: Y015
+    _WhichOneofArgType__choice_index: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index"]  # noqa: Y015
     _WhichOneofReturnType__lora: _TypeAlias = _typing.Literal["lora"]  # noqa: Y015
     _WhichOneofArgType__lora: _TypeAlias = _typing.Literal["_lora", b"_lora"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -94,6 +100,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_index) -> _WhichOneofReturnType__choice_index | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lora) -> _WhichOneofReturnType__lora | None: ...
     @_typing.overload

@@ -87,7 +87,7 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Absent: none. k: the chosen token's and the k most likely."""
     n: _builtins.int
-    """Only 1 is served."""
+    """Only 1 is served: send a request for each choice_index."""
     response_format: _builtins.str
     """Not served."""
     speculate: _builtins.bool

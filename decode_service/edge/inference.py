@@ -139,6 +139,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt_token_ids=prompt_token_ids,
             generated_token_ids=checked.generated_token_ids,
             sampling=sampling,
+            choice_index=checked.choice_index,
             deadline_unix_ms=self._deadline_unix_ms(context),
             traceparent=_traceparent(context),
             wants_drafts=checked.sampling.speculates,

@@ -15,6 +15,7 @@ from common.model.sampling_params import ResolvedSampling
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_CHOICES = 128
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -53,6 +54,7 @@ class CheckedRequest:
     prompt: Prompt
     generated_token_ids: tuple[int, ...]
     sampling: SamplingRequest
+    choice_index: int
 
 
 def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> CheckedRequest:
@@ -69,6 +71,7 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
         prompt=_prompt(request, limits),
         generated_token_ids=check_token_ids("generated_token_ids", request.generated_token_ids, limits.vocab_size),
         sampling=check_sampling(request.sampling, limits.vocab_size, limits.eos_token_ids),
+        choice_index=_choice_index(request),
     )
 
 
@@ -112,6 +115,12 @@ def _request_id(request: inference_pb2.GenerateRequest) -> str | None:
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS or not request_id.isprintable():
         raise InvalidRequest("request_id", f"must be 1 to {MAX_REQUEST_ID_CHARS} printable characters")
     return request_id
+
+
+def _choice_index(request: inference_pb2.GenerateRequest) -> int:
+    if request.choice_index >= MAX_CHOICES:
+        raise InvalidRequest("choice_index", f"{request.choice_index} is not in [0, {MAX_CHOICES - 1}]")
+    return request.choice_index
 
 
 def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prompt:

@@ -60,7 +60,9 @@ class SamplingRequest:
 
 def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> SamplingRequest:
     if params.HasField("n") and params.n != 1:
-        raise InvalidRequest("sampling.n", f"only 1 is served, not {params.n}")
+        raise InvalidRequest(
+            "sampling.n", f"only 1 is served, not {params.n}: send several requests, each with a choice_index"
+        )
     if params.HasField("response_format"):
         raise InvalidRequest("sampling.response_format", "is not served")
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None

@@ -91,7 +91,7 @@ async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServe
     await either.complete("Hi", temperature=0.0, seed=2**64 - 1, stop=["a", "b"], logit_bias={4: -1.0}, top_p=None)
     request = server.inference.requests.get(timeout=BOUND_S)
     assert request.text == "Hi"
-    assert not request.HasField("request_id")
+    assert not request.HasField("request_id") and not request.HasField("choice_index")
     assert {field.name for field, _ in request.sampling.ListFields()} == {"temperature", "seed", "stop", "logit_bias"}
     assert (request.sampling.temperature, request.sampling.seed) == (0.0, 2**64 - 1)
     assert dict(request.sampling.logit_bias) == {4: -1.0}
@@ -103,6 +103,19 @@ async def test_token_ids_and_a_resumed_output_travel(server: ScriptedServer, eit
     request = server.inference.requests.get(timeout=BOUND_S)
     assert (list(request.token_ids.ids), list(request.generated_token_ids)) == ([1, 2], [3])
     assert request.request_id == "mine"
+
+
+async def test_a_choice_index_travels_and_one_that_cannot_is_refused_by_name(
+    server: ScriptedServer, either: EitherClient
+) -> None:
+    server.inference.script = [started(), finished()]
+    for choice_index in (0, 3):
+        await either.complete("Hi", choice_index=choice_index)
+        request = server.inference.requests.get(timeout=BOUND_S)
+        assert request.HasField("choice_index") and request.choice_index == choice_index
+    with pytest.raises(errors.InvalidArgument) as refusal:
+        await either.complete("Hi", choice_index=-1)
+    assert refusal.value.field == "choice_index"
 
 
 @pytest.mark.parametrize(("source", "kind"), [({"token_ids": []}, "token_ids"), ({"chat": []}, "chat")])

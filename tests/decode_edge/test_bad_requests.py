@@ -41,6 +41,8 @@ def chat(*messages: tuple[str, str]) -> inference_pb2.Chat:
         ("request_id", {"request_id": "a\nb"}),
         ("priority", {"priority": 0}),
         ("lora", {"lora": "adapter"}),
+        ("choice_index", {"choice_index": 128}),
+        ("choice_index", {"choice_index": 2**32 - 1}),
     ],
 )
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(field: str, fields: dict[str, Any]) -> None:
@@ -100,6 +102,18 @@ def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, values: li
             check(sampling=types_pb2.SamplingParams(**{field: value}))
 
         assert refusal.value.field == f"sampling.{field}", value
+
+
+def test_choices_have_indices_up_to_127_and_the_first_is_the_default() -> None:
+    def taken(**fields: Any) -> int:
+        return check_request(inference_pb2.GenerateRequest(text="a", **fields), LIMITS).choice_index
+
+    assert (taken(), taken(choice_index=0), taken(choice_index=127)) == (0, 0, 127)
+
+
+def test_who_asks_for_several_choices_is_told_how_to_have_them() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.n: .*send several requests, each with a choice_index"):
+        check(sampling=types_pb2.SamplingParams(n=2))
 
 
 @pytest.mark.parametrize(

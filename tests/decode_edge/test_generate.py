@@ -48,12 +48,14 @@ async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
     edge.generate(
         token_ids=inference_pb2.TokenIds(ids=[1, 2]),
         generated_token_ids=[A],
+        choice_index=3,
         sampling=sampling(temperature=0.0, stop_token_ids=[C], logit_bias={9: 1.0, 4: -1.0}, logprobs=0),
     )
 
     submit = await edge.engine.submitted()
 
     assert (submit.token_ids, submit.prompt_len) == ((1, 2, A), 2)
+    assert submit.choice_index == 3
     assert submit.sampling.is_greedy
     assert submit.sampling.max_tokens == 62  # what the context leaves
     assert submit.sampling.end_token_ids == (eos_id(edge.tokenizer), C)

@@ -195,12 +195,13 @@ class InProcessPair:
         sampling: ResolvedSampling,
         *,
         prompt_len: int | None = None,
+        choice_index: int = 0,
         wants_drafts: bool = True,
     ) -> Outcome:
         """`token_ids` past `prompt_len` are output of an earlier stream."""
         prompt_len = prompt_len or len(token_ids)
         self._to_decode.append(
-            decode.Submit(request_id, tuple(token_ids), prompt_len, sampling, wants_drafts=wants_drafts)
+            decode.Submit(request_id, tuple(token_ids), prompt_len, sampling, choice_index, wants_drafts=wants_drafts)
         )
         self.outcomes[request_id] = Outcome()
         return self.outcomes[request_id]

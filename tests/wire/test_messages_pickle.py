@@ -33,7 +33,7 @@ SAMPLES: tuple[object, ...] = (
     prefill.Drain(),
     *(prefill.FrameReady("call", frame) for frame in FRAMES),
     prefill.CallDone("call"),
-    decode.Submit("id", (1, 2), 2, SAMPLING),
+    decode.Submit("id", (1, 2), 2, SAMPLING, choice_index=3),
     decode.Abort("id"),
     decode.FinishAtStop("id", 3, "stop"),
     decode.Drain(),
