@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import signal
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from common.config.load import load_settings
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError, EngineLost, StartupError
 from common.openmp import spin_briefly
+from common.process_exit import EXIT_CONFIG, EXIT_ENGINE_LOST, EXIT_OK, EXIT_STARTUP, exit_on_termination
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.logs import configure_logs
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
-EXIT_OK, EXIT_STARTUP, EXIT_ENGINE_LOST, EXIT_CONFIG = 0, 1, 1, 2
 _log = structlog.get_logger(__name__)
 
 
@@ -53,7 +52,7 @@ def run_service(
     process ends here, with 1. The libraries that models need are imported only after the settings were found right:
     `--help` and mistakes are answered at once.
     """
-    with _exit_on_termination():
+    with exit_on_termination():
         try:
             settings = load_settings(kind, argv, program=program)
             instance_id = uuid.uuid4().hex
@@ -100,18 +99,3 @@ def _all_kept() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-@contextlib.contextmanager
-def _exit_on_termination() -> Iterator[None]:
-    """A signal while nothing is served yet ends the process at once, and in order."""
-
-    def exit_now(_number: int, _frame: object) -> None:
-        raise SystemExit(EXIT_OK)
-
-    previous = {number: signal.signal(number, exit_now) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -10,7 +10,8 @@ from common import runtime
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import StartupError
 from common.openmp import num_compute_threads, spin_briefly
-from common.service_main import EXIT_STARTUP, Serve, run_service
+from common.process_exit import EXIT_STARTUP
+from common.service_main import Serve, run_service
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import gc
 
 from common.config.settings import DecodeSettings
 from common.errors import StartupError
-from common.service_main import EXIT_STARTUP, Serve, run_service
+from common.process_exit import EXIT_STARTUP
+from common.service_main import Serve, run_service
 
 
 def test_what_is_imported_is_never_searched_for_garbage_and_what_comes_after_it_is() -> None:

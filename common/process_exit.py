@@ -1,0 +1,24 @@
+"""What every process of ours exits with, and how a signal ends one that serves nothing yet."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+EXIT_OK, EXIT_STARTUP, EXIT_ENGINE_LOST, EXIT_CONFIG = 0, 1, 1, 2
+
+
+@contextlib.contextmanager
+def exit_on_termination() -> Iterator[None]:
+    """A signal while nothing is served yet ends the process at once, and in order."""
+
+    def exit_now(_number: int, _frame: object) -> None:
+        raise SystemExit(EXIT_OK)
+
+    previous = {number: signal.signal(number, exit_now) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
