@@ -2,6 +2,7 @@
 
 BatonError
 ├── InvalidRequest         a field of the request is wrong: named
+│   └── ContextExceeded    prompt and output do not fit the context
 ├── DuplicateRequest       the request id is live
 ├── Overloaded             admission is full
 ├── Unauthenticated        the caller showed no token that is known here
@@ -62,6 +63,10 @@ class InvalidRequest(BatonError):
     @property
     def metadata(self) -> dict[str, str]:
         return {"field": self.field}
+
+
+class ContextExceeded(InvalidRequest):
+    reason = "CONTEXT_EXCEEDED"
 
 
 class DuplicateRequest(BatonError):

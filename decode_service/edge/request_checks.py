@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
-from common.errors import InvalidRequest
+from common.errors import ContextExceeded, InvalidRequest
 from common.model.sampling_params import ResolvedSampling
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
@@ -63,7 +63,7 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
             raise InvalidRequest(feature, "is not served")
     num_generated = len(request.generated_token_ids)
     if num_generated >= limits.max_context_tokens:
-        raise InvalidRequest(
+        raise ContextExceeded(
             "generated_token_ids", f"{num_generated} tokens do not fit a context of {limits.max_context_tokens}"
         )
     return CheckedRequest(
@@ -84,7 +84,7 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
     sampling = checked.sampling
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > room:
-        raise InvalidRequest(
+        raise ContextExceeded(
             "sampling.max_tokens",
             f"{len(prompt_token_ids)} prompt tokens and {max_tokens} output tokens exceed the context of "
             f"{limits.max_context_tokens}",
@@ -102,7 +102,7 @@ def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:
     """What the prompt leaves of the context, at least 1."""
     room = limits.max_context_tokens - num_prompt_tokens
     if room < 1:
-        raise InvalidRequest(
+        raise ContextExceeded(
             "prompt", f"{num_prompt_tokens} tokens leave no room for output in a context of {limits.max_context_tokens}"
         )
     return room

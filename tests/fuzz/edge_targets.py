@@ -45,6 +45,7 @@ _WRITE_FAILED = "Internal error from Core"
 """What gRPC makes of a write to a call that has ended meanwhile: the server's status is lost to its client."""
 
 GENERATE_REFUSALS = {
+    (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
     (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
     (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
