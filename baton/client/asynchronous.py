@@ -103,7 +103,8 @@ class AsyncClient:
     `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
     (model_info, load, health). A generation is bounded by its own `timeout_s`, which travels as the request's deadline;
     None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE goes on in another, where it
-    broke; it fails once `resume_timeout_s` have passed since the break without an event. `token` is shown
+    broke; it fails once `resume_timeout_s` have passed since the break without an event, or `admission_timeout_s` (the
+    same, unless given) when no server has taken it yet. `token` is shown
     with every call but health. Needs a running event loop.
     """
 
@@ -116,10 +117,12 @@ class AsyncClient:
         rpc_timeout_s: float = 10.0,
         resume: bool = False,
         resume_timeout_s: float = 60.0,
+        admission_timeout_s: float | None = None,
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
         self.address = address
         self._resume_timeout_s = resume_timeout_s if resume else None
+        self._admission_timeout_s = admission_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
         target, options = target_and_options(address, tls, channel_overrides)
         self._channel = (
@@ -156,7 +159,12 @@ class AsyncClient:
             choice_index=choice_index,
             sampling=sampling,
         )
-        generation = Generation(request, timeout_s=timeout_s, resume_timeout_s=self._resume_timeout_s)
+        generation = Generation(
+            request,
+            timeout_s=timeout_s,
+            resume_timeout_s=self._resume_timeout_s,
+            admission_timeout_s=self._admission_timeout_s,
+        )
         return AsyncEventStream(generation, self._inference.Generate)
 
     async def complete(

@@ -93,7 +93,8 @@ class Client:
     `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
     (model_info, load, health). A generation is bounded by its own `timeout_s`, which travels as the request's deadline;
     None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE goes on in another, where it
-    broke; it fails once `resume_timeout_s` have passed since the break without an event. `token` is shown
+    broke; it fails once `resume_timeout_s` have passed since the break without an event, or `admission_timeout_s` (the
+    same, unless given) when no server has taken it yet. `token` is shown
     with every call but health.
     """
 
@@ -106,10 +107,12 @@ class Client:
         rpc_timeout_s: float = 10.0,
         resume: bool = False,
         resume_timeout_s: float = 60.0,
+        admission_timeout_s: float | None = None,
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
         self.address = address
         self._resume_timeout_s = resume_timeout_s if resume else None
+        self._admission_timeout_s = admission_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
         target, options = target_and_options(address, tls, channel_overrides)
         self._channel = (
@@ -146,7 +149,12 @@ class Client:
             choice_index=choice_index,
             sampling=sampling,
         )
-        generation = Generation(request, timeout_s=timeout_s, resume_timeout_s=self._resume_timeout_s)
+        generation = Generation(
+            request,
+            timeout_s=timeout_s,
+            resume_timeout_s=self._resume_timeout_s,
+            admission_timeout_s=self._admission_timeout_s,
+        )
         return EventStream(generation, self._inference.Generate)
 
     def complete(

@@ -43,7 +43,7 @@ class Progress:
 
 class Generation:
     """`timeout_s` is for all calls together. With `resume_timeout_s` a broken call has successors until that long
-    after the break without an event; with None it has none.
+    after the break without an event; with None it has none. Before the first event, `admission_timeout_s` is that long.
 
     What may pass: UNAVAILABLE; CANCELLED without a reason; and once a call broke, refusals that are due to the break:
     admission that is full, and the caller's own request id, which the server that lost the connection may still hold.
@@ -55,6 +55,7 @@ class Generation:
         *,
         timeout_s: float | None,
         resume_timeout_s: float | None,
+        admission_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -63,6 +64,8 @@ class Generation:
         self._jitter = jitter
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._resume_timeout_s = resume_timeout_s
+        resumes_with_own = resume_timeout_s is not None and admission_timeout_s is not None
+        self._admission_timeout_s = admission_timeout_s if resumes_with_own else resume_timeout_s
         self._order = EventOrder()
         self._started: Started | None = None
         self._token_ids: list[int] = list(request.generated_token_ids)
@@ -108,14 +111,15 @@ class Generation:
 
     def pause_s_after(self, error: BatonError) -> float:
         """How long to wait before `next_call`. Raises `error`, or DeadlineExceeded, when there is none."""
-        if self._resume_timeout_s is None or not self._may_pass(error):
+        limit_s = self._admission_timeout_s if self._started is None else self._resume_timeout_s
+        if limit_s is None or not self._may_pass(error):
             raise error
         now_s = self._clock()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
         pause_s = self._pause_s()
         self._num_breaks += 1
-        if now_s + pause_s - self._broken_since_s > self._resume_timeout_s or self._num_breaks > MAX_BREAKS:
+        if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
             raise error
         if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
             raise DeadlineExceeded(f"no time is left to resume after: {error}") from error

@@ -32,11 +32,13 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.script: Sequence[Any] = ()
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
         self.deadlines_s: queue.Queue[float | None] = queue.Queue()
+        self.metadata: queue.Queue[dict[str, Any]] = queue.Queue()
         self.call_ended = threading.Event()
 
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
         self.requests.put(request)
         self.deadlines_s.put(context.time_remaining())
+        self.metadata.put(dict(context.invocation_metadata()))
         context.add_callback(self.call_ended.set)
         for item in self.scripts.popleft() if self.scripts else self.script:
             if item is self.HOLD:
@@ -90,6 +92,9 @@ class ScriptedServer:
         self.address = f"127.0.0.1:{port}"
         self.health.set("baton.v1.Inference", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._server.start()
+
+    def become_ready(self) -> None:
+        self.health.set("baton.v1.Inference", health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self) -> None:
         self._server.stop(grace=0).wait(BOUND_S)

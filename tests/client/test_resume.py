@@ -194,6 +194,21 @@ async def test_it_gives_up_in_time_with_the_last_error(
     assert 3 <= len(list(requests(server))) <= 6
 
 
+async def test_before_it_is_admitted_it_may_give_up_sooner(
+    server: ScriptedServer, make_reader: Callable[..., Reader]
+) -> None:
+    reader = make_reader(resume_timeout_s=60.0, admission_timeout_s=0.3)
+    server.inference.script = [DRAINING]
+    events, error, _ = await reader.read()
+    assert events == [] and isinstance(error, errors.Unavailable)
+    assert len(list(requests(server))) <= 6
+
+    server.inference.scripts.extend([[started(), LOST], *[[LOST]] * 4])
+    server.inference.script = [started(), finished()]
+    _, error, _ = await reader.read()
+    assert error is None, "it had been admitted"
+
+
 async def test_the_deadline_covers_all_calls(server: ScriptedServer, reader: Reader) -> None:
     server.inference.scripts.append([started(), delta([5], "a"), LOST])
     server.inference.script = [LOST]
