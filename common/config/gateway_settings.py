@@ -24,8 +24,11 @@ class GatewaySettings(ProcessSettings):
     served_model_name: str = ""
     max_request_bytes: RequestBytes = 4 << 20
     max_open_requests: Positive = 512
-    max_choices: Choices = 8
+    max_choices: Choices = 32
     request_timeout_s: Seconds | None = None
+    admission_timeout_s: Seconds = 5.0
+    resume_timeout_s: Seconds = 60.0
+    client_stall_timeout_s: Seconds = 30.0
     status_page: bool = True
     metrics_targets: Addresses = ()
 

@@ -1,0 +1,77 @@
+"""What the two generating endpoints have in common, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.events import Completion, Delta, Finished, FinishReason, Started
+from gateway.plan import Plan
+
+
+class Choice(Protocol):
+    """One choice of an answer, as JSON: chunk by chunk, or whole."""
+
+    def opening(self) -> dict[str, Any] | None:
+        """The first chunk, before there is any token. None: there is none."""
+
+    def part(self, delta: Delta) -> dict[str, Any] | None:
+        """None when it says nothing that is asked for."""
+
+    def ending(self, finished: Finished) -> dict[str, Any]: ...
+
+    def whole(self, completion: Completion) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """One of OpenAI's generating endpoints. `parse` raises ApiError."""
+
+    path: str
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+    parse: Callable[[bytes], Plan]
+    new_choice: Callable[[int, Plan], Choice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What is around the choices of one answer, in each of its chunks."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def around(self, kind: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+            **more,
+        }
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """OpenAI's word."""
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def with_token_ids(choice: dict[str, Any], token_ids: Sequence[int], plan: Plan) -> dict[str, Any]:
+    return {**choice, "token_ids": list(token_ids)} if plan.returns_token_ids else choice
+
+
+def usage(plan: Plan, started: Sequence[Started], num_completion_tokens: Iterable[int]) -> dict[str, int]:
+    """A prompt counts once, however many choices it has."""
+    num_prompt = sum(each.num_prompt_tokens for each in started[:: plan.n])
+    num_completion = sum(num_completion_tokens)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+    }

@@ -1,0 +1,29 @@
+"""The keys that callers of /v1 show as `authorization: Bearer <key>`."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from gateway.errors import ApiError
+
+_SCHEME = b"bearer "
+
+
+class ApiKeys:
+    """Without keys, everybody is known."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Raises ApiError 401. Takes the same time whichever key it is, and however much of one is right."""
+        if not self._keys:
+            return
+        shown = [value for name, value in headers if name == b"authorization"]
+        if not shown:
+            raise ApiError(401, "authorization: no API key was shown; send 'Authorization: Bearer KEY'")
+        key = shown[0][len(_SCHEME) :].strip() if shown[0][: len(_SCHEME)].lower() == _SCHEME else b""
+        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        if len(shown) != 1 or not any(matches):
+            raise ApiError(401, "authorization: the API key is not known here", code="invalid_api_key")

@@ -1,0 +1,109 @@
+"""The routes, and what is around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from baton import AsyncClient
+from baton.errors import BatonError
+from gateway.api_keys import ApiKeys
+from gateway.chat import CHAT
+from gateway.completions import COMPLETIONS
+from gateway.edge import Edge
+from gateway.errors import ApiError, api_error_of, internal
+from gateway.generation import GenerationEndpoint
+from gateway.health import Health
+from gateway.limits import HttpLimits
+from gateway.metrics import GatewayMetrics
+from gateway.open_requests import OpenRequests
+from gateway.responses import JsonResponse, error_response
+from gateway.served_model import ServedModel
+
+
+def build_app(
+    *,
+    client: AsyncClient,
+    served_model: ServedModel,
+    open_requests: OpenRequests,
+    api_keys: ApiKeys,
+    registry: CollectorRegistry,
+    limits: HttpLimits,
+) -> ASGIApp:
+    """The whole gateway as an ASGI application; needs a running event loop."""
+    metrics = GatewayMetrics(registry)
+    metrics.watch_open(lambda: len(open_requests))
+    health = Health(client, open_requests=open_requests)
+
+    def generation(api: Any) -> GenerationEndpoint:
+        return GenerationEndpoint(
+            api,
+            client=client,
+            served_model=served_model,
+            open_requests=open_requests,
+            metrics=metrics,
+            limits=limits,
+        )
+
+    async def list_models(_request: Request) -> Response:
+        card = await served_model.card()
+        return JsonResponse({"object": "list", "data": [card.as_json()]})
+
+    async def retrieve_model(request: Request) -> Response:
+        card = await served_model.card()
+        card.check(request.path_params["model"])
+        return JsonResponse(card.as_json())
+
+    async def exposition(_request: Request) -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    routes = [
+        *(Route(api.path, generation(api), methods=["POST"]) for api in (CHAT, COMPLETIONS)),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model:path}", retrieve_model),
+        Route("/health", health.ready),
+        Route("/health/live", health.live),
+        Route("/metrics", exposition),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            ApiError: _on_api_error,
+            BatonError: _on_baton_error,
+            HTTPException: _on_http_exception,
+            Exception: _on_mistake,
+        },
+    )
+    app.router.redirect_slashes = False
+    return Edge(app, api_keys=api_keys, metrics=metrics)
+
+
+async def _on_api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_baton_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    return error_response(api_error_of(error, {}))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """The router's own: no such route, or no such method of it."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"[:128]
+    ending, code = ("is not served", "unknown_url") if error.status_code == 404 else ("is not allowed", "wrong_method")
+    response = error_response(ApiError(error.status_code, f"{what} {ending}", code=code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_mistake(_request: Request, _error: Exception) -> Response:
+    return error_response(internal())

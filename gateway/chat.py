@@ -1,0 +1,148 @@
+"""/v1/chat/completions: messages in, messages out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from baton.events import Completion, Delta, Finished
+from baton.requests import ChatMessage
+from gateway.answer import Api, finish_reason, with_token_ids
+from gateway.errors import ApiError, invalid, not_served
+from gateway.fields import GenerationFields, parse_fields
+from gateway.logprobs import chat_logprobs
+from gateway.plan import ChatPrompt, Plan
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MESSAGE_FIELDS = {"role", "content"}
+
+
+class ChatFields(GenerationFields):
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class ChatChoice:
+    """One choice, chunk by chunk or whole."""
+
+    def __init__(self, index: int, plan: Plan) -> None:
+        self._index = index
+        self._plan = plan
+
+    def opening(self) -> dict[str, Any] | None:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def part(self, delta: Delta) -> dict[str, Any] | None:
+        if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
+            return None  # text lags the ids
+        return self._chunk({"content": delta.text}, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
+
+    def ending(self, finished: Finished) -> dict[str, Any]:
+        return self._chunk({}, reason=finish_reason(finished.reason))
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        choice = {
+            "index": self._index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": chat_logprobs(completion.logprobs),
+            "finish_reason": finish_reason(completion.finish_reason),
+        }
+        return with_token_ids(choice, completion.token_ids, self._plan)
+
+    def _chunk(
+        self,
+        delta: dict[str, Any],
+        *,
+        logprobs: Any = None,
+        reason: str | None = None,
+        token_ids: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        chunk = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return with_token_ids(chunk, token_ids, self._plan)
+
+
+def parse_chat(body: bytes) -> Plan:
+    """Raises ApiError naming what is wrong."""
+    fields = parse_fields(body, ChatFields)
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    max_tokens, max_name = _max_tokens(fields)
+    return Plan(
+        model=fields.model,
+        prompts=(ChatPrompt(tuple(_message(f"messages[{i}]", each) for i, each in enumerate(fields.messages))),),
+        n=fields.n,
+        sampling=fields.sampling(
+            max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
+        ),
+        is_streamed=fields.stream,
+        includes_usage=fields.includes_usage,
+        returns_token_ids=fields.return_token_ids,
+        params={
+            "sampling.max_tokens": max_name,
+            "sampling.logprobs": "top_logprobs",
+            "prompt": "messages",
+            "chat": "messages",
+        },
+    )
+
+
+CHAT = Api(
+    path="/v1/chat/completions",
+    id_prefix="chatcmpl",
+    whole_object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    parse=parse_chat,
+    new_choice=ChatChoice,
+)
+
+
+def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
+    """The bound and the name it came under."""
+    if fields.max_completion_tokens is None:
+        return fields.max_tokens, "max_tokens"
+    if fields.max_tokens not in (None, fields.max_completion_tokens):
+        raise invalid("max_tokens", "differs from max_completion_tokens, its other name")
+    return fields.max_completion_tokens, "max_completion_tokens"
+
+
+def _message(place: str, message: dict[str, Any]) -> ChatMessage:
+    """`place` names it in errors. Fields that are null or an empty list ask for nothing."""
+    for name, value in message.items():
+        if name not in _MESSAGE_FIELDS and value is not None and value != []:
+            raise not_served(f"{place}.{name}"[:128])
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise not_served(f"{place}.role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise invalid(f"{place}.role", f"is none of {', '.join(_ROLES)}")
+    return ChatMessage(_ROLES[role], _content(f"{place}.content", message.get("content")))
+
+
+def _content(place: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(place, "must be a string or a list of text parts")
+    return "".join(_part(f"{place}[{number}]", part) for number, part in enumerate(content))
+
+
+def _part(place: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(place, "must be a text part")
+    if kind != "text":
+        raise _part_not_served(place, kind)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise invalid(f"{place}.text", "must be a string")
+    return text
+
+
+def _part_not_served(place: str, kind: str) -> ApiError:
+    named = kind if re.fullmatch("[a-z_]{1,32}", kind) else "this type"
+    return invalid(place, f"{named} is not served, text is", code="unsupported_parameter")

@@ -1,0 +1,108 @@
+"""/v1/completions: prompts in, their continuations out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from baton.events import Completion, Delta, Finished
+from gateway.answer import Api, finish_reason, with_token_ids
+from gateway.errors import invalid, not_served
+from gateway.fields import GenerationFields, parse_fields
+from gateway.logprobs import CompletionLogprobs
+from gateway.plan import Plan, Prompt, TextPrompt, TokenIdsPrompt
+
+_PROMPT_KINDS = "must be a string, or a list of strings, of token ids, or of lists of token ids"
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+class CompletionFields(GenerationFields):
+    prompt: Any
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+
+
+class TextChoice:
+    """One choice, chunk by chunk or whole."""
+
+    def __init__(self, index: int, plan: Plan) -> None:
+        self._index = index
+        self._plan = plan
+        self._logprobs = CompletionLogprobs()
+
+    def opening(self) -> dict[str, Any] | None:
+        return None
+
+    def part(self, delta: Delta) -> dict[str, Any] | None:
+        if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
+            return None  # text lags the ids
+        return self._choice(delta.text, logprobs=self._logprobs.of(delta.logprobs), token_ids=delta.token_ids)
+
+    def ending(self, finished: Finished) -> dict[str, Any]:
+        return self._choice("", reason=finish_reason(finished.reason))
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        return self._choice(
+            completion.text,
+            logprobs=self._logprobs.of(completion.logprobs),
+            reason=finish_reason(completion.finish_reason),
+            token_ids=completion.token_ids,
+        )
+
+    def _choice(
+        self, text: str, *, logprobs: Any = None, reason: str | None = None, token_ids: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return with_token_ids(choice, token_ids, self._plan)
+
+
+def parse_completion(body: bytes) -> Plan:
+    """Raises ApiError naming what is wrong."""
+    fields = parse_fields(body, CompletionFields)
+    if fields.best_of is not None and fields.best_of != fields.n:
+        raise not_served("best_of")
+    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    return Plan(
+        model=fields.model,
+        prompts=_prompts(fields.prompt),
+        n=fields.n,
+        sampling=fields.sampling(max_tokens=max_tokens, logprobs=fields.logprobs),
+        is_streamed=fields.stream,
+        includes_usage=fields.includes_usage,
+        returns_token_ids=fields.return_token_ids,
+        params={"token_ids": "prompt"},
+    )
+
+
+COMPLETIONS = Api(
+    path="/v1/completions",
+    id_prefix="cmpl",
+    whole_object="text_completion",
+    chunk_object="text_completion",
+    parse=parse_completion,
+    new_choice=TextChoice,
+)
+
+
+def _prompts(prompt: Any) -> tuple[Prompt, ...]:
+    """A string, strings, ids, or lists of ids."""
+    if isinstance(prompt, str):
+        return (TextPrompt(prompt),)
+    if not isinstance(prompt, list):
+        raise invalid("prompt", _PROMPT_KINDS)
+    if not prompt:
+        raise invalid("prompt", "is empty")
+    if all(isinstance(each, str) for each in prompt):
+        return tuple(map(TextPrompt, prompt))
+    if _are_ids(prompt):
+        return (TokenIdsPrompt(tuple(prompt)),)
+    if all(isinstance(each, list) and _are_ids(each) for each in prompt):
+        return tuple(TokenIdsPrompt(tuple(each)) for each in prompt)
+    raise invalid("prompt", _PROMPT_KINDS)
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(each) is int for each in values)

@@ -1,0 +1,50 @@
+"""The client that the gateway reaches the decode services with."""
+
+from __future__ import annotations
+
+import structlog
+
+from baton import AsyncClient, Tls
+from baton.errors import InvalidArgument, Unavailable
+from common.bearer_tokens import read_tokens
+from common.config.gateway_settings import GatewaySettings
+from common.errors import ConfigError, StartupError
+from common.serving import is_loopback
+
+_RPC_TIMEOUT_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+def open_decode_client(settings: GatewaySettings) -> AsyncClient:
+    """Needs a running event loop. Raises ConfigError naming the setting, StartupError when no host is known."""
+    token = None
+    if settings.decode_token_file is not None:
+        token = read_tokens("decode_token_file", settings.decode_token_file)[0]
+        if not settings.decode_tls and not all(map(is_loopback, settings.decode)):
+            _log.warning("tokens_in_plain_text", decode=settings.decode)
+    try:
+        return AsyncClient(
+            ",".join(settings.decode),
+            tls=_tls(settings) if settings.decode_tls else None,
+            token=token,
+            rpc_timeout_s=_RPC_TIMEOUT_S,
+            resume=True,
+            resume_timeout_s=settings.resume_timeout_s,
+            admission_timeout_s=settings.admission_timeout_s,
+        )
+    except InvalidArgument as error:
+        raise ConfigError(f"decode: {error}") from error
+    except Unavailable as error:
+        raise StartupError(f"decode: {error}") from error
+    except OSError as error:  # of the files of Tls
+        raise ConfigError(f"decode_tls: {error}") from error
+
+
+def _tls(settings: GatewaySettings) -> Tls:
+    return Tls(
+        ca_file=settings.decode_tls_ca,
+        cert_file=settings.tls_cert,
+        key_file=settings.tls_key,
+        server_name=settings.decode_tls_server_name,
+    )

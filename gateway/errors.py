@@ -1,0 +1,107 @@
+"""What the gateway answers when it does not answer: OpenAI's error object, and the HTTP status of each BatonError.
+
+ApiError     an answer that is an error
+ClientLeft   nobody is there to be answered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from baton.errors import BatonError
+
+INVALID_REQUEST = "invalid_request_error"
+RATE_LIMIT = "rate_limit_error"
+SERVER_ERROR = "server_error"
+CLIENT_LEFT_STATUS = 499
+"""Of requests whose client left, in metrics and logs alone."""
+_RETRY_AFTER_S = 1
+_CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
+
+
+class ApiError(Exception):
+    """`param` names the field of the HTTP request; `retry_after_s` becomes a Retry-After header."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {**headers, "www-authenticate": "Bearer"} if self.status == 401 else headers
+
+
+class ClientLeft(Exception):
+    """The HTTP client closed its connection, or took nothing for too long."""
+
+
+def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
+    """A field is wrong: 400."""
+    return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
+
+
+def not_served(param: str) -> ApiError:
+    return invalid(param, "is not served", code="unsupported_parameter")
+
+
+def overloaded(message: str) -> ApiError:
+    return ApiError(429, message, kind=RATE_LIMIT, code="overloaded", retry_after_s=_RETRY_AFTER_S)
+
+
+def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
+    return ApiError(503, message, kind=SERVER_ERROR, code=code, retry_after_s=_RETRY_AFTER_S)
+
+
+def internal() -> ApiError:
+    """A mistake of ours: the log has it."""
+    return ApiError(500, "the gateway failed", kind=SERVER_ERROR, code="internal_error")
+
+
+def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
+    """`params`: what the HTTP request calls a field of the gRPC request where the names differ."""
+    message = str(error)
+    match error.code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            code = "context_length_exceeded" if error.reason == _CONTEXT_EXCEEDED else None
+            field = error.field
+            if field is None:
+                return ApiError(400, message, code=code)
+            param = params.get(field, field.removeprefix("sampling."))
+            return invalid(param, message.removeprefix(f"{field}: "), code=code)
+        case grpc.StatusCode.ALREADY_EXISTS:
+            return ApiError(409, message, param="x-request-id", code="duplicate_request_id")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if error.reason == _QUEUE_FULL:
+                return overloaded(message)
+            return ApiError(413, message, code="request_too_large")  # gRPC's own, of a message
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ApiError(504, message, kind=SERVER_ERROR, code="deadline_exceeded")
+        case grpc.StatusCode.UNAVAILABLE:
+            return unavailable(message)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return ApiError(503, message, kind=SERVER_ERROR, code="services_disagree")
+        case grpc.StatusCode.INTERNAL:
+            return ApiError(500, message, kind=SERVER_ERROR, code="internal_error")
+        case _:  # among them the decode service's refusal of our own token, which no caller can mend
+            return ApiError(502, f"decode service: {message}", kind=SERVER_ERROR, code="bad_gateway")

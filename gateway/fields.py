@@ -1,0 +1,169 @@
+"""What both generating endpoints take, and how what they do not take is refused.
+
+A field that is null counts as absent. Ranges are the decode service's to judge: its errors name the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from baton.requests import SamplingOptions
+from gateway.errors import ApiError, invalid, not_served
+
+MAX_FIELDS = 64
+MAX_LOGIT_BIAS = 1024
+_HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""They say who asks and how it is billed or kept, not what is generated."""
+_MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""What is not served, with the values that ask for nothing."""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"more than {MAX_LOGIT_BIAS} entries")
+    return value
+
+
+def _all_tokens(value: Any) -> Any:
+    return 0 if type(value) is int and value == -1 else value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # there is none to leave out
+
+
+class GenerationFields(BaseModel):
+    """The fields that both endpoints have: OpenAI's, and those that the service adds."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
+    max_tokens: int | None = None
+    # beyond OpenAI's
+    top_k: Annotated[int, BeforeValidator(_all_tokens)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    speculate: bool | None = None
+    return_token_ids: bool = False
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+        """Raises ApiError naming the field."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "is for streams only")
+        return SamplingOptions(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=None if self.seed is None else self.seed % (1 << 64),
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_logit_bias(self.logit_bias),
+            logprobs=logprobs,
+            speculate=self.speculate,
+        )
+
+
+FieldsT = TypeVar("FieldsT", bound=GenerationFields)
+
+
+def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
+    """Raises ApiError 400 naming the first field that is wrong, unknown or not served."""
+    try:
+        values = from_json(body)
+    except ValueError as error:
+        raise invalid(None, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise invalid(None, "the body is not a JSON object", code="invalid_json")
+    if len(values) > MAX_FIELDS:
+        raise invalid(None, f"more than {MAX_FIELDS} fields")
+    values = {name: value for name, value in values.items() if value is not None and name not in _HARMLESS}
+    for name in tuple(values):
+        if name in kind.model_fields:
+            continue
+        if name not in _MEANS_NOTHING:
+            raise invalid(name[:64], "is unknown", code="unknown_parameter")
+        if values.pop(name) not in _MEANS_NOTHING[name]:
+            raise not_served(name)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _api_error(error) from None
+
+
+def _api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return invalid(param, "is required", code="missing_required_parameter")
+    return invalid(param[:128], message[:1].lower() + message[1:])
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """JSON has strings for keys."""
+    if bias is None:
+        return None
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise invalid("logit_bias", "its keys are token ids") from None

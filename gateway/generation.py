@@ -1,0 +1,197 @@
+"""Answers one of OpenAI's generating endpoints.
+
+body ─▶ Api.parse ─▶ Plan ─▶ Choices (Generate calls) ─▶ Choice chunks ─▶ events, or one JSON object
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from baton import AsyncClient, Completion
+from baton.client import AsyncEventStream
+from baton.client.event_order import CompletionBuilder
+from baton.errors import BatonError
+from baton.events import Delta, Event, Finished, Started
+from gateway.answer import Api, Envelope, usage
+from gateway.choices import Choices
+from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, invalid
+from gateway.limits import HttpLimits
+from gateway.metrics import GatewayMetrics
+from gateway.open_requests import OpenRequests
+from gateway.plan import Plan
+from gateway.receiving import read_json_body, unless_left
+from gateway.request_record import RequestRecord
+from gateway.responses import EventStreamWriter, JsonResponse, error_response
+from gateway.served_model import ModelCard, ServedModel
+
+
+class GenerationEndpoint:
+    """An ASGI application. When the client leaves, every call of its request is cancelled."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        client: AsyncClient,
+        served_model: ServedModel,
+        open_requests: OpenRequests,
+        metrics: GatewayMetrics,
+        limits: HttpLimits,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._client = client
+        self._served_model = served_model
+        self._open_requests = open_requests
+        self._metrics = metrics
+        self._limits = limits
+        self._unix_time = unix_time
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: RequestRecord = scope["state"]["record"]
+        try:
+            with self._open_requests.admit() as open_request:
+                plan, card = await self._read(scope, receive)
+                try:
+                    async with Choices(plan.num_choices, self._opener(plan, record)) as choices:
+                        open_request.fails_by(choices.fail)
+                        answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
+                        work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
+                        await unless_left(receive, work)
+                except BatonError as error:
+                    raise api_error_of(error, plan.params) from None
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        except ClientLeft:
+            record.status = CLIENT_LEFT_STATUS
+            self._metrics.on_disconnect()
+
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[Plan, ModelCard]:
+        body = await read_json_body(
+            receive,
+            scope["headers"],
+            max_bytes=self._limits.max_request_bytes,
+            timeout_s=self._limits.body_timeout_s,
+        )
+        plan = self._api.parse(body)
+        if plan.num_choices > self._limits.max_choices:
+            param = "n" if plan.n > 1 else "prompt"
+            raise invalid(param, f"{plan.num_choices} choices are more than {self._limits.max_choices}")
+        try:
+            card = await self._served_model.card()
+        except BatonError as error:
+            raise api_error_of(error, plan.params) from None
+        card.check(plan.model)
+        return plan, card
+
+    def _opener(self, plan: Plan, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
+        """Callers may send the same x-request-id twice; the ids of live generations differ."""
+        prefix = f"{record.request_id}-{uuid.uuid4().hex[:8]}"
+
+        def open_stream(index: int) -> AsyncEventStream:
+            prompt, choice_index = divmod(index, plan.n)
+            return self._client.generate(
+                **plan.prompts[prompt].arguments,
+                request_id=f"{prefix}-{index}",
+                choice_index=choice_index,
+                timeout_s=self._limits.request_timeout_s,
+                **plan.sampling,
+            )
+
+        return open_stream
+
+
+class _Answering:
+    """One request that was understood, from its calls to its answer."""
+
+    def __init__(
+        self, api: Api, plan: Plan, card: ModelCard, unix_s: float, record: RequestRecord, metrics: GatewayMetrics
+    ) -> None:
+        self._api = api
+        self._plan = plan
+        self._record = record
+        self._metrics = metrics
+        self._choices = [api.new_choice(index, plan) for index in range(plan.num_choices)]
+        self._num_tokens = [0] * plan.num_choices
+        self._envelope = Envelope(
+            id=f"{api.id_prefix}-{record.request_id}",
+            created=int(unix_s),
+            model=card.name,
+            system_fingerprint=card.system_fingerprint,
+        )
+        record.num_choices = plan.num_choices
+
+    async def whole(self, choices: Choices, send: Send) -> None:
+        """Raises the BatonError or ApiError that it failed with; nothing was sent then."""
+        started = await self._started(choices)
+        builders = [CompletionBuilder() for _ in started]
+        for builder, first in zip(builders, started, strict=True):
+            builder.add(first)
+        completions: dict[int, Completion] = {}
+        async for index, event in choices:
+            self._count(index, event)
+            if (completion := builders[index].add(event)) is not None:
+                completions[index] = completion
+        answer = self._envelope.around(
+            self._api.whole_object,
+            [choice.whole(completions[index]) for index, choice in enumerate(self._choices)],
+            usage=usage(self._plan, started, self._num_tokens),
+        )
+        await JsonResponse(answer).send_to(send)
+
+    async def stream(self, choices: Choices, send: Send) -> None:
+        """Raises like `whole` before the first event; a later error is the last event."""
+        started = await self._started(choices)
+        writer = EventStreamWriter(send)
+        await writer.begin()
+        try:
+            for choice in self._choices:
+                if (opening := choice.opening()) is not None:
+                    await writer.write(self._chunk(opening))
+            async for index, event in choices:
+                self._count(index, event)
+                if (part := self._part(index, event)) is not None:
+                    await writer.write(self._chunk(part))
+        except (BatonError, ApiError) as failure:
+            error = failure if isinstance(failure, ApiError) else api_error_of(failure, self._plan.params)
+            self._record.status = error.status
+            await writer.break_off(error)
+            return
+        if self._plan.includes_usage:
+            totals = usage(self._plan, started, self._num_tokens)
+            await writer.write(self._envelope.around(self._api.chunk_object, [], usage=totals))
+        await writer.end()
+
+    async def _started(self, choices: Choices) -> Sequence[Started]:
+        started = await choices.started()
+        self._record.num_prompt_tokens = sum(each.num_prompt_tokens for each in started[:: self._plan.n])
+        self._metrics.on_prompt(self._record.num_prompt_tokens)
+        return started
+
+    def _part(self, index: int, event: Event) -> dict[str, object] | None:
+        match event:
+            case Delta():
+                return self._choices[index].part(event)
+            case Finished():
+                return self._choices[index].ending(event)
+        return None
+
+    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
+        more = {"usage": None} if self._plan.includes_usage else {}
+        return self._envelope.around(self._api.chunk_object, [choice], **more)
+
+    def _count(self, index: int, event: Event) -> None:
+        record = self._record
+        if isinstance(event, Finished):
+            self._num_tokens[index] = event.usage.num_completion_tokens
+        if not isinstance(event, Delta):
+            return
+        if record.ttft_s is None:
+            record.ttft_s = record.elapsed_s
+            self._metrics.on_first_token(route=record.route, seconds=record.ttft_s)
+        record.num_completion_tokens += len(event.token_ids)
+        self._metrics.on_tokens(len(event.token_ids))

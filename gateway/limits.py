@@ -1,0 +1,33 @@
+"""What one HTTP client can take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config.gateway_settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """A request's head comes within `head_timeout_s` of its first byte (a connection's first: of its opening), its body
+    within `body_timeout_s` of the head. A connection without a request is closed after `keep_alive_s`. A client that
+    takes nothing for `client_stall_timeout_s` while there is something to take is dropped.
+    """
+
+    max_request_bytes: int
+    max_choices: int
+    request_timeout_s: float | None
+    client_stall_timeout_s: float
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    keep_alive_s: int = 75
+    max_head_bytes: int = 32 << 10
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> HttpLimits:
+        return cls(
+            max_request_bytes=settings.max_request_bytes,
+            max_choices=settings.max_choices,
+            request_timeout_s=settings.request_timeout_s,
+            client_stall_timeout_s=settings.client_stall_timeout_s,
+        )

@@ -1,0 +1,77 @@
+"""Log-probabilities in the shapes of the two endpoints.
+
+A token whose bytes are no text by themselves is written with them: `\\xe2\\x80` in chats, `bytes:\\xe2\\x80` in
+completions.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from baton.events import PositionLogprobs, TokenLogprob
+
+_LEAST = -9999.0
+"""JSON has no minus infinity."""
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+    """None when none were asked for."""
+    if not positions:
+        return None
+    content = [
+        {**_chat_token(each.chosen), "top_logprobs": [_chat_token(entry) for entry in each.top]} for each in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": _text(entry.token, ""), "bytes": list(entry.token), "logprob": _finite(entry.logprob)}
+
+
+class CompletionLogprobs:
+    """Of one choice's tokens in their order: each token's offset counts what the tokens before it say."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def of(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+        """For those that are next. None when none were asked for."""
+        if not positions:
+            return None
+        return {
+            "tokens": [_text(each.chosen.token, "bytes:") for each in positions],
+            "token_logprobs": [_finite(each.chosen.logprob) for each in positions],
+            "top_logprobs": [_top(each) for each in positions],
+            "text_offset": [self._advance(each.chosen.token) for each in positions],
+        }
+
+    def _advance(self, token: bytes) -> int:
+        begin = self._offset
+        self._offset += len(self._decoder.decode(token))  # also of bytes before it that turned out to be no text
+        own_text = _decoded(token)
+        return begin if own_text is None else self._offset - len(own_text)
+
+
+def _top(position: PositionLogprobs) -> dict[str, float]:
+    """The most likely tokens and the chosen one."""
+    entries = (*position.top, position.chosen)
+    return {_text(entry.token, "bytes:"): _finite(entry.logprob) for entry in entries}
+
+
+def _text(token: bytes, prefix: str) -> str:
+    text = _decoded(token)
+    return prefix + "".join(f"\\x{byte:02x}" for byte in token) if text is None else text
+
+
+def _decoded(token: bytes) -> str | None:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

@@ -1,0 +1,51 @@
+"""The life of the gateway's process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Sequence
+
+import structlog
+
+from common.config.gateway_settings import GatewaySettings
+from common.config.load import load_settings
+from common.errors import ConfigError, StartupError
+from common.process_exit import EXIT_CONFIG, EXIT_OK, EXIT_STARTUP, exit_on_termination
+from common.serving import termination_signals
+from common.telemetry.logs import configure_logs
+from gateway.server import GatewayServer
+
+PROGRAM = "gateway"
+
+_log = structlog.get_logger(__name__)
+
+
+def run_gateway(argv: Sequence[str]) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: those of a service."""
+    with exit_on_termination():
+        try:
+            settings = load_settings(GatewaySettings, argv, program=PROGRAM)
+            configure_logs(settings.log_level, service=PROGRAM, instance_id=uuid.uuid4().hex)
+            _log.info("config", **settings.model_dump(mode="json"))
+            asyncio.run(serve(settings))
+        except ConfigError as error:
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return EXIT_CONFIG
+        except StartupError as error:
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return EXIT_STARTUP
+    _log.info("stopped")
+    return EXIT_OK
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Until SIGTERM or SIGINT; then finish the requests there are, within the grace period."""
+    server = GatewayServer(settings)
+    with termination_signals() as terminated:
+        port = await server.start()
+        _log.info("serving", port=port)
+        await terminated.wait()
+        await server.drain()
+        await server.stop()

@@ -1,0 +1,66 @@
+"""The gateway's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from common.telemetry.buckets import PHASE_S
+
+_REQUEST_S = (*PHASE_S, 120.0, 300.0, 600.0)
+
+
+class GatewayMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "baton_gateway_requests_total",
+            "HTTP requests by how they ended; 499: the client left",
+            ["route", "status"],
+            registry=registry,
+        )
+        self._request_s = Histogram(
+            "baton_gateway_request_seconds",
+            "From a request's head to the end of its answer",
+            ["route"],
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+        self._ttft_s = Histogram(
+            "baton_gateway_ttft_seconds",
+            "From a request's head to its first token",
+            ["route"],
+            buckets=PHASE_S,
+            registry=registry,
+        )
+        self._open = Gauge("baton_gateway_open_requests", "Generations being answered", registry=registry)
+        self._prompt_tokens = Counter(
+            "baton_gateway_prompt_tokens_total",
+            "Tokens of prompts that were admitted, once a prompt",
+            registry=registry,
+        )
+        self._completion_tokens = Counter(
+            "baton_gateway_completion_tokens_total", "Tokens that came of them, over all choices", registry=registry
+        )
+        self._disconnects = Counter(
+            "baton_gateway_client_disconnects_total", "Clients that left before their answer's end", registry=registry
+        )
+
+    def watch_open(self, num_open: Callable[[], int]) -> None:
+        self._open.set_function(num_open)
+
+    def on_end(self, *, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, str(status)).inc()
+        self._request_s.labels(route).observe(seconds)
+
+    def on_disconnect(self) -> None:
+        self._disconnects.inc()
+
+    def on_first_token(self, *, route: str, seconds: float) -> None:
+        self._ttft_s.labels(route).observe(seconds)
+
+    def on_prompt(self, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
+
+    def on_tokens(self, num_tokens: int) -> None:
+        self._completion_tokens.inc(num_tokens)

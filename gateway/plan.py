@@ -1,0 +1,61 @@
+"""One HTTP request, as the generations that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.requests import ChatMessage, SamplingOptions
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"prompt": self.text}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIdsPrompt:
+    token_ids: tuple[int, ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"token_ids": self.token_ids}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"chat": self.messages}
+
+
+Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
+"""`arguments` are those of `AsyncClient.generate` that carry it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`n` choices of each prompt, those of the first prompt first.
+
+    `params`: what the HTTP request calls a field of the gRPC request, where the names differ.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    n: int
+    sampling: SamplingOptions
+    is_streamed: bool
+    includes_usage: bool
+    returns_token_ids: bool
+    params: Mapping[str, str]
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n

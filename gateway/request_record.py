@@ -1,0 +1,69 @@
+"""What is known of one HTTP request while it is answered: for its log line, and for metrics."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from gateway.errors import CLIENT_LEFT_STATUS, invalid
+
+_ROUTES = frozenset(
+    {
+        "/",
+        "/health",
+        "/health/live",
+        "/metrics",
+        "/status.json",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+    }
+)
+_SHOWN_ID = re.compile(r"[!-~]{1,96}")
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """`status`: of the answer, or of the error that broke it off when it had begun."""
+
+    route: str
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    began_s: float = field(default_factory=time.monotonic)
+    status: int = 500
+    has_begun: bool = False
+    num_choices: int = 0
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    ttft_s: float | None = None
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestRecord:
+        return cls(route=route_of(scope["path"]))
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    @property
+    def client_left(self) -> bool:
+        return self.status == CLIENT_LEFT_STATUS
+
+    def take_id(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """The caller's x-request-id, where it sent one. Raises ApiError when that could not travel."""
+        for name, value in headers:
+            if name == b"x-request-id":
+                if not _SHOWN_ID.fullmatch(shown := value.decode("latin-1")):
+                    raise invalid("x-request-id", "must be 1 to 96 printable ASCII characters without spaces")
+                self.request_id = shown
+
+
+def route_of(path: str) -> str:
+    """One of few: it labels metrics."""
+    if path.startswith("/v1/models/"):
+        return "/v1/models/{model}"
+    return path if path in _ROUTES else "other"

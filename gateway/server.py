@@ -1,0 +1,128 @@
+"""The gateway as a server: it listens, it drains, it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import suppress
+
+import structlog
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from common.bearer_tokens import read_tokens
+from common.config.gateway_settings import GatewaySettings
+from common.errors import ConfigError
+from common.serving import is_loopback
+from gateway.api_keys import ApiKeys
+from gateway.app import build_app
+from gateway.connection import bounded_connections
+from gateway.decode_client import open_decode_client
+from gateway.errors import unavailable
+from gateway.limits import HttpLimits
+from gateway.open_requests import OpenRequests
+from gateway.served_model import ServedModel
+
+_BACKLOG = 2048
+_CLOSE_GRACE_S = 1
+_START_LOOK_S = 0.01
+
+_log = structlog.get_logger(__name__)
+
+
+class GatewayServer:
+    """Built on the event loop it runs on. Raises ConfigError or StartupError for settings that cannot be followed."""
+
+    def __init__(self, settings: GatewaySettings, *, limits: HttpLimits | None = None) -> None:
+        self._settings = settings
+        limits = limits or HttpLimits.of(settings)
+        api_keys = () if settings.api_key_file is None else read_tokens("api_key_file", settings.api_key_file)
+        if api_keys and settings.tls_cert is None and not is_loopback(settings.listen):
+            _log.warning("tokens_in_plain_text", listen=settings.listen)
+        self._client = open_decode_client(settings)
+        self.open_requests = OpenRequests(max_open=settings.max_open_requests)
+        app = build_app(
+            client=self._client,
+            served_model=ServedModel(self._client, name=settings.served_model_name),
+            open_requests=self.open_requests,
+            api_keys=ApiKeys(api_keys),
+            registry=CollectorRegistry(),
+            limits=limits,
+        )
+        config = uvicorn.Config(
+            app,
+            http=bounded_connections(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=limits.keep_alive_s,
+            timeout_graceful_shutdown=_CLOSE_GRACE_S,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+            h11_max_incomplete_event_size=limits.max_head_bytes,
+        )
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"tls_cert: {error}") from error
+        self._http = _HttpServer(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port. Raises ConfigError when the address cannot be had."""
+        listener = _listen(self._settings.listen)
+        self._serving = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
+        while not self._http.started and not self._serving.done():  # noqa: ASYNC110 - uvicorn tells it in no other way
+            await asyncio.sleep(_START_LOOK_S)
+        if self._serving.done():
+            self._serving.result()
+        return int(listener.getsockname()[1])
+
+    async def drain(self) -> None:
+        """Admit nothing from now on, and give what is open its grace period; then it ends with an error."""
+        _log.info("draining", num_requests=len(self.open_requests))
+        self.open_requests.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.grace_period_s):
+                await self.open_requests.wait_idle()
+        self.open_requests.fail_all(unavailable("the gateway stopped before the request's end", code="stopping"))
+
+    async def stop(self) -> None:
+        """Answers that are being written have a second more."""
+        self._http.should_exit = True
+        if self._serving is not None:
+            await self._serving
+        for connection in tuple(self._http.server_state.connections):
+            connection.transport.abort()  # its client takes nothing
+        await self._client.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn's, without its own signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        both = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            (host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=both and family is socket.AF_INET6
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"listen: cannot listen on {address}: {error}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton import Client
+from tests.client.scripted_inference import ScriptedServer
+from tests.gateway.callers import AsyncCaller, BlockingCaller, Caller
+from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.pair_here import pair_here
+from tests.support.loop_thread import LoopThread
+
+START_BOUND_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    """Gateways run here, and the services of `pair`."""
+    thread = LoopThread(bound_s=START_BOUND_S)
+    yield thread
+    thread.close()
+
+
+@pytest.fixture(scope="session")
+def pair(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[Client]:
+    """A client of a real pair's decode service."""
+    with pair_here(loop, tiny_model_dir("llama")) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def gateway(loop: LoopThread, pair: Client) -> Iterator[GatewayHere]:
+    """In front of the real pair, which serves its model as "tiny"."""
+    with gateway_here(loop, pair.address, served_model_name="tiny") as here:
+        yield here
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def edge(loop: LoopThread, scripted: ScriptedServer) -> Iterator[GatewayHere]:
+    """In front of a decode service whose answers the test writes; its model is "demo"."""
+    with gateway_here(loop, scripted.address) as here:
+        yield here
+
+
+@pytest.fixture(params=["OpenAI", "AsyncOpenAI"])
+async def caller(request: pytest.FixtureRequest, gateway: GatewayHere) -> AsyncIterator[Caller]:
+    """Of the real pair."""
+    if request.param == "OpenAI":
+        yield BlockingCaller(gateway)
+        return
+    async with gateway.openai_async() as client:
+        yield AsyncCaller(client)

@@ -1,0 +1,105 @@
+"""A gateway in this process, on an event loop of its own, in front of whatever serves `decode`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+
+from common.config.gateway_settings import GatewaySettings
+from gateway.limits import HttpLimits
+from gateway.server import GatewayServer
+from tests.support.loop_thread import LoopThread
+
+BOUND_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        assert sorted(error) == ["code", "message", "param", "type"]
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHere:
+    server: GatewayServer
+    loop: LoopThread
+    port: int
+    clients: list[openai.OpenAI] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        """A client that tries nothing twice."""
+        options = {"api_key": "none", "max_retries": 0, "timeout": BOUND_S, **options}
+        self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", **options))
+        return self.clients[-1]
+
+    def openai_async(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=BOUND_S, **options)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=BOUND_S)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """One plain HTTP request. A `body` that is no bytes is sent as JSON; `x_y` becomes the header x-y."""
+        sent = {"content-type": "application/json"} if body is not None else {}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = self.connect()
+        try:
+            connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), sent)
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """0 for a sample that is not there yet."""
+        text = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+        sample = f"{name}{{{text}}} " if text else f"{name} "
+        for line in self.ask("GET", "/metrics").body.decode().splitlines():
+            if line.startswith(sample):
+                return float(line.removeprefix(sample))
+        return 0.0
+
+
+@contextmanager
+def gateway_here(
+    loop: LoopThread, *decode: str, limits: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[GatewayHere]:
+    """`limits` changes some of those that `settings` make."""
+    made = GatewaySettings(listen="127.0.0.1:0", decode=decode, **settings)
+
+    async def start() -> tuple[GatewayServer, int]:
+        bounds = HttpLimits.of(made)
+        server = GatewayServer(
+            made, limits=HttpLimits(**{**{n: getattr(bounds, n) for n in HttpLimits.__slots__}, **(limits or {})})
+        )
+        return server, await server.start()
+
+    server, port = loop.run(start())
+    gateway = GatewayHere(server, loop, port)
+    try:
+        yield gateway
+    finally:
+        for client in gateway.clients:
+            client.close()
+        loop.run(server.stop())

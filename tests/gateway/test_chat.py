@@ -1,0 +1,167 @@
+"""/v1/chat/completions with the `openai` package, before a real pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton import ChatMessage, Client
+from tests.gateway.callers import Caller
+from tests.gateway.gateway_here import GatewayHere
+
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "the other thing"},
+]
+CHAT = [ChatMessage("system", "Be brief."), ChatMessage("user", "the other thing")]
+GREEDY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+IDS = {"return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def direct(pair: Client) -> Any:
+    """What the gRPC client gets for the same request."""
+    return pair.complete(chat=CHAT, temperature=0.0, max_tokens=24)
+
+
+async def test_an_answer_has_the_tokens_the_grpc_client_gets(caller: Caller, direct: Any) -> None:
+    answer = await caller.chat(**GREEDY, extra_body=IDS)
+    (choice,) = answer.choices
+    assert choice.token_ids == list(direct.token_ids)
+    assert (choice.index, choice.message.role, choice.message.content) == (0, "assistant", direct.text)
+    assert (choice.finish_reason, choice.logprobs) == ("length", None)
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": direct.usage.num_prompt_tokens,
+        "completion_tokens": 24,
+        "total_tokens": direct.usage.num_prompt_tokens + 24,
+    }
+
+
+async def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: Any) -> None:
+    chunks = await caller.chat_chunks(**GREEDY, extra_body=IDS)
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    first, *parts, last = [chunk.choices[0] for chunk in chunks]
+    assert (first.delta.role, first.delta.content, first.finish_reason) == ("assistant", "", None)
+    assert "".join(part.delta.content for part in parts) == direct.text
+    assert [token_id for part in parts for token_id in part.token_ids] == list(direct.token_ids)
+    assert {part.finish_reason for part in parts} == {None}
+    assert (last.delta.content, last.finish_reason) == (None, "length")
+    assert all(chunk.usage is None for chunk in chunks)
+    assert len(parts) > 1
+
+
+async def test_a_stream_ends_with_its_usage_when_asked(caller: Caller, direct: Any) -> None:
+    *chunks, last = await caller.chat_chunks(**GREEDY, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (direct.usage.num_prompt_tokens, 24)
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+def test_a_stream_is_server_sent_events_that_end_with_done(gateway: GatewayHere) -> None:
+    answer = gateway.ask("POST", "/v1/chat/completions", {**GREEDY, "model": "tiny", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = answer.body.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert all(line.startswith("data: {") for line in lines[:-2])
+
+
+async def test_a_stop_string_ends_the_text_before_it(caller: Caller, direct: Any) -> None:
+    stop = direct.text[5:7]
+    where = direct.text.index(stop)
+    for given in (stop, [stop, "never comes"]):
+        answer = await caller.chat(**GREEDY, stop=given)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (direct.text[:where], "stop")
+    chunks = await caller.chat_chunks(**GREEDY, stop=stop)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == direct.text[:where]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_a_stop_token_id_ends_it(caller: Caller, direct: Any) -> None:
+    answer = await caller.chat(**GREEDY, extra_body={"stop_token_ids": [direct.token_ids[3]], **IDS})
+    first = direct.token_ids.index(direct.token_ids[3])
+    assert answer.choices[0].token_ids == list(direct.token_ids[: first + 1])
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_the_end_of_text_is_a_stop(caller: Caller) -> None:
+    answer = await caller.chat(**GREEDY, logit_bias={"2": 100})
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "stop")
+    answer = await caller.chat(**GREEDY, logit_bias={"2": 100}, extra_body={"ignore_eos": True})
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (24, "length")
+
+
+async def test_developers_are_the_system_and_text_parts_are_text(caller: Caller, direct: Any) -> None:
+    parts = [{"type": "text", "text": "the other"}, {"type": "text", "text": " thing"}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    answer = await caller.chat(**{**GREEDY, "messages": messages})
+    assert answer.choices[0].message.content == direct.text
+
+
+async def test_an_answer_may_be_sent_back_as_the_package_gives_it(caller: Caller, pair: Client) -> None:
+    first = (await caller.chat(**GREEDY)).choices[0].message
+    messages = [*MESSAGES, first, {"role": "user", "content": "and then"}]
+    second = await caller.chat(**{**GREEDY, "messages": messages})
+    chat = [*CHAT, ChatMessage("assistant", first.content), ChatMessage("user", "and then")]
+    assert second.choices[0].message.content == pair.complete(chat=chat, temperature=0.0, max_tokens=24).text
+
+
+async def test_max_completion_tokens_is_the_other_name_of_max_tokens(caller: Caller) -> None:
+    answer = await caller.chat(messages=MESSAGES, max_completion_tokens=3)
+    assert answer.usage.completion_tokens == 3
+
+
+async def test_every_sampling_option_reaches_the_pair(caller: Caller, pair: Client) -> None:
+    ours = pair.complete(
+        chat=CHAT,
+        seed=5,
+        max_tokens=20,
+        min_tokens=4,
+        temperature=0.75,
+        top_p=0.875,
+        top_k=40,
+        min_p=0.03125,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.25,
+        logit_bias={20: 4.0},
+    )
+    answer = await caller.chat(
+        messages=MESSAGES,
+        seed=5,
+        max_tokens=20,
+        temperature=0.75,
+        top_p=0.875,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={"20": 4},
+        extra_body={"min_tokens": 4, "top_k": 40, "min_p": 0.03125, "repetition_penalty": 1.25, **IDS},
+    )
+    assert answer.choices[0].token_ids == list(ours.token_ids)
+
+
+async def test_what_does_not_touch_the_output_is_taken(caller: Caller, direct: Any) -> None:
+    answer = await caller.chat(
+        **GREEDY,
+        user="someone",
+        metadata={"run": "7"},
+        store=False,
+        service_tier="auto",
+        response_format={"type": "text"},
+        extra_body={"top_k": -1, "tools": None, "speculate": False},
+    )
+    assert answer.choices[0].message.content == direct.text
+
+
+async def test_the_request_id_is_the_callers_or_a_new_one(caller: Caller) -> None:
+    answer = await caller.chat(**GREEDY, extra_headers={"x-request-id": "mine-7"})
+    assert (answer.id, answer._request_id) == ("chatcmpl-mine-7", "mine-7")
+    first, second = await caller.chat(**GREEDY), await caller.chat(**GREEDY)
+    assert first.id == f"chatcmpl-{first._request_id}" != second.id
+
+
+async def test_the_fingerprint_is_the_models(caller: Caller, pair: Client) -> None:
+    answer = await caller.chat(**GREEDY)
+    assert answer.system_fingerprint == f"fp_{pair.model_info().digest[:16]}"

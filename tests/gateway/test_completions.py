@@ -1,0 +1,81 @@
+"""/v1/completions with the `openai` package, before a real pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton import Client
+from tests.gateway.callers import Caller
+
+PROMPT = "the other thing"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+IDS = {"return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def direct(pair: Client) -> Any:
+    """What the gRPC client gets for the same request."""
+    return pair.complete(PROMPT, temperature=0.0, max_tokens=24)
+
+
+async def test_a_completion_has_the_tokens_the_grpc_client_gets(caller: Caller, direct: Any) -> None:
+    answer = await caller.complete(prompt=PROMPT, **GREEDY, extra_body=IDS)
+    (choice,) = answer.choices
+    assert choice.token_ids == list(direct.token_ids)
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (direct.text, "length", None)
+    assert (answer.object, answer.model) == ("text_completion", "tiny")
+    assert answer.id.startswith("cmpl-")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (direct.usage.num_prompt_tokens, 24)
+
+
+async def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: Any) -> None:
+    *chunks, usage = await caller.completion_chunks(
+        prompt=PROMPT, **GREEDY, stream_options={"include_usage": True}, extra_body=IDS
+    )
+    *parts, last = [chunk.choices[0] for chunk in chunks]
+    assert "".join(part.text for part in parts) == direct.text
+    assert [token_id for part in parts for token_id in part.token_ids] == list(direct.token_ids)
+    assert (last.text, last.finish_reason) == ("", "length")
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 24)
+
+
+async def test_a_prompt_may_be_token_ids(caller: Caller, pair: Client) -> None:
+    ids = [10, 11, 12, 13]
+    answer = await caller.complete(prompt=ids, **GREEDY, extra_body=IDS)
+    expected = pair.complete(token_ids=ids, temperature=0.0, max_tokens=24)
+    assert answer.choices[0].token_ids == list(expected.token_ids)
+    assert answer.usage.prompt_tokens == 4
+
+
+@pytest.mark.parametrize("prompts", [["the one", "another"], [[10, 11, 12], [13, 14]]], ids=["texts", "ids"])
+async def test_several_prompts_have_n_choices_each_in_their_order(
+    caller: Caller, pair: Client, prompts: list[Any]
+) -> None:
+    answer = await caller.complete(prompt=prompts, n=2, **GREEDY, extra_body=IDS)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    expected = [
+        pair.complete(**({"prompt": each} if isinstance(each, str) else {"token_ids": each}), **GREEDY)
+        for each in prompts
+    ]
+    for index, choice in enumerate(answer.choices):
+        assert choice.token_ids == list(expected[index // 2].token_ids)
+    assert answer.usage.prompt_tokens == sum(each.usage.num_prompt_tokens for each in expected)
+    assert answer.usage.completion_tokens == 4 * 24
+
+    chunks = await caller.completion_chunks(prompt=prompts, n=2, **GREEDY, extra_body=IDS)
+    streamed: dict[int, list[int]] = {}
+    for chunk in chunks:
+        streamed.setdefault(chunk.choices[0].index, []).extend(chunk.choices[0].token_ids)
+    assert streamed == {index: list(choice.token_ids) for index, choice in enumerate(answer.choices)}
+
+
+async def test_without_a_bound_there_are_as_many_tokens_as_openai_gives(caller: Caller) -> None:
+    answer = await caller.complete(prompt=PROMPT, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 16
+
+
+async def test_best_of_as_many_as_there_are_asks_for_nothing(caller: Caller, direct: Any) -> None:
+    answer = await caller.complete(prompt=PROMPT, **GREEDY, best_of=1, echo=False)
+    assert answer.choices[0].text == direct.text

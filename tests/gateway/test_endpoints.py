@@ -1,0 +1,74 @@
+"""Health, models, metrics."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.support.loop_thread import LoopThread
+
+COMPLETIONS = "/v1/completions"
+
+
+def test_health_is_the_decode_services(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    answer = edge.ask("GET", "/health")
+    assert (answer.status, answer.json["reason"]) == (503, "the decode service is not ready")
+    scripted.become_ready()
+    answer = edge.ask("GET", "/health")
+    assert (answer.status, answer.json) == (200, {"status": "ok"})
+    scripted.stop()
+    answer = edge.ask("GET", "/health")
+    assert answer.status == 503 and answer.json["reason"].startswith("the decode service cannot be reached")
+    assert edge.ask("GET", "/health/live").status == 200
+
+
+def test_the_model_has_the_services_name(edge: GatewayHere) -> None:
+    client = edge.openai()
+    (model,) = client.models.list()
+    assert (model.id, model.object, model.owned_by) == ("demo", "model", "baton")
+    assert client.models.retrieve("demo") == model
+    assert model.max_model_len == 8192  # type: ignore[attr-defined]  # beyond OpenAI's
+
+
+def test_the_model_has_the_name_of_the_setting(loop: LoopThread, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), finished()]
+    with gateway_here(loop, scripted.address, served_model_name="org/some-model") as gateway:
+        client = gateway.openai()
+        assert client.models.retrieve("org/some-model").id == "org/some-model"
+        assert client.completions.create(model="org/some-model", prompt="hi").model == "org/some-model"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="demo", prompt="hi")
+
+
+def test_metrics_count_requests_tokens_and_times(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), delta([1, 2], "ab"), delta([3], "c"), finished(num_completion_tokens=3)]
+    edge.openai().completions.create(model="demo", prompt="hi", n=2)
+    edge.ask("POST", COMPLETIONS, {"model": "demo"})
+    edge.ask("GET", "/nowhere/7")
+    assert edge.metric("baton_gateway_requests_total", route=COMPLETIONS, status="200") == 1
+    assert edge.metric("baton_gateway_requests_total", route=COMPLETIONS, status="400") == 1
+    assert edge.metric("baton_gateway_requests_total", route="other", status="404") == 1
+    assert edge.metric("baton_gateway_request_seconds_count", route=COMPLETIONS) == 2
+    assert edge.metric("baton_gateway_ttft_seconds_count", route=COMPLETIONS) == 1
+    assert edge.metric("baton_gateway_prompt_tokens_total") == 3, "once a prompt"
+    assert edge.metric("baton_gateway_completion_tokens_total") == 6
+    assert edge.metric("baton_gateway_client_disconnects_total") == 0
+    assert edge.ask("GET", "/metrics").headers["content-type"].startswith("text/plain")
+
+
+def test_every_answer_has_its_request_id(edge: GatewayHere) -> None:
+    assert edge.ask("GET", "/health", x_request_id="mine").headers["x-request-id"] == "mine"
+    first, second = (edge.ask("GET", path).headers["x-request-id"] for path in ("/health", "/nope"))
+    assert first != second
+
+
+def test_the_callers_request_id_begins_those_of_the_generations(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), finished()]
+    body = {"model": "demo", "prompt": "hi", "n": 2}
+    for _ in range(2):
+        assert edge.ask("POST", COMPLETIONS, body, x_request_id="mine").status == 200
+    seen = [scripted.inference.requests.get(timeout=1).request_id for _ in range(4)]
+    assert len(set(seen)) == 4, "the same id may be sent twice"
+    assert all(each.startswith("mine-") for each in seen)

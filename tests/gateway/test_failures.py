@@ -1,0 +1,168 @@
+"""What the decode service fails with, and what the HTTP client is told: status, code, whether to try again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from google.rpc import code_pb2
+
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+from tests.e2e.running import wait_until
+from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.support.loop_thread import LoopThread
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+STREAMED = {**BODY, "stream": True}
+FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL")
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The JSON of each event; "[DONE]" as it is."""
+    data = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("status", "expected", "kind", "code", "retry_after"),
+    [
+        (failure(code_pb2.INVALID_ARGUMENT, "bad"), 400, "invalid_request_error", None, None),
+        (failure(code_pb2.ALREADY_EXISTS, "live"), 409, "invalid_request_error", "duplicate_request_id", None),
+        (FULL, 429, "rate_limit_error", "overloaded", "1"),
+        (failure(code_pb2.RESOURCE_EXHAUSTED, "message too large"), 413, None, "request_too_large", None),
+        (failure(code_pb2.DEADLINE_EXCEEDED, "late"), 504, "server_error", "deadline_exceeded", None),
+        (failure(code_pb2.UNAVAILABLE, "no", reason="NO_PREFILL"), 503, "server_error", "unavailable", "1"),
+        (failure(code_pb2.FAILED_PRECONDITION, "differ"), 503, "server_error", "services_disagree", None),
+        (failure(code_pb2.INTERNAL, "broke"), 500, "server_error", "internal_error", None),
+        (failure(code_pb2.UNAUTHENTICATED, "token"), 502, "server_error", "bad_gateway", None),
+        (failure(code_pb2.UNIMPLEMENTED, "what"), 502, "server_error", "bad_gateway", None),
+    ],
+    ids=lambda value: str(value)[:12].strip() if isinstance(value, int) else "",
+)
+def test_a_request_that_is_not_admitted(
+    loop: LoopThread,
+    scripted: ScriptedServer,
+    body: Any,
+    status: Any,
+    expected: int,
+    kind: str | None,
+    code: str | None,
+    retry_after: str | None,
+) -> None:
+    scripted.inference.script = [status]
+    with gateway_here(loop, scripted.address, admission_timeout_s=0.1) as gateway:
+        answer = gateway.ask("POST", COMPLETIONS, body)
+    assert answer.status == expected
+    assert answer.error["type"] == (kind or "invalid_request_error")
+    assert (answer.error["code"], answer.headers.get("retry-after")) == (code, retry_after)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_answer_that_fails_before_its_end_is_no_answer(
+    edge: GatewayHere, scripted: ScriptedServer, where: str
+) -> None:
+    output = [delta([5], "a")] if where == "after" else []
+    scripted.inference.script = [started(), *output, failure(code_pb2.INTERNAL, "broke")]
+    answer = edge.ask("POST", COMPLETIONS, BODY)
+    assert (answer.status, answer.error["message"]) == (500, "broke")
+
+
+def test_a_stream_that_fails_ends_with_the_error_and_without_done(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
+    answer = edge.ask("POST", COMPLETIONS, STREAMED)
+    part, error = events_of(answer.body)
+    assert (answer.status, part["choices"][0]["text"]) == (200, "a")
+    assert error["error"] == {"message": "broke", "type": "server_error", "param": None, "code": "internal_error"}
+    wait_until(lambda: edge.metric("baton_gateway_requests_total", route=COMPLETIONS, status="500") == 1)
+
+
+def test_the_package_raises_the_error_of_a_stream(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
+    chunks = iter(edge.openai().completions.create(**STREAMED))
+    assert next(chunks).choices[0].text == "a"
+    with pytest.raises(openai.APIError, match="broke") as caught:
+        next(chunks)
+    assert caught.value.code == "internal_error"
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "streamed"])
+def test_the_first_choice_that_fails_ends_the_others(edge: GatewayHere, scripted: ScriptedServer, body: Any) -> None:
+    hold = scripted.inference.HOLD
+    scripted.inference.scripts.extend([[started(), hold], [started(), failure(code_pb2.INTERNAL, "broke")]])
+    answer = edge.ask("POST", COMPLETIONS, {**body, "n": 2})
+    assert b'"broke"' in answer.body
+    assert scripted.inference.call_ended.wait(BOUND_S)
+    wait_until(lambda: edge.metric("baton_gateway_open_requests") == 0)
+
+
+def test_a_choice_that_is_refused_refuses_the_request(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    hold = scripted.inference.HOLD
+    scripted.inference.scripts.extend([[started(), hold], [FULL]])
+    assert edge.ask("POST", COMPLETIONS, {**STREAMED, "n": 2}).status == 429
+
+
+def test_the_package_tells_its_own_errors_apart(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    client = edge.openai()
+    for status, kind in [
+        (FULL, openai.RateLimitError),
+        (failure(code_pb2.INTERNAL, "broke"), openai.InternalServerError),
+        (failure(code_pb2.DEADLINE_EXCEEDED, "late"), openai.InternalServerError),
+        (failure(code_pb2.ALREADY_EXISTS, "live"), openai.ConflictError),
+    ]:
+        scripted.inference.script = [status]
+        with pytest.raises(kind):
+            client.completions.create(**BODY)
+
+
+def test_the_package_tries_again_where_it_was_full(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    scripted.inference.scripts.extend([[FULL], [started(), delta([5], "a"), finished()]])
+    answer = edge.openai(max_retries=1).completions.create(**BODY)
+    assert answer.choices[0].text == "a"
+
+
+def test_a_request_has_its_time_and_no_more(loop: LoopThread, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), scripted.inference.HOLD]
+    with gateway_here(loop, scripted.address, request_timeout_s=0.3) as gateway:
+        answer = gateway.ask("POST", COMPLETIONS, BODY)
+        assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+        assert scripted.inference.call_ended.wait(BOUND_S)
+
+
+def test_without_a_decode_service_there_is_a_reason_at_once(loop: LoopThread) -> None:
+    with gateway_here(loop, "127.0.0.1:1") as gateway:
+        for answer in (gateway.ask("POST", COMPLETIONS, BODY), gateway.ask("GET", "/v1/models")):
+            assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "unavailable", "1")
+
+
+def test_a_decode_service_that_is_gone_is_told_within_the_time_to_admit(
+    loop: LoopThread, scripted: ScriptedServer
+) -> None:
+    with gateway_here(loop, scripted.address, admission_timeout_s=0.2) as gateway:
+        scripted.inference.script = [started(), finished()]
+        assert gateway.ask("POST", COMPLETIONS, BODY).status == 200
+        scripted.stop()
+        answer = gateway.ask("POST", COMPLETIONS, BODY)
+    assert (answer.status, answer.error["code"]) == (503, "unavailable")
+
+
+def test_a_stream_whose_decode_service_dies_goes_on_in_another(loop: LoopThread) -> None:
+    servers = [ScriptedServer(), ScriptedServer()]
+    try:
+        for server in servers:
+            server.become_ready()
+            server.inference.script = [started(), delta([5], "a"), server.inference.HOLD]
+        with gateway_here(loop, *(server.address for server in servers)) as gateway:
+            chunks = iter(gateway.openai().completions.create(**STREAMED))
+            assert next(chunks).choices[0].text == "a"
+            dying, other = sorted(servers, key=lambda server: server.inference.requests.empty())
+            other.inference.script = [started(), delta([6], "b"), finished(num_completion_tokens=2)]
+            dying.stop()
+            assert [chunk.choices[0].text for chunk in chunks] == ["b", ""]
+            assert list(other.inference.requests.get(timeout=BOUND_S).generated_token_ids) == [5]
+    finally:
+        for server in servers:
+            server.stop()

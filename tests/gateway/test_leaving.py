@@ -1,0 +1,81 @@
+"""A client that leaves: its generations end, and what they held is free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from baton import Client
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, started
+from tests.e2e.running import is_empty, wait_until
+from tests.gateway.gateway_here import GatewayHere
+
+LONG: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 3000,
+    "extra_body": {"ignore_eos": True},
+}
+TOKENS = "baton_gateway_completion_tokens_total"
+LEFT = "baton_gateway_client_disconnects_total"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_that_is_closed_frees_its_rows(gateway: GatewayHere, pair: Client, n: int) -> None:
+    num_left, num_tokens = gateway.metric(LEFT), gateway.metric(TOKENS)
+    with gateway.openai().chat.completions.create(**LONG, n=n, stream=True) as chunks:
+        seen = set()
+        for chunk in chunks:
+            if chunk.choices[0].delta.content:
+                seen.add(chunk.choices[0].index)
+            if len(seen) == n:
+                break
+        assert pair.load().rows.running == n
+    wait_until(lambda: is_empty(pair.load()), about=pair.load)
+    wait_until(lambda: gateway.metric(LEFT) == num_left + 1)
+    assert gateway.metric(TOKENS) - num_tokens < n * LONG["max_tokens"]
+
+
+async def test_an_answer_that_nobody_awaits_any_more_frees_its_row(gateway: GatewayHere, pair: Client) -> None:
+    num_left, num_tokens = gateway.metric(LEFT), gateway.metric(TOKENS)
+    async with gateway.openai_async() as client:
+        asking = asyncio.create_task(client.chat.completions.create(**LONG))
+        await asyncio.to_thread(wait_until, lambda: pair.load().rows.running == 1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.to_thread(wait_until, lambda: is_empty(pair.load()))
+    await asyncio.to_thread(wait_until, lambda: gateway.metric(LEFT) == num_left + 1)
+    assert gateway.metric(TOKENS) - num_tokens < LONG["max_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("script", ["admitted", "not admitted"])
+def test_a_client_may_leave_before_there_is_anything(
+    edge: GatewayHere, scripted: ScriptedServer, script: str, stream: bool
+) -> None:
+    hold = scripted.inference.HOLD
+    scripted.inference.script = [started(), hold] if script == "admitted" else [hold]
+    connection = edge.connect()
+    body = json.dumps({"model": "demo", "prompt": "hi", "stream": stream})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    scripted.inference.requests.get(timeout=BOUND_S)
+    connection.close()
+    assert scripted.inference.call_ended.wait(BOUND_S / 2)
+    wait_until(lambda: edge.metric("baton_gateway_requests_total", route="/v1/completions", status="499") == 1)
+    assert edge.metric(LEFT) == 1
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_request(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    connection = edge.connect()
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", "1000")
+    connection.endheaders(b"{")
+    wait_until(lambda: edge.metric("baton_gateway_open_requests") == 1)
+    connection.close()
+    wait_until(lambda: edge.metric("baton_gateway_open_requests") == 0)
+    assert scripted.inference.requests.empty()

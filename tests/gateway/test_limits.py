@@ -1,0 +1,183 @@
+"""What one HTTP client can take, and who may be one."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
+from tests.e2e.running import wait_until
+from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.support.loop_thread import LoopThread
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+SHORT_S = 0.3
+SMALLEST = 64 << 10
+
+
+def test_more_open_requests_than_allowed_are_told_when_to_come_again(
+    loop: LoopThread, scripted: ScriptedServer
+) -> None:
+    scripted.inference.scripts.append([started(), delta([1], "a"), scripted.inference.HOLD])
+    scripted.inference.script = [started(), delta([2], "b"), finished()]
+    with gateway_here(loop, scripted.address, max_open_requests=1) as gateway:
+        first = gateway.openai().completions.create(**BODY, stream=True)
+        assert next(first).choices[0].text == "a"
+        refused = gateway.ask("POST", COMPLETIONS, BODY)
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (429, "overloaded", "1")
+        assert refused.error["type"] == "rate_limit_error"
+        assert gateway.ask("GET", "/v1/models").status == 200
+        first.close()
+        wait_until(lambda: gateway.ask("POST", COMPLETIONS, BODY).status == 200)
+
+
+def test_a_body_that_is_too_large_is_refused_by_its_length(loop: LoopThread, scripted: ScriptedServer) -> None:
+    with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST) as gateway:
+        connection = gateway.connect()
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", str(1 << 40))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+def test_a_body_that_does_not_tell_its_length_is_counted(loop: LoopThread, scripted: ScriptedServer) -> None:
+    sent = itertools.count()
+
+    def endless() -> Iterator[bytes]:
+        while next(sent) < 10_000:
+            yield b" " * 4096
+
+    with gateway_here(
+        loop, scripted.address, max_request_bytes=SMALLEST, limits={"head_timeout_s": SHORT_S}
+    ) as gateway:
+        connection = gateway.connect()
+        with suppress(ConnectionError):  # what follows the answer is read for a short while only
+            connection.request("POST", COMPLETIONS, endless(), {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert (response.status, b"request_too_large" in response.read()) == (413, True)
+        connection.close()
+        fits = gateway.ask("POST", COMPLETIONS, {**BODY, "prompt": "a" * (SMALLEST - 100)})
+        assert fits.status != 413
+
+
+def test_a_body_that_does_not_come_is_given_up(loop: LoopThread, scripted: ScriptedServer) -> None:
+    with gateway_here(loop, scripted.address, limits={"body_timeout_s": SHORT_S}) as gateway:
+        connection = gateway.connect()
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", "1000")
+        connection.endheaders(b"{")
+        response = connection.getresponse()
+        assert (response.status, b"request_timeout" in response.read()) == (408, True)
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"]
+)
+@pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
+def test_a_head_that_does_not_come_costs_the_connection(
+    loop: LoopThread, scripted: ScriptedServer, begun: bytes, is_second: bool
+) -> None:
+    limits = {"head_timeout_s": SHORT_S, "keep_alive_s": 1}
+    with (
+        gateway_here(loop, scripted.address, limits=limits) as gateway,
+        socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as connection,
+    ):
+        if is_second:
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            received = b""
+            while b"ok" not in received:
+                received += connection.recv(4096)
+        connection.sendall(begun)
+        with suppress(ConnectionError):  # aborted
+            assert connection.recv(4096) == b""
+
+
+def test_a_head_that_is_too_large_is_refused(edge: GatewayHere) -> None:
+    assert edge.ask("GET", "/health/live", x_large="a" * 10_000).status == 200
+    with suppress(ConnectionError):  # it was closed while the rest was sent
+        assert edge.ask("GET", "/health/live", x_large="a" * (1 << 20)).status == 400
+
+
+def test_a_reader_that_takes_nothing_stops_its_generation_and_is_dropped(
+    loop: LoopThread, scripted: ScriptedServer
+) -> None:
+    num_written, size, total = itertools.count(), 1 << 15, 4000
+    written = [0]
+
+    def much() -> Iterator[Any]:
+        yield started()
+        for written[0] in itertools.islice(num_written, total):
+            yield delta([1], "a" * size)
+        yield finished()
+
+    scripted.inference.scripts.append(much())  # type: ignore[arg-type]  # read once
+    with (
+        gateway_here(loop, scripted.address, client_stall_timeout_s=SHORT_S) as gateway,
+        socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as reader,
+    ):
+        body = b'{"model": "demo", "prompt": "hi", "stream": true}'
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        reader.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert scripted.inference.call_ended.wait(BOUND_S)
+        assert written[0] < total // 2, "the gateway went on reading for nobody"
+        wait_until(lambda: gateway.metric("baton_gateway_client_disconnects_total") == 1)
+
+
+def test_a_slow_reader_gets_everything(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    deltas = [delta([1], "a" * (1 << 15)) for _ in range(300)]
+    scripted.inference.script = [started(), *deltas, finished()]
+    with edge.openai().completions.create(**BODY, stream=True) as chunks:
+        assert sum(len(chunk.choices[0].text) for chunk in chunks) == 300 << 15
+
+
+@pytest.fixture
+def locked(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
+    """Two keys are known."""
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\n\nsecond-key\n")
+    scripted.inference.script = [started(), delta([1], "a"), finished()]
+    scripted.become_ready()
+    with gateway_here(loop, scripted.address, api_key_file=keys) as gateway:
+        yield gateway
+
+
+@pytest.mark.parametrize("key", ["first-key", "second-key"])
+def test_each_key_opens_everything(locked: GatewayHere, key: str) -> None:
+    client = locked.openai(api_key=key)
+    assert client.completions.create(**BODY).choices[0].text == "a"
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+@pytest.mark.parametrize("key", ["first-ke", "first-key2", "x", "first-key,second-key"])
+def test_another_key_opens_nothing(locked: GatewayHere, scripted: ScriptedServer, key: str) -> None:
+    client = locked.openai(api_key=key)
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client.completions.create(**BODY)
+    assert caught.value.code == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    assert scripted.inference.requests.empty()
+
+
+@pytest.mark.parametrize("shown", [{}, {"authorization": "Basic first-key"}, {"authorization": "first-key"}])
+def test_no_key_opens_nothing_but_what_needs_none(locked: GatewayHere, shown: dict[str, str]) -> None:
+    for path in (COMPLETIONS, "/v1/chat/completions"):
+        answer = locked.ask("POST", path, BODY, **shown)
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert answer.error["type"] == "invalid_request_error"
+    for path in ("/v1/models", "/v1/models/demo", "/v1/nope"):
+        assert locked.ask("GET", path, **shown).status == 401
+    for path in ("/health", "/health/live", "/metrics"):
+        assert locked.ask("GET", path, **shown).status == 200

@@ -1,0 +1,152 @@
+"""`python -m gateway`: its signals, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.main import run_gateway
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
+from tests.e2e.running import wait_until
+from tests.gateway.gateway_here import Answer, GatewayHere
+
+BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+
+
+@contextmanager
+def running(decode: str, log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], GatewayHere]]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", f"--decode={decode}", *flags],
+            stderr=file,
+            env=environment,
+        )
+
+    def port() -> int | None:
+        lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+        return next((line["port"] for line in lines if line["event"] == "serving"), None)
+
+    try:
+        wait_until(lambda: port() is not None, about=log.read_text)
+        yield process, GatewayHere(None, None, port() or 0)  # type: ignore[arg-type]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def scripted_end(scripted: ScriptedServer) -> Callable[[], None]:
+    """The decode service admits a request, says "a", and "b" once this is called."""
+    may_end: queue.Queue[None] = queue.Queue()
+
+    def script() -> Iterator[Any]:
+        yield started()
+        yield delta([1], "a")
+        may_end.get(timeout=BOUND_S)
+        yield delta([2], "b")
+        yield finished(num_completion_tokens=2)
+
+    scripted.inference.scripts.append(script())  # type: ignore[arg-type]  # read once
+    scripted.become_ready()
+    return lambda: may_end.put(None)
+
+
+def turned_away(gateway: GatewayHere) -> Answer:
+    """What /health says once it knows."""
+    answers: list[Answer] = []
+
+    def is_told() -> bool:
+        answers.append(gateway.ask("GET", "/health"))
+        return answers[-1].status == 503
+
+    wait_until(is_told)
+    return answers[-1]
+
+
+def test_sigterm_lets_open_requests_end_and_takes_no_others(
+    scripted: ScriptedServer, scripted_end: Callable[[], None], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with running(scripted.address, log) as (process, gateway):
+        assert gateway.ask("GET", "/health").status == 200
+        chunks = iter(gateway.openai().completions.create(**BODY, stream=True))
+        assert next(chunks).choices[0].text == "a"
+        process.send_signal(signal.SIGTERM)
+        assert turned_away(gateway).json["reason"] == "the gateway is stopping"
+        refused = gateway.ask("POST", "/v1/completions", BODY)
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "stopping", "1")
+        scripted_end()
+        assert [chunk.choices[0].text for chunk in chunks] == ["b", ""]
+        assert process.wait(BOUND_S) == 0
+        gateway.clients[0].close()
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert [events[0], events[1], events[-1]] == ["config", "serving", "stopped"]
+
+
+def test_a_stream_that_outlasts_the_grace_period_ends_with_an_error(
+    scripted: ScriptedServer, scripted_end: Callable[[], None], tmp_path: Path
+) -> None:
+    with running(scripted.address, tmp_path / "log", "--grace-period-s=0.2") as (process, gateway):
+        chunks = iter(gateway.openai().completions.create(**BODY, stream=True))
+        assert next(chunks).choices[0].text == "a"
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopped before the request's end") as caught:
+            next(chunks)
+        assert caught.value.code == "stopping"
+        assert process.wait(BOUND_S) == 0
+        gateway.clients[0].close()
+    assert scripted.inference.call_ended.wait(BOUND_S)
+    scripted_end()
+
+
+def test_a_second_signal_ends_it_at_once(
+    scripted: ScriptedServer, scripted_end: Callable[[], None], tmp_path: Path
+) -> None:
+    with running(scripted.address, tmp_path / "log", "--grace-period-s=600") as (process, gateway):
+        chunks = iter(gateway.openai().completions.create(**BODY, stream=True))
+        assert next(chunks).choices[0].text == "a"
+        process.send_signal(signal.SIGTERM)
+        turned_away(gateway)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(BOUND_S) == -signal.SIGTERM
+        gateway.clients[0].close()
+    scripted_end()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-choices=0"], "gateway: max_choices: "),
+        (["--decode=dns:///x:1,y:2"], "gateway: decode is one dns:///NAME:PORT"),
+        (["--tls-cert=x"], "gateway: tls_cert and tls_key go together"),
+        (["--config=absent.yaml"], "gateway: config: absent.yaml"),
+    ],
+)
+def test_a_wrong_configuration_exits_with_2(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [each for each in os.environ if each.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+    assert run_gateway(flags) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_start_that_cannot_be_exits_with_1() -> None:
+    command = [sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", "--decode=a..b:1,a..c:2"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
+        1,
+        "gateway: decode: a..b:1,a..c:2: none of these is known",
+    )

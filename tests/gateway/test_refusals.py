@@ -1,0 +1,196 @@
+"""What is wrong in a request, or not served, is refused by name: OpenAI's error object, never 422."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from baton import Client
+from tests.gateway.callers import Caller
+from tests.gateway.gateway_here import GatewayHere
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+TEXT_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def part(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
+        ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
+        ({"functions": [TOOL["function"]]}, "functions", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio", "unsupported_parameter"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction", "unsupported_parameter"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        (part([IMAGE]), "messages[0].content[0]", "unsupported_parameter"),
+        (part([{"type": "text"}]), "messages[0].content[0].text", None),
+        (part(["hi"]), "messages[0].content[0]", None),
+        (part(None), "messages[0].content", None),
+        ({"messages": [*MESSAGES, {"role": "tool", "content": "7"}]}, "messages[1].role", "unsupported_parameter"),
+        ({"messages": [{"role": "robot", "content": "7"}]}, "messages[0].role", None),
+        ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages[0].name", "unsupported_parameter"),
+        ({"messages": []}, "messages", None),
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"messages": "hi"}, "messages", None),
+        ({"model": None}, "model", "missing_required_parameter"),
+        ({"model": 7}, "model", None),
+        ({"nonsense": 1}, "nonsense", "unknown_parameter"),
+        ({"temperature": "hot"}, "temperature", None),
+        ({"temperature": -1}, "temperature", None),
+        ({"top_p": 1.5}, "top_p", None),
+        ({"presence_penalty": 3}, "presence_penalty", None),
+        ({"frequency_penalty": -3}, "frequency_penalty", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"max_tokens": -1}, "max_tokens", None),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", None),
+        ({"max_completion_tokens": 3}, "max_tokens", None),
+        ({"n": 0}, "n", None),
+        ({"n": 33}, "n", None),
+        ({"seed": 1 << 64}, "seed", None),
+        ({"stop": ["x"] * 17}, "stop", None),
+        ({"stop": 7}, "stop", None),
+        ({"logit_bias": {"x": 1}}, "logit_bias", None),
+        ({"logit_bias": {"5": 101}}, "logit_bias", None),
+        ({"logit_bias": {str(i): 0 for i in range(2000)}}, "logit_bias", None),
+        ({"top_logprobs": 2}, "top_logprobs", None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+        ({"logprobs": 2}, "logprobs", None),
+        ({"stream_options": {"include_usage": True}}, "stream_options", None),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", None),
+        ({"min_p": 2}, "min_p", None),
+        ({"top_k": -2}, "top_k", None),
+        ({"repetition_penalty": 0}, "repetition_penalty", None),
+        ({"min_tokens": 3}, "min_tokens", None),
+        ({"stop_token_ids": [100000]}, "stop_token_ids", None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_of_a_chat(gateway: GatewayHere, change: dict[str, Any], param: str, code: str | None) -> None:
+    answer = gateway.ask("POST", CHAT, {**CHAT_BODY, **change})
+    error = answer.error
+    assert (answer.status, error["type"]) == (400, "invalid_request_error"), error
+    assert (error["param"], error["code"]) == (param, code), error
+    assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"echo": True}, "echo", "unsupported_parameter"),
+        ({"suffix": "end"}, "suffix", "unsupported_parameter"),
+        ({"best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": ""}, "prompt", None),
+        ({"prompt": []}, "prompt", None),
+        ({"prompt": [[]]}, "prompt", None),
+        ({"prompt": ["a", 1]}, "prompt", None),
+        ({"prompt": [1.5]}, "prompt", None),
+        ({"prompt": [True]}, "prompt", None),
+        ({"prompt": [-1]}, "prompt", None),
+        ({"prompt": [[1], [-1]]}, "prompt", None),
+        ({"prompt": [100000]}, "prompt", None),
+        ({"prompt": ["a"] * 33}, "prompt", None),
+        ({"prompt": ["a"] * 20, "n": 2}, "n", None),
+        ({"logprobs": 21}, "logprobs", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"messages": MESSAGES}, "messages", "unknown_parameter"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_of_a_completion(gateway: GatewayHere, change: dict[str, Any], param: str, code: str | None) -> None:
+    answer = gateway.ask("POST", COMPLETIONS, {**TEXT_BODY, **change})
+    error = answer.error
+    assert (answer.status, error["type"]) == (400, "invalid_request_error"), error
+    assert (error["param"], error["code"]) == (param, code), error
+    assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000])
+def test_a_body_that_is_no_json_object(gateway: GatewayHere, body: bytes) -> None:
+    answer = gateway.ask("POST", CHAT, body)
+    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
+def test_very_many_fields(gateway: GatewayHere) -> None:
+    answer = gateway.ask("POST", CHAT, {**CHAT_BODY, **{f"x{i}": 1 for i in range(1000)}})
+    assert answer.status == 400
+
+
+def test_a_body_that_does_not_say_it_is_json(gateway: GatewayHere) -> None:
+    """A page in a browser can send such a one to a gateway of its reader's."""
+    answer = gateway.ask("POST", CHAT, b"{}", content_type="text/plain")
+    assert (answer.status, answer.error["param"]) == (415, "content-type")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**TEXT_BODY, "prompt": [10] * 5000}, "prompt"),
+        ({**TEXT_BODY, "prompt": [10] * 10, "max_tokens": 4096}, "max_tokens"),
+        ({**TEXT_BODY, "prompt": [10] * 10, "max_tokens": 4096, "stream": True}, "max_tokens"),
+    ],
+    ids=["prompt", "output", "streamed"],
+)
+def test_what_exceeds_the_context_has_a_code_of_its_own(gateway: GatewayHere, body: Any, param: str) -> None:
+    answer = gateway.ask("POST", COMPLETIONS, body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", param)
+
+
+def test_a_chat_that_exceeds_the_context_is_its_messages(gateway: GatewayHere) -> None:
+    answer = gateway.ask("POST", CHAT, {**CHAT_BODY, "messages": [{"role": "user", "content": "q" * 6000}]})
+    assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", "messages")
+
+
+async def test_another_model_is_not_found(caller: Caller) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await caller.chat(model="gpt-4o", messages=MESSAGES)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+async def test_the_package_raises_its_own_errors(caller: Caller) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await caller.chat(messages=MESSAGES, temperature=-1)
+    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError):
+        await caller.chat_chunks(messages=MESSAGES, temperature=-1)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/embeddings", 404, "unknown_url"),
+        ("POST", "/nope", 404, "unknown_url"),
+        ("POST", "/v1/chat/completions/", 404, "unknown_url"),
+        ("GET", CHAT, 405, "wrong_method"),
+        ("DELETE", "/v1/models", 405, "wrong_method"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+    ],
+)
+def test_routes_and_methods_that_are_not_there(
+    gateway: GatewayHere, method: str, path: str, status: int, code: str
+) -> None:
+    answer = gateway.ask(method, path)
+    assert (answer.status, answer.error["code"]) == (status, code)
+
+
+def test_a_request_id_that_cannot_travel(gateway: GatewayHere) -> None:
+    for bad in ("x" * 97, "a b"):
+        answer = gateway.ask("POST", CHAT, CHAT_BODY, x_request_id=bad)
+        assert (answer.status, answer.error["param"]) == (400, "x-request-id")
+
+
+def test_the_pair_is_untouched_by_all_of_it(gateway: GatewayHere, pair: Client) -> None:
+    assert gateway.ask("POST", CHAT, CHAT_BODY).status == 200
+    assert pair.load().num_running == 0
