@@ -1,4 +1,4 @@
-"""One service as a child process: its log, its end."""
+"""A child process of this one: its log, its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from baton.errors import ServiceDied
 
@@ -19,12 +19,11 @@ LOG_TAIL_LINES = 20
 _WRAPPER = Path(__file__).with_name("die_with_parent.py")
 
 
-class ServiceProcess:
+class ChildProcess:
     """Runs `arguments` with this interpreter in a session of its own, and dies with the thread that started it."""
 
-    def __init__(self, *, name: str, role: Role, address: str, arguments: Sequence[str], log_file: Path) -> None:
+    def __init__(self, *, name: str, address: str, arguments: Sequence[str], log_file: Path) -> None:
         self.name = name
-        self.role = role
         self.address = address
         self.log_file = log_file
         self._arguments = tuple(arguments)
@@ -85,3 +84,11 @@ class ServiceProcess:
     def send_signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+
+class ServiceProcess(ChildProcess):
+    """One of a pair's services."""
+
+    def __init__(self, *, role: Role, **options: Any) -> None:
+        super().__init__(**options)
+        self.role = role

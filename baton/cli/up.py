@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from baton.cli.load_table import LoadReader, load_table
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.cli.prepare_model import prepare_model
 from baton.errors import BatonError
+from baton.gateway_process import GatewayProcess
 from baton.local_pair import LocalPair, Phase
 from baton.service_process import ServiceProcess
 
@@ -38,6 +40,8 @@ def up(
     log_dir: Annotated[Path | None, typer.Option(help="Keep the services' logs here.")] = None,
     start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 300.0,
     stop_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to drain, for each kind of service.")] = 40.0,
+    with_gateway: Annotated[bool, typer.Option("--gateway", help="Start the OpenAI-compatible gateway too.")] = False,
+    gateway_listen: Annotated[str, typer.Option(help="HOST:PORT of the gateway.")] = "127.0.0.1:8000",
     refresh_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the load.")] = 1.0,
     as_json: options.Json = False,
 ) -> None:
@@ -70,11 +74,24 @@ def up(
             on_phase=on_phase,
         )
         try:
-            with pair, LoadReader(pair) as loads:
+            with ExitStack() as stack:
+                stack.enter_context(pair)
+                gateway = None
+                if with_gateway:
+                    gateway = stack.enter_context(
+                        GatewayProcess(
+                            listen=gateway_listen,
+                            decode=pair.decode_addresses,
+                            log_dir=pair.log_dir,
+                            start_timeout_s=start_timeout_s,
+                            stop_timeout_s=stop_timeout_s,
+                        )
+                    )
+                loads = stack.enter_context(LoadReader(pair))
                 if as_json:
-                    _follow_as_json(pair, loads, refresh_s)
+                    _follow_as_json(pair, gateway, loads, refresh_s)
                 else:
-                    _follow(pair, loads, refresh_s)
+                    _follow(pair, gateway, loads, refresh_s)
         except KeyboardInterrupt:
             pass  # how `up` is meant to end; the pair has been stopped
     if as_json:
@@ -83,34 +100,48 @@ def up(
         console.print("stopped")
 
 
-def _follow(pair: LocalPair, loads: LoadReader, refresh_s: float) -> None:
+def _follow(pair: LocalPair, gateway: GatewayProcess | None, loads: LoadReader, refresh_s: float) -> None:
     console = text_console()
     console.print(f"logs: {pair.log_dir}", style="dim")
     console.print(f"ready: baton generate --chat --address {pair.decode_addresses[0]} 'Hello'   (Ctrl-C stops)")
+    if gateway is not None:
+        console.print(f"gateway: {gateway.url}/v1")
     addresses = {service.name: service.address for service in pair.services}
     idle = threading.Event()
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            pair.check()
+            _check(pair, gateway)
             live.update(load_table(addresses, loads.read()), refresh=console.is_terminal)
             idle.wait(refresh_s)
 
 
-def _follow_as_json(pair: LocalPair, loads: LoadReader, refresh_s: float) -> None:
+def _follow_as_json(pair: LocalPair, gateway: GatewayProcess | None, loads: LoadReader, refresh_s: float) -> None:
     services = [
         {"name": each.name, "role": each.role, "address": each.address, "pid": each.pid, "log": each.log_file}
         for each in pair.services
     ]
-    print_json("ready", prefill=pair.prefill_addresses, decode=pair.decode_addresses, services=services)
+    if gateway is not None:
+        process = gateway.process
+        entry = {"name": process.name, "role": "gateway", "address": process.address, "pid": process.pid}
+        services.append({**entry, "log": process.log_file})
+    url = None if gateway is None else gateway.url
+    print_json("ready", prefill=pair.prefill_addresses, decode=pair.decode_addresses, gateway=url, services=services)
     idle = threading.Event()
     while True:
-        pair.check()
+        _check(pair, gateway)
         for name, load in loads.read().items():
             if isinstance(load, BatonError):
                 print_json("load", name=name, error=str(load))
             else:
                 print_json("load", name=name, load=load)
         idle.wait(refresh_s)
+
+
+def _check(pair: LocalPair, gateway: GatewayProcess | None) -> None:
+    """Raises ServiceDied when a process has ended."""
+    pair.check()
+    if gateway is not None:
+        gateway.check()
 
 
 def _flags(**values: object) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +86,32 @@ def test_up_stops_cleanly(command: Callable[..., Command], number: signal.Signal
     status, lines = up.end()
     assert (status, lines[-1]) == (0, {"event": "stopped"})
     assert await_end(up.service_pids)
+
+
+def test_up_with_a_gateway_answers_http_and_stops_it_too(command: Callable[..., Command]) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{held.getsockname()[1]}"
+    up = command("up", "--model=tiny", "--gateway", f"--gateway-listen={listen}", "--refresh-s=0.1")
+    ready = up.ready()
+    assert ready["gateway"] == f"http://{listen}"
+    assert [service["name"] for service in ready["services"]] == ["prefill-0", "decode-0", "gateway"]
+    with urllib.request.urlopen(f"{ready['gateway']}/v1/models", timeout=BOUND_S) as response:
+        assert "--model=tiny" in json.load(response)["data"][0]["id"]
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end()[0] == 0
+    assert await_end(up.service_pids)
+
+
+def test_up_ends_when_its_gateway_dies(command: Callable[..., Command]) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        listen = f"127.0.0.1:{held.getsockname()[1]}"
+        up = command("up", "--model=tiny", "--gateway", f"--gateway-listen={listen}", "--start-timeout-s=20")
+        status, lines = up.end()
+    assert (status, lines[-1]["reason"], lines[-1]["metadata"]["service"]) == (1, "SERVICE_DIED", "gateway")
+    assert f"listen: cannot listen on {listen}" in lines[-1]["message"]
 
 
 def test_up_that_is_killed_leaves_no_process(command: Callable[..., Command]) -> None:
