@@ -103,6 +103,11 @@ class ServiceServer:
         await self.grpc_server.start()
         return port
 
+    @property
+    def is_ready(self) -> bool:
+        """What health says of the service."""
+        return self._is_ready is True
+
     async def set_ready(self, is_ready: bool) -> None:
         if is_ready == self._is_ready:
             return

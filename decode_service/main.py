@@ -130,7 +130,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             client_stall_timeout_s=settings.client_stall_timeout_s,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
-        engine_metrics.watch(lambda: thread.load)
+        engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)
         thread.start()
         await transport.open()
         port = await server.start(settings.listen)

@@ -81,7 +81,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         tokens=server_tokens(settings),
         limits=ServerLimits(max_streams=settings.max_streams),
     )
-    engine_metrics.watch(lambda: thread.load)
+    engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)
     watchdog = Watchdog(
         engine=thread,
         device=runtime.device,

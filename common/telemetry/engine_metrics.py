@@ -1,4 +1,4 @@
-"""An engine's pools and steps as Prometheus metrics, alike for both services."""
+"""A service's readiness, and its engine's pools and steps, as Prometheus metrics, alike for both services."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ class EngineMetrics:
         self._step_tokens.observe(stats.num_tokens)
         self._step_s.observe(stats.step_s)
 
-    def watch(self, load: Callable[[], EngineLoad]) -> None:
-        """Expose what `load` says at each scrape."""
-        self._registry.register(_LoadCollector(load))
+    def watch(self, load: Callable[[], EngineLoad], *, is_ready: Callable[[], bool]) -> None:
+        """Expose what `load` and `is_ready` say at each scrape."""
+        self._registry.register(_LoadCollector(load, is_ready))
 
 
 class _LoadCollector(Collector):
-    def __init__(self, load: Callable[[], EngineLoad]) -> None:
+    def __init__(self, load: Callable[[], EngineLoad], is_ready: Callable[[], bool]) -> None:
         self._load = load
+        self._is_ready = is_ready
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
+        yield GaugeMetricFamily("baton_ready", "1 while health says that it serves.", value=float(self._is_ready()))
         yield _pool("baton_rows", "Request rows by state.", load.rows)
         yield _pool("baton_kv_slots", "KV token slots by state.", load.slots)
         yield GaugeMetricFamily("baton_queued_requests", "Requests without a row.", value=load.num_queued)

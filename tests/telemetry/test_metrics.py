@@ -33,7 +33,7 @@ def registry() -> CollectorRegistry:
 
 def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) -> None:
     loads = [LOAD]
-    EngineMetrics(registry).watch(lambda: loads[-1])
+    EngineMetrics(registry).watch(lambda: loads[-1], is_ready=lambda: True)
 
     states = {"free": 1, "reserved": 2, "transferring": 3, "running": 1, "quarantined": 1}
     assert {state: registry.get_sample_value("baton_rows", {"state": state}) for state in states} == states
@@ -46,6 +46,14 @@ def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) 
     loads.append(EngineLoad(LOAD.rows, LOAD.slots, num_queued=0, num_running=0, num_steps=8))
     assert registry.get_sample_value("baton_queued_requests") == 0
     assert registry.get_sample_value("baton_steps_total") == 8
+
+
+def test_readiness_is_what_health_says_when_asked(registry: CollectorRegistry) -> None:
+    answers = [False, True]
+    EngineMetrics(registry).watch(lambda: LOAD, is_ready=lambda: answers[-1])
+    assert registry.get_sample_value("baton_ready") == 1
+    answers.pop()
+    assert registry.get_sample_value("baton_ready") == 0
 
 
 def test_steps_fill_the_histograms(registry: CollectorRegistry) -> None:
@@ -77,7 +85,7 @@ def test_a_prefill_counts_rows_by_outcome_and_bytes(registry: CollectorRegistry)
 
 
 def test_the_endpoint_serves_the_registry_it_was_given(registry: CollectorRegistry) -> None:
-    EngineMetrics(registry).watch(lambda: LOAD)
+    EngineMetrics(registry).watch(lambda: LOAD, is_ready=lambda: True)
 
     with MetricsServer("127.0.0.1:0", registry) as server:
         text = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5).read().decode()
