@@ -1,0 +1,119 @@
+"""A project of the pair from its start to its end: order, rights, doors, replicas, one that is killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tests.compose.command import succeeds, wait_until
+from tests.compose.doors import NUM_AT_A_TIME, grpc, http, load, rows_served
+from tests.compose.images import BUILT
+from tests.compose.project import Container, Project
+from tests.compose.report import Report
+
+UP_TIMEOUT_S = 600
+_STOP_GRACE_S = 45
+_NUM_UNDER_KILL = 96
+_KILL_AFTER = 16
+_LONG = 30
+"""Fillings of a prompt that keeps a prefill service busy for a while."""
+
+
+def bring_up(project: Project, services: Sequence[str], report: Report) -> None:
+    with report.step(f"up: {', '.join(services)}"):
+        project.compose("up", "--detach", "--no-build", *services, timeout_s=UP_TIMEOUT_S)
+        project.wait_healthy(services, timeout_s=UP_TIMEOUT_S)
+        begun = [project.containers(name)[0].inspect()["State"]["StartedAt"] for name in BUILT]
+        report.expect(
+            begun == sorted(begun), "started in the order prefill, decode, gateway, each behind a healthy one"
+        )
+
+
+def check_rights(project: Project, report: Report) -> None:
+    with report.step("what the containers may do"):
+        for service in (*BUILT, "prometheus"):
+            (container,) = project.containers(service)
+            settings = container.inspect()["HostConfig"]
+            report.expect(settings["CapDrop"] == ["ALL"], f"{service} has no capabilities")
+            report.expect("no-new-privileges:true" in settings["SecurityOpt"], f"{service} gains no privileges")
+            user = container.execute("id", "-u").strip()
+            report.expect(user != "0", f"{service} runs as user {user}")
+            roots = [
+                mount for mount in container.execute("cat", "/proc/mounts").splitlines() if mount.split()[1] == "/"
+            ]
+            report.expect(all("ro" in mount.split()[3].split(",") for mount in roots), f"{service}'s root is read-only")
+            report.expect(not _writes(container, "/var/tmp/x"), f"{service} writes nowhere but to its volume and /tmp")
+
+
+def _writes(container: Container, path: str) -> bool:
+    return succeeds(["docker", "exec", container.id, "touch", path], timeout_s=30)
+
+
+def chat(project: Project, report: Report) -> None:
+    with report.step(f"{NUM_AT_A_TIME} chats at a time through the gateway"):
+        load(http(project), num_requests=NUM_AT_A_TIME, report=report)
+    address = project.compose("port", "decode", "50051", timeout_s=60).strip()
+    with report.step(f"{NUM_AT_A_TIME} chats at a time through gRPC, {address}"):
+        report.expect(address.startswith("127.0.0.1:"), "`compose port decode 50051` tells where")
+        load(grpc(project), num_requests=NUM_AT_A_TIME, report=report)
+
+
+def scale(project: Project, services: Sequence[str], report: Report) -> None:
+    with report.step("--scale prefill=2 --scale decode=2"):
+        scales = ("--scale", "prefill=2", "--scale", "decode=2")
+        project.compose("up", "--detach", "--no-build", "--no-recreate", *scales, *services, timeout_s=UP_TIMEOUT_S)
+        project.wait_healthy(services, timeout_s=UP_TIMEOUT_S)
+    replicas = {name: project.containers(name) for name in ("prefill", "decode")}
+    report.expect(all(len(containers) == 2 for containers in replicas.values()), "two of each, healthy")
+    with report.step("every replica serves what comes through the gateway"):
+
+        def all_served() -> bool:
+            load(http(project), num_requests=NUM_AT_A_TIME, report=report)
+            return all(rows_served(container) for containers in replicas.values() for container in containers)
+
+        wait_until("a row served by each replica", all_served, timeout_s=120)
+        for name, containers in replicas.items():
+            report.note(f"rows served by each {name}: {[rows_served(container) for container in containers]}")
+
+
+def kill_a_prefill(project: Project, report: Report) -> None:
+    """In the middle of a load; what it had is computed by the other, and nobody notices."""
+    with report.step(f"{_NUM_UNDER_KILL} chats through both doors, a prefill container killed meanwhile"):
+        victim = project.containers("prefill")[1]
+
+        def on_answer(num_ended: int) -> None:
+            if num_ended == _KILL_AFTER:
+                report.note(f"killed after {num_ended} answers, {rows_served(victim)} rows served by it before")
+                victim.kill()
+
+        doors = http(project, num_fillings=_LONG), grpc(project, num_fillings=_LONG)
+        load(*doors, num_requests=_NUM_UNDER_KILL, report=report, on_answer=on_answer)
+        report.expect(victim.inspect()["State"]["Running"] is False, "it was killed")
+        retries = [_counter(container, "baton_row_retries_total") for container in project.containers("decode")]
+        report.note(f"rows handed to the other replica, by each decode: {retries}")
+
+
+def _counter(container: Container, name: str) -> int:
+    (line,) = [line for line in container.metrics().splitlines() if line.startswith(f"{name} ")]
+    return int(float(line.split()[1]))
+
+
+def stop(project: Project, report: Report) -> None:
+    """SIGTERM; the killed one is out of it."""
+    with report.step("SIGTERM"):
+        containers = [(name, container) for name in reversed(BUILT) for container in project.containers(name)]
+        for name, container in containers:
+            if not container.inspect()["State"]["Running"]:
+                continue
+            begun_at_s = time.monotonic()
+            container.stop(grace_s=_STOP_GRACE_S)
+            took_s = time.monotonic() - begun_at_s
+            ended = f"{name} ended with status {container.exit_code} after {took_s:.1f} s"
+            report.expect(container.exit_code == 0 and took_s < _STOP_GRACE_S, ended)
+
+
+def tear_down(project: Project, report: Report) -> None:
+    with report.step("down, with volumes"):
+        project.down()
+        leftovers = project.leftovers()
+        report.expect(leftovers == [], f"nothing is left {leftovers or ''}".strip())

@@ -1,0 +1,63 @@
+"""The dashboards' panels, and what a running Prometheus answers to their queries."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RATE_INTERVAL = "1m"
+"""What stands in for Grafana's own variable."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    dashboard: str
+    title: str
+    queries: Mapping[str, str]
+    """By legend."""
+
+
+def read_panels(directory: Path) -> list[Panel]:
+    """Every panel that has queries."""
+    panels = []
+    for path in sorted(directory.glob("*.json")):
+        dashboard = json.loads(path.read_text())
+        for panel in dashboard["panels"]:
+            queries = {target["legendFormat"]: target["expr"] for target in panel.get("targets", [])}
+            if queries:
+                panels.append(Panel(dashboard["title"], panel["title"], queries))
+    return panels
+
+
+class Prometheus:
+    """A running one, on this host's `port`."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/api/v1"
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Each series' labels and value now; those that are no number are left out."""
+        query = urllib.parse.urlencode({"query": expression.replace("$__rate_interval", RATE_INTERVAL)})
+        samples = self._get(f"query?{query}")["result"]
+        found = [(sample["metric"], float(sample["value"][1])) for sample in samples]
+        return [(labels, value) for labels, value in found if not math.isnan(value)]
+
+    def targets_up(self) -> dict[str, int]:
+        """How many of each job answer."""
+        return {labels["job"]: int(value) for labels, value in self.query("sum by (job) (up)")}
+
+    def _get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"{self._url}/{path}", timeout=10) as answer:
+            return json.load(answer)["data"]
+
+
+def legend(template: str, labels: Mapping[str, str]) -> str:
+    for name, value in labels.items():
+        template = template.replace(f"{{{{{name}}}}}", value)
+    return template
