@@ -1,4 +1,4 @@
-"""deploy/two-hosts as two compose projects that reach each other by this host's address, with certificates made for it."""
+"""deploy/two-hosts as two compose projects that reach each other by this host's address, with certificates for it."""
 
 from __future__ import annotations
 

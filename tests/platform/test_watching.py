@@ -1,0 +1,149 @@
+"""Rules and dashboards ask for what the services tell: every metric, label, job and outcome that they name is exported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from common.errors import BatonError, RowFailure
+from common.load import EngineLoad, PoolCounts
+from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.handoff_metrics import HandoffMetrics
+from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.speculation_metrics import SpeculationMetrics
+from common.telemetry.step_stats import SpeculationStats, StepStats
+from common.wire.handoff import PrebuiltBatch, RowFailed
+from decode_service.messages import FinishReason
+from gateway.metrics import GatewayMetrics
+from tests.compose.panels import read_panels
+
+ROOT = Path(__file__).parents[2]
+RULES = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
+PANELS = read_panels(ROOT / "deploy/grafana/dashboards")
+LOAD = EngineLoad(PoolCounts(total=1), PoolCounts(total=1), num_queued=0, num_running=0, num_steps=0)
+STEP = StepStats(1, 1, 0.1, SpeculationStats(num_levels=1, accept_lens=(1,), draft_s=0.1, verify_s=0.1, extend_s=0.1))
+SCRAPED = {"job", "instance"}
+"""Labels that Prometheus itself gives."""
+
+Exports = dict[str, dict[str, set[str]]]
+"""By job, each sample's name and its labels."""
+
+
+def exported() -> Exports:
+    """What each service tells once it has done one of everything."""
+    prefill, decode, gateway = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
+    for registry in (prefill, decode):
+        engine = EngineMetrics(registry)
+        engine.watch(lambda: LOAD, is_ready=lambda: True)
+        engine.on_step(STEP)
+    rows = np.array([0], np.int64)
+    batch = PrebuiltBatch(rows, rows, rows, {"target": rows}, np.array([0.1]), np.array([0.1]), (None,))
+    HandoffMetrics(prefill).on_frames([batch])
+    SpeculationMetrics(decode).on_step(STEP)
+    requests = RequestMetrics(decode)
+    requests.requests.labels("eos").inc()
+    requests.drafted_at.labels(1).inc()
+    requests.accepted_at.labels(1).inc()
+    http = GatewayMetrics(gateway)
+    http.on_end(route="/v1/completions", status=200, seconds=0.1)
+    http.on_first_token(route="/v1/completions", seconds=0.1)
+    return {
+        job: {sample.name: set(sample.labels) for metric in registry.collect() for sample in metric.samples}
+        for job, registry in (("prefill", prefill), ("decode", decode), ("gateway", gateway))
+    }
+
+
+EXPORTED = exported()
+RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for group in RULES["groups"]:
+        for rule in group["rules"]:
+            yield rule.get("record") or rule["alert"], rule["expr"]
+    for panel in PANELS:
+        for legend, query in panel.queries.items():
+            yield f"{panel.title}, {legend}", query
+
+
+ALL = dict(expressions())
+SELECTOR = re.compile(r"\b(baton[\w:]+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r"""(\w+)\s*(=~|=|!=|!~)\s*"([^"]*)\"""")
+
+
+def selectors(expression: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """Each metric that is asked for, with its matchers."""
+    return [(name, MATCHER.findall(matchers)) for name, matchers in SELECTOR.findall(expression)]
+
+
+@pytest.mark.parametrize("title", ALL)
+def test_every_metric_named_is_exported_with_the_labels_it_is_asked_by(title: str) -> None:
+    for name, matchers in selectors(ALL[title]):
+        if ":" in name:
+            assert name in RECORDED
+            continue
+        jobs = [value for label, kind, value in matchers if label == "job" and kind == "="] or list(EXPORTED)
+        labels = [EXPORTED[job][name] for job in jobs if name in EXPORTED[job]]
+        assert labels, f"{name} of {jobs}"
+        assert {label for label, _, _ in matchers} <= set.union(*labels) | SCRAPED
+
+
+@pytest.mark.parametrize("title", ALL)
+def test_every_label_grouped_by_is_one_of_its_metrics(title: str) -> None:
+    names = [name for name, _ in selectors(ALL[title])]
+    labels = [labels for of_job in EXPORTED.values() for name, labels in of_job.items() if name in names]
+    grouped = re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", ALL[title])
+    assert {label.strip() for part in grouped for label in part.split(",")} <= set().union(*labels) | SCRAPED
+
+
+def test_outcomes_that_rules_name_are_outcomes() -> None:
+    def reasons(kind: type[BatonError]) -> set[str]:
+        return {kind.reason.lower()}.union(*(reasons(below) for below in kind.__subclasses__()))
+
+    known = reasons(BatonError) | {reason.value for reason in FinishReason}
+    named = {
+        outcome
+        for expression in ALL.values()
+        for _, matchers in selectors(expression)
+        for label, _, value in matchers
+        if label == "outcome"
+        for outcome in value.split("|")
+    }
+    assert "no_prefill" in named
+    assert named <= known
+
+
+def test_every_alert_has_a_test() -> None:
+    alerts = {rule["alert"] for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+    document = yaml.safe_load((ROOT / "deploy/prometheus/rules_test.yml").read_text())
+    raised = {
+        case["alertname"]
+        for test in document["tests"]
+        for case in test.get("alert_rule_test", [])
+        if "exp_alerts" in case
+    }
+    assert alerts == raised
+
+
+def test_prometheus_looks_for_replicas_where_the_services_listen() -> None:
+    document = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    found = {
+        job["job_name"]: [(names["names"], names["port"]) for names in job["dns_sd_configs"]]
+        for job in document["scrape_configs"]
+    }
+    assert found == {"prefill": [(["prefill"], 9100)], "decode": [(["decode"], 9100)], "gateway": [(["gateway"], 8000)]}
+    assert document["rule_files"] == ["rules.yml"]
+
+
+def test_dashboards_ask_the_datasource_that_is_provisioned() -> None:
+    (source,) = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    text = "".join(path.read_text() for path in (ROOT / "deploy/grafana/dashboards").glob("*.json"))
+    assert set(re.findall(r'"type": "prometheus",\s*"uid": "([^"]*)"', text)) == {source["uid"]}
