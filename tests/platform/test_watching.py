@@ -1,4 +1,4 @@
-"""Rules and dashboards ask for what the services tell: every metric, label, job and outcome that they name is exported."""
+"""Rules and dashboards ask for what services tell: every metric, label and outcome that they name is exported."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from common.errors import BatonError, RowFailure
+from common.errors import BatonError
 from common.load import EngineLoad, PoolCounts
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import SpeculationStats, StepStats
-from common.wire.handoff import PrebuiltBatch, RowFailed
+from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
 from gateway.metrics import GatewayMetrics
 from tests.compose.panels import read_panels
@@ -26,7 +26,7 @@ from tests.compose.panels import read_panels
 ROOT = Path(__file__).parents[2]
 RULES = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
 PANELS = read_panels(ROOT / "deploy/grafana/dashboards")
-LOAD = EngineLoad(PoolCounts(total=1), PoolCounts(total=1), num_queued=0, num_running=0, num_steps=0)
+LOAD = EngineLoad(PoolCounts(total=1, free=1), PoolCounts(total=1, free=1), num_queued=0, num_running=0, num_steps=0)
 STEP = StepStats(1, 1, 0.1, SpeculationStats(num_levels=1, accept_lens=(1,), draft_s=0.1, verify_s=0.1, extend_s=0.1))
 SCRAPED = {"job", "instance"}
 """Labels that Prometheus itself gives."""
