@@ -11,27 +11,31 @@ FUZZ := .venv/.installed-fuzz
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test check format stubs parity bench soak fuzz gpu clean
+.PHONY: help demo test compose-test check format stubs parity bench soak fuzz gpu clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo     serve SmolLM2-135M on a prefill and a decode process, stream an answer, print the figures'
-	@echo 'make test     the test suite                  (PYTEST_ARGS="tests/kv -k slots" for a part)'
-	@echo 'make check    format, lint, types, imports, stubs'
-	@echo 'make format   apply formatting and safe lint fixes'
-	@echo 'make stubs    generate baton/v1 from proto/'
-	@echo 'make parity   the long parity tables'
-	@echo 'make bench    the benchmarks: serving, speculation, overlap, a storm of cancels'
-	@echo 'make soak     100,000 interleavings, then MINUTES=30 of storms, faults and restarts'
-	@echo 'make fuzz     hostile input for MINUTES=10'
-	@echo 'make gpu      the GPU suite, with the python3 of this machine and no installation'
-	@echo 'make clean    remove .venv and caches'
+	@echo 'make demo         serve SmolLM2-135M on a prefill and a decode process, stream an answer, print the figures'
+	@echo 'make test         the test suite                  (PYTEST_ARGS="tests/kv -k slots" for a part)'
+	@echo 'make compose-test build the images and run the compose files; needs Docker, compose, openssl and promtool'
+	@echo 'make check        format, lint, types, imports, stubs'
+	@echo 'make format       apply formatting and safe lint fixes'
+	@echo 'make stubs        generate baton/v1 from proto/'
+	@echo 'make parity       the long parity tables'
+	@echo 'make bench        the benchmarks: serving, speculation, overlap, a storm of cancels'
+	@echo 'make soak         100,000 interleavings, then MINUTES=30 of storms, faults and restarts'
+	@echo 'make fuzz         hostile input for MINUTES=10'
+	@echo 'make gpu          the GPU suite, with the python3 of this machine and no installation'
+	@echo 'make clean        remove .venv and caches'
 
 demo: $(RUNTIME)
 	$(BIN)/baton demo
 
 test: $(DEV)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+compose-test: $(DEV)
+	$(BIN)/python -m tests.compose
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

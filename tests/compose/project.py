@@ -46,8 +46,18 @@ class Container:
     def execute(self, *command: str, timeout_s: float = 30) -> str:
         return run(["docker", "exec", self.id, *command], timeout_s=timeout_s)
 
-    def kill(self) -> None:
-        run(["docker", "kill", self.id], timeout_s=30)
+    def crash(self, *, image: str) -> None:
+        """SIGKILL its process from outside, as the kernel does for want of memory; `docker kill` would keep it down.
+
+        `image` has a shell, and runs beside the host's processes with the right to signal them.
+        """
+        pid = str(self.inspect()["State"]["Pid"])
+        rights = ["--pid", "host", "--user", "0", "--cap-drop", "ALL", "--cap-add", "KILL"]
+        run(["docker", "run", "--rm", *rights, image, "sh", "-c", f"kill -9 {pid}"], timeout_s=30)
+
+    @property
+    def num_restarts(self) -> int:
+        return int(self.inspect()["RestartCount"])
 
     def stop(self, *, grace_s: int) -> None:
         """SIGTERM, and SIGKILL when that time is over."""

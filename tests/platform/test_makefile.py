@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PIP_INSTALL = "-m pip install"
+TARGETS = ("demo", "test", "compose-test", "check", "stubs", "parity", "bench", "soak", "fuzz")
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def dry_run(directory: Path, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "stubs", "parity", "bench", "soak", "fuzz"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_fresh_checkout_gets_torch_first_and_alone(checkout: Path, target: str) -> None:
     commands = dry_run(checkout, target)
     assert any("-m venv .venv" in command for command in commands)
@@ -46,7 +47,7 @@ def test_a_fresh_checkout_gets_torch_first_and_alone(checkout: Path, target: str
     assert "--editable '.[engine,gateway]'" in installs[1]
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "stubs", "parity", "bench", "soak", "fuzz"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_an_environment_that_is_there_is_left_alone(checkout: Path, target: str) -> None:
     (checkout / ".venv").mkdir()
     (checkout / ".venv/.installed").touch()
