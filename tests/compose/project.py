@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.compose.command import run, succeeds, wait_until
+from tests.compose.command import CommandFailed, run, succeeds, wait_until
 
 
 def compose_command() -> tuple[str, ...]:
@@ -30,8 +30,9 @@ class Container:
 
     @property
     def health(self) -> str:
+        """Its health where it runs and has any, else what it does: "running", "restarting", "exited"."""
         state = self.inspect()["State"]
-        return str(state["Health"]["Status"]) if "Health" in state else str(state["Status"])
+        return str(state["Health"]["Status"] if state["Status"] == "running" and "Health" in state else state["Status"])
 
     @property
     def exit_code(self) -> int:
@@ -97,11 +98,13 @@ class Project:
         return [Container(id) for id in reversed(ids)]
 
     def wait_healthy(self, services: Sequence[str], *, timeout_s: float) -> None:
-        """Services without a health check have to run. Raises TimeoutError."""
+        """Services without a health check have to run. Raises TimeoutError, or CommandFailed when one has ended."""
 
         def is_so() -> bool:
-            containers = [container for service in services for container in self.containers(service)]
-            return all(container.health in ("healthy", "running") for container in containers)
+            states = [container.health for service in services for container in self.containers(service)]
+            if "exited" in states:
+                raise CommandFailed(f"one of {', '.join(services)} has ended")
+            return all(state in ("healthy", "running") for state in states)
 
         wait_until(f"{', '.join(services)} healthy", is_so, timeout_s=timeout_s)
 
