@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 import common.errors
@@ -143,3 +144,12 @@ def test_every_line_of_the_logs_has_a_row_and_every_row_a_line() -> None:
     served = [module for module in sources() if module.relative_to(ROOT).parts[0] != "baton"]
     written = {line for module in served for line in LOG_CALL.findall(module.read_text())}
     assert set(rows_of("line")) == written
+
+
+# ---- alerts ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_alert_has_a_row_and_every_row_an_alert() -> None:
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
+    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
+    assert set(rows_of("alert")) == alerts
