@@ -1,0 +1,1 @@
+"""The status page: what the pair's services say about themselves, sampled while somebody looks."""

@@ -1,0 +1,100 @@
+"""Samples the pair for as long as somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from gateway.status.addresses import Resolve, resolve_all
+from gateway.status.sampler import Sampler
+from gateway.status.snapshot import Snapshot
+from gateway.status.watched_decode import OpenClient
+
+INTERVAL_S = 2.0
+WINDOW_S = 60.0
+IDLE_TIMEOUT_S = 30.0
+TIMEOUT_S = 1.0
+
+
+class StatusCollector:
+    """Everyone who looks shares one sampling: a round every `interval_s`, never two at a time.
+
+    It begins with a look and ends `idle_timeout_s` after the last one, with its connections and samples. `targets` are
+    HOST:PORT or dns:///HOST:PORT, and stand for every address behind their names; `timeout_s` bounds each look-up and
+    each answer. Needs a running event loop; close it before the loop ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        metrics_targets: Sequence[str],
+        decode_targets: Sequence[str],
+        open_client: OpenClient,
+        resolve: Resolve = resolve_all,
+        interval_s: float = INTERVAL_S,
+        window_s: float = WINDOW_S,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._metrics_targets = tuple(metrics_targets)
+        self._decode_targets = tuple(decode_targets)
+        self._open_client = open_client
+        self._resolve = resolve
+        self._interval_s = interval_s
+        self._window_s = window_s
+        self._idle_timeout_s = idle_timeout_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._pause = pause
+        self._last_look_s = clock()
+        self._sampler: Sampler | None = None
+        self._sampling: asyncio.Task[None] | None = None
+
+    @property
+    def is_sampling(self) -> bool:
+        return self._sampling is not None and not self._sampling.done()
+
+    def look(self) -> Snapshot:
+        """What is known now; it returns at once. Raises what ended the sampling, where that broke, and only once."""
+        self._last_look_s = self._clock()
+        if self._sampling is not None and self._sampling.done():
+            ended, self._sampling = self._sampling, None
+            ended.result()
+        if self._sampling is None:
+            self._sampler = self._new_sampler()
+            self._sampling = asyncio.create_task(self._sample(self._sampler))
+        assert self._sampler is not None
+        return self._sampler.snapshot()
+
+    async def close(self) -> None:
+        """End the sampling. Closing twice is fine."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sampling
+            self._sampling = None
+
+    async def _sample(self, sampler: Sampler) -> None:
+        try:
+            while self._clock() - self._last_look_s < self._idle_timeout_s:
+                began_s = self._clock()
+                await sampler.sample()
+                await self._pause(max(0.0, began_s + self._interval_s - self._clock()))
+        finally:
+            await sampler.close()
+
+    def _new_sampler(self) -> Sampler:
+        return Sampler(
+            metrics_targets=self._metrics_targets,
+            decode_targets=self._decode_targets,
+            open_client=self._open_client,
+            resolve=self._resolve,
+            interval_s=self._interval_s,
+            window_s=self._window_s,
+            timeout_s=self._timeout_s,
+            clock=self._clock,
+        )

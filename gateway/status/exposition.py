@@ -1,0 +1,52 @@
+"""What one service exposes at one moment, read from Prometheus' text format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIX = "baton_"
+_MONOTONIC = ("counter", "histogram")
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""A sample's name and its labels, sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exposition:
+    """Values by series. `counters` only grow while a process lives; buckets, sums and counts are among them."""
+
+    counters: Mapping[Series, float]
+    gauges: Mapping[Series, float]
+
+    def gauge(self, name: str, **labels: str) -> float | None:
+        return self.gauges.get(series(name, **labels))
+
+    def has(self, name: str) -> bool:
+        return any(name == each for each, _ in (*self.counters, *self.gauges))
+
+
+def series(name: str, **labels: str) -> Series:
+    return name, tuple(sorted(labels.items()))
+
+
+def parse_exposition(text: str) -> Exposition:
+    """Baton's metrics in `text`. Raises ValueError for what is not the text format, or holds none of them."""
+    counters: dict[Series, float] = {}
+    gauges: dict[Series, float] = {}
+    for family in text_string_to_metric_families(text):
+        if not family.name.startswith(PREFIX):
+            continue
+        values = counters if family.type in _MONOTONIC else gauges
+        for sample in family.samples:
+            if not math.isfinite(sample.value) or sample.value < 0:
+                raise ValueError(f"{sample.name} is {sample.value}")
+            if sample.name.endswith("_bucket") and math.isnan(float(sample.labels.get("le", "nan"))):
+                raise ValueError(f"{sample.name} has no bound")
+            values[series(sample.name, **sample.labels)] = sample.value
+    if not counters and not gauges:
+        raise ValueError(f"no metric begins with {PREFIX}")
+    return Exposition(counters, gauges)

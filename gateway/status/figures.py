@@ -1,0 +1,84 @@
+"""Figures of what services counted in a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gateway.status.exposition import Exposition
+from gateway.status.histogram import Histogram, merge
+from gateway.status.increase import Increase
+from gateway.status.snapshot import Acceptance, Figures, Pool, Quantiles
+
+DECODE_PHASES = ("queue", "prefill", "transfer", "first_decode", "inter_token")
+PREFILL_PHASES = ("queue", "prefill")
+PHASES: Mapping[str, Sequence[str]] = {"decode": DECODE_PHASES, "prefill": PREFILL_PHASES, "": ()}
+_STATES = ("free", "reserved", "transferring", "running", "quarantined")
+
+
+def role_of(exposition: Exposition) -> str:
+    """Only a decode service delivers tokens."""
+    return "decode" if exposition.has("baton_output_tokens_total") else "prefill"
+
+
+def figures_of(role: str, increase: Increase, span_s: float) -> Figures:
+    """`increase` came about in `span_s` seconds; rates of 0 s are not known."""
+    steps, step_s = increase.histogram("baton_batch_size"), increase.histogram("baton_step_seconds")
+    is_decode = role == "decode"
+    # A prefill service's steps compute prompts; a decode service counts those of requests that finished.
+    prompt_tokens = "baton_prompt_tokens_total" if is_decode else "baton_step_tokens_sum"
+    return Figures(
+        requests_per_s=_rate(increase.total("baton_requests_total"), span_s),
+        outcomes=outcomes_of(increase),
+        output_tokens_per_s=_rate(increase.total("baton_output_tokens_total"), span_s) if is_decode else None,
+        prompt_tokens_per_s=_rate(increase.total(prompt_tokens), span_s),
+        handoff_bytes_per_s=_rate(increase.total("baton_handoff_bytes_total"), span_s),
+        steps_per_s=_rate(increase.total("baton_steps_total"), span_s),
+        batch_size_mean=steps.mean,
+        step_mean_s=step_s.mean,
+        num_row_retries=round(increase.total("baton_row_retries_total")),
+        num_retractions=round(increase.total("baton_retractions_total")),
+        phases={phase: quantiles_of(phase, [increase]) for phase in PHASES[role]},
+        acceptance=acceptance_of(increase),
+    )
+
+
+def outcomes_of(increase: Increase) -> dict[str, int]:
+    counts = increase.by_label("baton_requests_total", "outcome")
+    return {outcome: round(count) for outcome, count in sorted(counts.items())}
+
+
+def quantiles_of(phase: str, increases: Sequence[Increase]) -> Quantiles:
+    """Of a phase, over services."""
+    merged: Histogram = merge([increase.histogram(f"baton_{phase}_seconds") for increase in increases])
+    return Quantiles(merged.quantile(0.5), merged.quantile(0.99), round(merged.count))
+
+
+def acceptance_of(increase: Increase) -> Acceptance | None:
+    """None where nothing was drafted."""
+    drafted, accepted = increase.total("baton_drafted_tokens_total"), increase.total("baton_accepted_tokens_total")
+    accept_length = increase.histogram("baton_accept_length").mean
+    if not drafted and accept_length is None:
+        return None
+    drafted_at = increase.by_label("baton_drafted_at_total", "position")
+    accepted_at = increase.by_label("baton_accepted_at_total", "position")
+    positions = sorted((position for position in drafted_at if position.isdecimal()), key=int)
+    return Acceptance(
+        drafted=round(drafted),
+        accepted=round(accepted),
+        acceptance=_ratio(accepted, drafted),
+        accept_length=accept_length,
+        by_position=tuple(_ratio(accepted_at.get(each, 0.0), drafted_at[each]) for each in positions),
+    )
+
+
+def pool_of(name: str, exposition: Exposition) -> Pool:
+    """A state that is not exposed holds none."""
+    return Pool(*(round(exposition.gauge(name, state=state) or 0.0) for state in _STATES))
+
+
+def _rate(count: float, span_s: float) -> float | None:
+    return count / span_s if span_s > 0 else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,53 @@
+"""Quantiles of what Prometheus histograms counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """`buckets` are (upper bound, observations at or below it), ascending, the last bound infinite."""
+
+    buckets: tuple[tuple[float, float], ...]
+    sum: float
+
+    @property
+    def count(self) -> float:
+        return self.buckets[-1][1] if self.buckets else 0.0
+
+    @property
+    def mean(self) -> float | None:
+        return self.sum / self.count if self.count else None
+
+    def quantile(self, share: float) -> float | None:
+        """Interpolated within its bucket, whose lower end is 0 for the first; None without observations.
+
+        What lies above the last finite bound is that bound: more is not known.
+        """
+        if not self.count:
+            return None
+        rank = share * self.count
+        lower, num_below = 0.0, 0.0
+        for upper, num_upto in self.buckets:
+            if num_upto >= rank and num_upto > num_below:
+                if math.isinf(upper):
+                    return lower
+                return lower + (upper - lower) * (rank - num_below) / (num_upto - num_below)
+            lower, num_below = upper, num_upto
+        return lower
+
+    def num_upto(self, bound: float) -> float:
+        """Observations surely at or below `bound`."""
+        return max((count for upper, count in self.buckets if upper <= bound), default=0.0)
+
+
+def merge(histograms: Sequence[Histogram]) -> Histogram:
+    """All their observations together. Bounds may differ."""
+    bounds = sorted({upper for each in histograms for upper, _ in each.buckets})
+    return Histogram(
+        tuple((bound, sum(each.num_upto(bound) for each in histograms)) for bound in bounds),
+        sum(each.sum for each in histograms),
+    )

@@ -1,0 +1,80 @@
+"""Everyone behind some targets, as names come to mean more and fewer addresses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from gateway.status.addresses import Address, Resolve, TargetAddresses
+
+MAX_MEMBERS = 64
+"""That are sampled; it bounds what a round opens and what the window holds."""
+
+
+class Member(Protocol):
+    async def sample(self, now_s: float) -> None:
+        """Ask once. Bounded in time, and never raises for what the other side does."""
+
+    async def close(self) -> None: ...
+
+
+MemberT = TypeVar("MemberT", bound=Member)
+
+
+class Members(Generic[MemberT]):
+    """One member for each address behind `targets`, made by `join` when it is found, closed when it is gone."""
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        *,
+        join: Callable[[Address], MemberT],
+        resolve: Resolve,
+        timeout_s: float,
+        max_members: int = MAX_MEMBERS,
+    ) -> None:
+        self._targets = [TargetAddresses(target, resolve=resolve, timeout_s=timeout_s) for target in targets]
+        self._join = join
+        self._max_members = max_members
+        self._by_address: dict[Address, MemberT] = {}
+
+    @property
+    def all(self) -> tuple[MemberT, ...]:
+        """In the order of targets, then of addresses; who is behind two targets is there once."""
+        return tuple(
+            self._by_address[address]
+            for target in self._targets
+            for address in target.found
+            if address in self._by_address
+        )
+
+    @property
+    def unknown(self) -> tuple[tuple[str, str], ...]:
+        """Targets behind which is nobody, each with the reason."""
+        return tuple((target.target, target.reason) for target in self._targets if not target.found)
+
+    @property
+    def num_left_out(self) -> int:
+        return len({each.numeric for target in self._targets for each in target.found}) - len(self._by_address)
+
+    async def sample(self, now_s: float) -> None:
+        """Look up every target and sample everyone behind it, all at the same time: none waits for another."""
+        await asyncio.gather(*(self._sample_target(target, now_s) for target in self._targets))
+
+    async def _sample_target(self, target: TargetAddresses, now_s: float) -> None:
+        before = target.found
+        await target.refresh()
+        gone = [self._by_address.pop(each) for each in before if each not in target.found and each in self._by_address]
+        for address in target.found:
+            taken = {each.numeric for each in self._by_address}
+            if address.numeric not in taken and len(taken) < self._max_members:
+                self._by_address[address] = self._join(address)
+        here = [self._by_address[address] for address in target.found if address in self._by_address]
+        await asyncio.gather(*(member.close() for member in gone), *(member.sample(now_s) for member in here))
+
+    async def close(self) -> None:
+        for target in self._targets:
+            target.close()
+        members, self._by_address = list(self._by_address.values()), {}
+        await asyncio.gather(*(member.close() for member in members))

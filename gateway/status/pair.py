@@ -1,0 +1,47 @@
+"""Figures of all services together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from gateway.status.figures import DECODE_PHASES, PREFILL_PHASES, acceptance_of, outcomes_of, quantiles_of
+from gateway.status.increase import Increase
+from gateway.status.snapshot import Figures, Pair, Rate, Service
+from gateway.status.watched_service import WatchedService
+
+
+def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_s: float) -> Pair:
+    """`services` are the views of `watched`. A rate is the sum of theirs: each over the time that it was sampled."""
+    decode = [each.increase() for each in watched if each.role == "decode"]
+    prefill = [each.increase() for each in watched if each.role == "prefill"]
+    of_decode = Increase.sum(decode)
+
+    def rate(role: str, figure: Callable[[Figures], float | None]) -> float | None:
+        known = [value for each in services if each.role == role and (value := figure(each.figures)) is not None]
+        return sum(known) if known else None
+
+    return Pair(
+        requests_per_s=rate("decode", lambda figures: figures.requests_per_s),
+        outcomes=outcomes_of(of_decode),
+        output_tokens_per_s=rate("decode", lambda figures: figures.output_tokens_per_s),
+        prompt_tokens_per_s=rate("decode", lambda figures: figures.prompt_tokens_per_s),
+        handoff_sent_bytes_per_s=rate("prefill", lambda figures: figures.handoff_bytes_per_s),
+        handoff_received_bytes_per_s=rate("decode", lambda figures: figures.handoff_bytes_per_s),
+        unsent_kv_bytes=sum(each.unsent_kv_bytes or 0 for each in services),
+        num_queued=sum(each.num_queued or 0 for each in services if each.role == "decode"),
+        num_running=sum(each.num_running or 0 for each in services if each.role == "decode"),
+        num_row_retries=round(of_decode.total("baton_row_retries_total")),
+        num_retractions=round(of_decode.total("baton_retractions_total")),
+        phases={phase: quantiles_of(phase, decode) for phase in DECODE_PHASES}
+        | {f"prefill_replica_{phase}": quantiles_of(phase, prefill) for phase in PREFILL_PHASES},
+        acceptance=acceptance_of(of_decode),
+        token_rates=_token_rates(watched, now_s),
+    )
+
+
+def _token_rates(watched: Sequence[WatchedService], now_s: float) -> tuple[Rate, ...]:
+    by_round: defaultdict[float, float] = defaultdict(float)
+    for step in (step for each in watched if each.role == "decode" for step in each.steps):
+        by_round[step.to_s] += step.increase.total("baton_output_tokens_total") / (step.to_s - step.from_s)
+    return tuple(Rate(now_s - at_s, rate) for at_s, rate in sorted(by_round.items()))

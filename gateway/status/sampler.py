@@ -1,0 +1,76 @@
+"""One period of sampling: from the first who looks until nobody did for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from gateway.status.addresses import Resolve
+from gateway.status.members import Members
+from gateway.status.pair import pair_of
+from gateway.status.scraper import Scraper
+from gateway.status.snapshot import Snapshot
+from gateway.status.watched_decode import OpenClient, WatchedDecode, unknown_decode
+from gateway.status.watched_service import WatchedService, unknown_service
+
+
+class Sampler:
+    """Services that `metrics_targets` expose and decode services at `decode_targets`. Must be closed."""
+
+    def __init__(
+        self,
+        *,
+        metrics_targets: Sequence[str],
+        decode_targets: Sequence[str],
+        open_client: OpenClient,
+        resolve: Resolve,
+        interval_s: float,
+        window_s: float,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._scraper = Scraper(timeout_s=timeout_s)
+        self._services = Members(
+            metrics_targets,
+            join=partial(WatchedService, scraper=self._scraper, window_s=window_s),
+            resolve=resolve,
+            timeout_s=timeout_s,
+        )
+        self._decode = Members(
+            decode_targets,
+            join=partial(WatchedDecode, open_client=open_client, timeout_s=timeout_s),
+            resolve=resolve,
+            timeout_s=timeout_s,
+        )
+        self._sampled_s: float | None = None
+
+    async def sample(self) -> None:
+        """One round: ask everyone once. Ends after twice `timeout_s` at most."""
+        now_s = self._clock()
+        await asyncio.gather(self._services.sample(now_s), self._decode.sample(now_s))
+        self._sampled_s = now_s
+
+    def snapshot(self) -> Snapshot:
+        """What is known now, also in the midst of a round."""
+        now_s = self._clock()
+        watched = self._services.all
+        views = [each.view() for each in watched]
+        return Snapshot(
+            interval_s=self._interval_s,
+            age_s=None if self._sampled_s is None else now_s - self._sampled_s,
+            window_s=max((each.span_s for each in watched), default=0.0),
+            num_left_out=self._services.num_left_out + self._decode.num_left_out,
+            pair=pair_of(watched, views, now_s),
+            services=(*views, *(unknown_service(*unknown) for unknown in self._services.unknown)),
+            decode=(
+                *(each.view() for each in self._decode.all),
+                *(unknown_decode(*unknown) for unknown in self._decode.unknown),
+            ),
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(self._services.close(), self._decode.close())
+        await self._scraper.close()

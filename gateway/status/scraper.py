@@ -1,0 +1,70 @@
+"""Fetches what a service exposes, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import httpx2
+
+from gateway.status.exposition import Exposition, parse_exposition
+
+MAX_BYTES = 256 << 10
+"""Of an answer; a service sends 20 KiB."""
+MAX_CONNECTIONS = 64
+
+
+class ScrapeFailed(Exception):
+    """The message says why, for people."""
+
+
+class Scraper:
+    """GETs /metrics. Ignores the environment's proxies and follows no redirect: a target is who answers there."""
+
+    def __init__(self, *, timeout_s: float, max_bytes: int = MAX_BYTES) -> None:
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._client = httpx2.AsyncClient(
+            timeout=timeout_s,
+            limits=httpx2.Limits(max_connections=MAX_CONNECTIONS),
+            trust_env=False,
+            follow_redirects=False,
+            # Packed, a small answer could become a huge one.
+            headers={"accept": "text/plain", "accept-encoding": "identity"},
+        )
+
+    async def scrape(self, address: str) -> Exposition:
+        """What HOST:PORT exposes now. Raises ScrapeFailed, after `timeout_s` at most."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                text = await self._text(f"http://{address}/metrics")
+                return await asyncio.to_thread(parse_exposition, text)
+        except TimeoutError:
+            raise ScrapeFailed(f"no whole answer within {self._timeout_s:g} s") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ScrapeFailed(str(error) or type(error).__name__) from error
+        except ValueError as error:
+            raise ScrapeFailed(f"not Baton's metrics: {error}"[:200]) from error
+
+    async def _text(self, url: str) -> str:
+        body = bytearray()
+        async with self._client.stream("GET", url) as response:
+            if response.status_code != httpx2.codes.OK:
+                raise ScrapeFailed(f"answered {response.status_code}")
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > self._max_bytes:
+                    raise ScrapeFailed(f"more than {self._max_bytes} bytes")
+        return body.decode()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

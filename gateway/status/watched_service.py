@@ -1,0 +1,80 @@
+"""One metrics endpoint: its window, and what is shown of it."""
+
+from __future__ import annotations
+
+from gateway.status.addresses import Address
+from gateway.status.exposition import Exposition
+from gateway.status.figures import figures_of, pool_of, role_of
+from gateway.status.increase import Increase
+from gateway.status.scraper import ScrapeFailed, Scraper
+from gateway.status.snapshot import Service
+from gateway.status.window import SampleWindow, Step
+
+
+class WatchedService:
+    """Scraped once a round, and shown with what its counters did in the last `window_s` seconds."""
+
+    def __init__(self, address: Address, *, scraper: Scraper, window_s: float) -> None:
+        self._address = address
+        self._scraper = scraper
+        self._window = SampleWindow(window_s=window_s)
+        self._now_s = 0.0
+        self._reason = "not asked yet"
+        self.role = ""
+
+    @property
+    def current(self) -> Exposition | None:
+        """What it exposes now; None while it is not reachable."""
+        return None if self._reason else self._window.latest
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self._window.steps
+
+    @property
+    def span_s(self) -> float:
+        """From the oldest sample to now, whether it answers now or not."""
+        return 0.0 if self._window.first_s is None else self._now_s - self._window.first_s
+
+    def increase(self) -> Increase:
+        return self._window.increase()
+
+    async def sample(self, now_s: float) -> None:
+        try:
+            exposition = await self._scraper.scrape(self._address.numeric)
+        except ScrapeFailed as failure:
+            self._reason = str(failure)
+        else:
+            self._window.add(now_s, exposition)
+            self.role, self._reason = role_of(exposition), ""
+        self._window.forget(now_s)
+        self._now_s = now_s
+
+    async def close(self) -> None:
+        """The scraper is not its own."""
+
+    def view(self) -> Service:
+        current = self.current
+        return Service(
+            target=self._address.target,
+            address=self._address.numeric,
+            role=self.role,
+            is_reachable=current is not None,
+            reason=self._reason,
+            rows=None if current is None else pool_of("baton_rows", current),
+            kv_slots=None if current is None else pool_of("baton_kv_slots", current),
+            num_queued=_count(current, "baton_queued_requests"),
+            num_running=_count(current, "baton_running_requests"),
+            unsent_kv_bytes=_count(current, "baton_unsent_kv_bytes"),
+            figures=figures_of(self.role, self.increase(), self.span_s),
+        )
+
+
+def unknown_service(target: str, reason: str) -> Service:
+    """A target behind which nobody is."""
+    return Service(target, "", "", False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0))
+
+
+def _count(exposition: Exposition | None, name: str) -> int | None:
+    value = None if exposition is None else exposition.gauge(name)
+    return None if value is None else round(value)

@@ -1,0 +1,155 @@
+"""Takes docs/status-page.png: the status page of a pair under load, in a real browser (Debian's chromium).
+
+Two prefill services and a decode service serve the demo model with its draft head. The last figures that the page was
+given go to stdout, with what the services expose, to be compared with the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import uvicorn
+from starlette.applications import Starlette
+
+from baton.client import AsyncClient
+from baton.load_generator import Workload, run_workload
+from baton.local_pair import LocalPair
+from gateway.status.collector import StatusCollector
+from gateway.status.routes import status_routes
+from gateway.status.watched_decode import open_clients
+
+PICTURE = Path(__file__).parents[1] / "docs" / "status-page.png"
+SHARED_ARGS = ("--draft=demo", "--max-rows=16", "--max-kv-tokens=8192")
+LOADS = (Workload(6, 100_000, 256, 96), Workload(6, 100_000, 900, 48, prompt_seed=1))
+BROWSER_TIMEOUT_S = 60.0
+BROWSED_MS = 6000
+"""Time that passes for the page before it is photographed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    decode: str
+    metrics: tuple[str, ...]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="under load, before the picture")
+    parser.add_argument("--more", type=Path, metavar="DIRECTORY", help="a dark and a narrow picture too, into here")
+    args = parser.parse_args()
+    pictures = [(PICTURE, "1100,1500", ())]
+    if args.more:
+        pictures += [
+            (args.more / "dark.png", "1024,1500", ("--blink-settings=preferredColorScheme=0",)),
+            (args.more / "narrow.png", "500,3000", ()),
+        ]
+    with serve_pair() as served:
+        asyncio.run(photograph(served, args.seconds, pictures))
+
+
+@contextmanager
+def serve_pair() -> Iterator[Served]:
+    """Two prefill services and a decode service, each with a metrics address of its own."""
+    metrics = tuple(f"127.0.0.1:{port}" for port in _free_ports(3))
+    with ExitStack() as stack:
+        prefill = []
+        for address in metrics[:2]:
+            arguments = (*SHARED_ARGS, f"--metrics-listen={address}")
+            alone = stack.enter_context(LocalPair(num_decode=0, prefill_args=arguments))
+            prefill += alone.prefill_addresses
+        arguments = (*SHARED_ARGS, f"--metrics-listen={metrics[2]}", f"--prefill={','.join(prefill)}")
+        decode = stack.enter_context(LocalPair(num_prefill=0, decode_args=arguments))
+        yield Served(decode.decode_addresses[0], metrics)
+
+
+async def photograph(served: Served, seconds: float, pictures: list[tuple[Path, str, tuple[str, ...]]]) -> None:
+    async with AsyncClient(served.decode) as client, serve_page(served) as url, httpx2.AsyncClient() as viewer:
+        vocab_size = (await client.model_info()).vocab_size
+        async with asyncio.TaskGroup() as group:
+            loads = [group.create_task(run_workload([client], load, vocab_size=vocab_size)) for load in LOADS]
+            async with asyncio.timeout(seconds + len(pictures) * BROWSER_TIMEOUT_S):
+                await look_for(seconds, viewer, url)
+                for path, size, flags in pictures:
+                    await browse(url, path, size, flags)
+                await compare(viewer, url, served)
+            for load in loads:
+                load.cancel()
+
+
+@asynccontextmanager
+async def serve_page(served: Served) -> AsyncIterator[str]:
+    collector = StatusCollector(
+        metrics_targets=served.metrics,
+        decode_targets=[served.decode],
+        open_client=open_clients(tls=None, token=None),
+    )
+    (port,) = _free_ports(1)
+    app = Starlette(routes=status_routes(collector))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = True
+        await serving
+        await collector.close()
+
+
+async def look_for(seconds: float, viewer: httpx2.AsyncClient, url: str) -> None:
+    """As a page that is open does."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                with contextlib.suppress(httpx2.ConnectError):  # it still starts
+                    await viewer.get(f"{url}status.json")
+                await asyncio.sleep(2)
+
+
+async def browse(url: str, path: Path, size: str, flags: tuple[str, ...]) -> None:
+    with tempfile.TemporaryDirectory() as profile:
+        browser = await asyncio.create_subprocess_exec(
+            shutil.which("chromium") or "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+            f"--virtual-time-budget={BROWSED_MS}",
+            f"--window-size={size}",
+            f"--screenshot={path}",
+            *flags,
+            url,
+        )
+        try:
+            async with asyncio.timeout(BROWSER_TIMEOUT_S):
+                await browser.wait()
+        finally:
+            if browser.returncode is None:
+                browser.kill()
+                await browser.wait()
+
+
+async def compare(viewer: httpx2.AsyncClient, url: str, served: Served) -> None:
+    print(json.dumps((await viewer.get(f"{url}status.json")).json(), indent=1))
+    for address in served.metrics:
+        print(f"# {address}", (await viewer.get(f"http://{address}/metrics")).text, sep="\n")
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [held.getsockname()[1] for held in sockets]
+
+
+if __name__ == "__main__":
+    main()
