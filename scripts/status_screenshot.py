@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import shutil
 import socket
@@ -25,13 +26,21 @@ from starlette.applications import Starlette
 from baton.client import AsyncClient
 from baton.load_generator import Workload, run_workload
 from baton.local_pair import LocalPair
-from gateway.status.collector import StatusCollector
+from baton.requests import ChatMessage
+from gateway.status.collector import INTERVAL_S, StatusCollector
 from gateway.status.routes import status_routes
 from gateway.status.watched_decode import open_clients
 
 PICTURE = Path(__file__).parents[1] / "docs" / "status-page.png"
 SHARED_ARGS = ("--draft=demo", "--max-rows=16", "--max-kv-tokens=8192")
-LOADS = (Workload(6, 100_000, 256, 96), Workload(6, 100_000, 900, 48, prompt_seed=1))
+NUM_ASKERS = 6
+QUESTIONS = (
+    "Explain in detail why the sky is blue.",
+    "Write a short story about a lighthouse.",
+    "List ten facts about whales, each in one sentence.",
+    "Explain how a bicycle stays upright.",
+)
+LONG_PROMPTS = Workload(concurrency=1, num_requests=100_000, num_prompt_tokens=400, num_new_tokens=32)
 BROWSER_TIMEOUT_S = 60.0
 BROWSED_MS = 6000
 """Time that passes for the page before it is photographed."""
@@ -48,7 +57,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="under load, before the picture")
     parser.add_argument("--more", type=Path, metavar="DIRECTORY", help="a dark and a narrow picture too, into here")
     args = parser.parse_args()
-    pictures = [(PICTURE, "1100,1500", ())]
+    pictures = [(PICTURE, "1100,1400", ())]
     if args.more:
         pictures += [
             (args.more / "dark.png", "1024,1500", ("--blink-settings=preferredColorScheme=0",)),
@@ -77,14 +86,18 @@ async def photograph(served: Served, seconds: float, pictures: list[tuple[Path, 
     async with AsyncClient(served.decode) as client, serve_page(served) as url, httpx2.AsyncClient() as viewer:
         vocab_size = (await client.model_info()).vocab_size
         async with asyncio.TaskGroup() as group:
-            loads = [group.create_task(run_workload([client], load, vocab_size=vocab_size)) for load in LOADS]
+            background = [
+                group.create_task(run_workload([client], LONG_PROMPTS, vocab_size=vocab_size)),
+                *(group.create_task(ask(client, first)) for first in range(NUM_ASKERS)),
+                group.create_task(look(viewer, url)),
+            ]
             async with asyncio.timeout(seconds + len(pictures) * BROWSER_TIMEOUT_S):
-                await look_for(seconds, viewer, url)
+                await asyncio.sleep(seconds)
                 for path, size, flags in pictures:
                     await browse(url, path, size, flags)
                 await compare(viewer, url, served)
-            for load in loads:
-                load.cancel()
+            for task in background:
+                task.cancel()
 
 
 @asynccontextmanager
@@ -106,14 +119,17 @@ async def serve_page(served: Served) -> AsyncIterator[str]:
         await collector.close()
 
 
-async def look_for(seconds: float, viewer: httpx2.AsyncClient, url: str) -> None:
-    """As a page that is open does."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while True:
-                with contextlib.suppress(httpx2.ConnectError):  # it still starts
-                    await viewer.get(f"{url}status.json")
-                await asyncio.sleep(2)
+async def ask(client: AsyncClient, first: int) -> None:
+    for question in itertools.islice(itertools.cycle(QUESTIONS), first, None):
+        await client.complete(chat=[ChatMessage("user", question)], max_tokens=128, temperature=0.0)
+
+
+async def look(viewer: httpx2.AsyncClient, url: str) -> None:
+    """As a page that stays open does, so that the window is full when a browser comes."""
+    while True:
+        with contextlib.suppress(httpx2.ConnectError):  # the server still starts
+            await viewer.get(f"{url}status.json")
+        await asyncio.sleep(INTERVAL_S)
 
 
 async def browse(url: str, path: Path, size: str, flags: tuple[str, ...]) -> None:

@@ -1,0 +1,129 @@
+"""Services that expose what a test counts, and collectors that look at them when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from baton.errors import Unavailable
+from baton.server_info import InferenceLoad
+from common.load import EngineLoad, PoolCounts
+from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.exposition import MetricsServer
+from common.telemetry.handoff_metrics import HandoffMetrics
+from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.speculation_metrics import SpeculationMetrics
+from gateway.status.addresses import Address
+from gateway.status.sampler import Sampler
+
+IDLE = EngineLoad(
+    rows=PoolCounts(total=8, free=4, reserved=1, transferring=1, running=1, quarantined=1),
+    slots=PoolCounts(total=64, free=60, running=4),
+    num_queued=5,
+    num_running=1,
+    num_steps=7,
+    unsent_bytes=11,
+)
+
+
+class Exposed:
+    """A service's real metrics at a real endpoint of its own."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self.load = IDLE
+        self.engine = EngineMetrics(registry)
+        self.engine.watch(lambda: self.load)
+        self._register(registry)
+        self._server = MetricsServer("127.0.0.1:0", registry)
+
+    def _register(self, registry: CollectorRegistry) -> None:
+        raise NotImplementedError
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.port}"
+
+    def __enter__(self) -> Self:
+        self._server.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.__exit__(kind, error, trace)
+
+
+class ExposedDecode(Exposed):
+    def _register(self, registry: CollectorRegistry) -> None:
+        self.requests = RequestMetrics(registry)
+        self.speculation = SpeculationMetrics(registry)
+
+
+class ExposedPrefill(Exposed):
+    def _register(self, registry: CollectorRegistry) -> None:
+        self.handoff = HandoffMetrics(registry)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Decode:
+    """A decode service's answers to GetLoad."""
+
+    def __init__(self, load: InferenceLoad | None = None) -> None:
+        self.answer = load
+        self.is_closed = False
+
+    async def load(self) -> InferenceLoad:
+        if self.answer is None:
+            raise Unavailable("connection refused")
+        return self.answer
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Names:
+    """What names mean now."""
+
+    def __init__(self, **addresses: Sequence[str]) -> None:
+        self.addresses = dict(addresses)
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        if host not in self.addresses:
+            raise OSError("no such name")
+        return self.addresses[host]
+
+
+async def numeric(host: str, port: int) -> Sequence[str]:
+    return (f"{host}:{port}",)
+
+
+def sampler(
+    clock: Clock,
+    metrics: Sequence[str] = (),
+    decode: Sequence[str] = (),
+    *,
+    resolve: Callable[[str, int], Awaitable[Sequence[str]]] = numeric,
+    open_client: Callable[[Address], Decode] = lambda address: Decode(),
+    timeout_s: float = 5.0,
+) -> Sampler:
+    return Sampler(
+        metrics_targets=metrics,
+        decode_targets=decode,
+        open_client=open_client,
+        resolve=resolve,
+        interval_s=2.0,
+        window_s=60.0,
+        timeout_s=timeout_s,
+        clock=clock,
+    )

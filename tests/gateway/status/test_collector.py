@@ -1,0 +1,89 @@
+"""Sampling goes on while somebody looks, once for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway.status.collector import StatusCollector
+from tests.gateway.status.scene import Clock, Decode
+
+
+class Rounds:
+    """Counts rounds by their look-ups, and lets each pause end when the test says so."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.num_rounds = 0
+        self.paused = asyncio.Event()
+        self._go_on = asyncio.Event()
+        self.client = Decode()
+        self.collector = StatusCollector(
+            metrics_targets=[],
+            decode_targets=["decode:50051"],
+            open_client=lambda address: self.client,
+            resolve=self._resolve,
+            clock=self.clock,
+            pause=self._pause,
+        )
+
+    async def next_round(self, after_s: float) -> None:
+        """The pause that was begun ends; return at the next one, or at the sampling's end."""
+        await self.paused.wait()
+        self.paused.clear()
+        self.clock.now_s += after_s
+        self._go_on.set()
+
+    async def _resolve(self, host: str, port: int) -> Sequence[str]:
+        self.num_rounds += 1
+        return ["10.0.0.1:50051"]
+
+    async def _pause(self, seconds: float) -> None:
+        self.paused.set()
+        await self._go_on.wait()
+        self._go_on.clear()
+
+
+async def test_nothing_is_sampled_before_somebody_looks() -> None:
+    rounds = Rounds()
+    await asyncio.sleep(0)
+    assert (rounds.num_rounds, rounds.collector.is_sampling) == (0, False)
+
+
+async def test_many_viewers_share_one_sampling() -> None:
+    rounds = Rounds()
+    for _ in range(10):
+        rounds.collector.look()
+    await rounds.paused.wait()
+    assert rounds.num_rounds == 1
+    assert rounds.collector.look().age_s == 0
+    await rounds.collector.close()
+
+
+async def test_sampling_ends_with_its_connections_once_nobody_has_looked_for_a_while_and_begins_again() -> None:
+    rounds = Rounds()
+    rounds.collector.look()
+    await rounds.next_round(after_s=29)
+    await rounds.paused.wait()
+    assert rounds.num_rounds == 2
+    await rounds.next_round(after_s=1)
+    for _ in range(100):  # turns of the loop, in which connections are closed
+        await asyncio.sleep(0)
+    assert not rounds.collector.is_sampling
+    assert rounds.num_rounds == 2
+    assert rounds.client.is_closed
+
+    assert rounds.collector.look().age_s is None
+    await rounds.paused.wait()
+    assert rounds.num_rounds == 3
+    await rounds.collector.close()
+
+
+async def test_closing_ends_the_sampling() -> None:
+    rounds = Rounds()
+    rounds.collector.look()
+    await rounds.paused.wait()
+    await rounds.collector.close()
+    await rounds.collector.close()
+    assert rounds.client.is_closed
+    assert not rounds.collector.is_sampling

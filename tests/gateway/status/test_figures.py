@@ -1,0 +1,140 @@
+"""Known counts at real endpoints give the right figures."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from common.telemetry.step_stats import SpeculationStats, StepStats
+from common.wire.handoff import KvSegment, PrebuiltBatch
+from gateway.status.histogram import Histogram, merge
+from gateway.status.sampler import Sampler
+from tests.gateway.status.scene import Clock, ExposedDecode, ExposedPrefill, sampler
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def pair(clock: Clock) -> AsyncIterator[tuple[Sampler, ExposedDecode, ExposedPrefill]]:
+    with ExposedDecode() as decode, ExposedPrefill() as prefill:
+        sampling = sampler(clock, [decode.address, prefill.address])
+        yield sampling, decode, prefill
+        await sampling.close()
+
+
+async def test_rates_are_what_was_counted_over_the_time_that_passed(
+    clock: Clock, pair: tuple[Sampler, ExposedDecode, ExposedPrefill]
+) -> None:
+    sampling, decode, prefill = pair
+    decode.requests.output_tokens.inc(500)  # before anybody looked
+    await sampling.sample()
+    decode.requests.output_tokens.inc(100)
+    decode.requests.prompt_tokens.inc(40)
+    decode.requests.handoff_bytes.inc(3000)
+    for outcome in ("eos", "eos", "deadline"):
+        decode.requests.requests.labels(outcome).inc()
+    two = np.array([0, 1], np.int64)
+    prefill.handoff.on_frames(
+        [
+            KvSegment(0, "target", 0, 1, 0, 1, b"x" * 4000),
+            PrebuiltBatch(two, two, two, {"target": two}, np.array([0.25, 0.5]), np.array([1.0, 2.0]), (None, None)),
+        ]
+    )
+    prefill.engine.on_step(StepStats(batch_size=2, num_tokens=80, step_s=0.25))
+    clock.now_s += 4
+    await sampling.sample()
+
+    seen = sampling.snapshot()
+    assert seen.window_s == 4
+    assert seen.pair.output_tokens_per_s == 25
+    assert seen.pair.prompt_tokens_per_s == 10
+    assert seen.pair.requests_per_s == 0.75
+    assert seen.pair.outcomes == {"deadline": 1, "eos": 2}
+    assert (seen.pair.handoff_sent_bytes_per_s, seen.pair.handoff_received_bytes_per_s) == (1000, 750)
+    assert [(rate.age_s, rate.tokens_per_s) for rate in seen.pair.token_rates] == [(0, 25)]
+    assert [service.role for service in seen.services] == ["decode", "prefill"]
+    of_prefill = seen.services[1].figures
+    assert (of_prefill.prompt_tokens_per_s, of_prefill.batch_size_mean, of_prefill.step_mean_s) == (20, 2, 0.25)
+    assert seen.pair.phases["prefill_replica_prefill"].num_observed == 2
+    assert seen.pair.phases["prefill"].num_observed == 0
+
+
+async def test_pools_and_queues_are_those_of_the_last_sample(
+    clock: Clock, pair: tuple[Sampler, ExposedDecode, ExposedPrefill]
+) -> None:
+    sampling, _, _ = pair
+    await sampling.sample()
+
+    decode, prefill = sampling.snapshot().services
+    assert decode.rows is not None
+    rows = decode.rows
+    assert (rows.free, rows.reserved, rows.transferring, rows.running, rows.quarantined) == (4, 1, 1, 1, 1)
+    assert decode.kv_slots is not None
+    assert (decode.kv_slots.free, decode.kv_slots.running) == (60, 4)
+    assert (decode.num_queued, decode.num_running, prefill.unsent_kv_bytes) == (5, 1, 11)
+    assert decode.figures.output_tokens_per_s is None, "one sample has no rate"
+    assert decode.figures.phases["queue"].p50_s is None
+
+
+async def test_quantiles_are_interpolated_within_their_bucket_and_over_services(clock: Clock) -> None:
+    with ExposedDecode() as first, ExposedDecode() as second:
+        sampling = sampler(clock, [first.address, second.address])
+        first.requests.phases["queue"].observe(30)  # before the window
+        await sampling.sample()
+        for _ in range(50):
+            first.requests.phases["queue"].observe(0.2)  # in 0.1 to 0.25
+            second.requests.phases["queue"].observe(0.4)  # in 0.25 to 0.5
+        clock.now_s += 2
+        await sampling.sample()
+        queue = sampling.snapshot().pair.phases["queue"]
+        await sampling.close()
+
+    assert queue.num_observed == 100
+    assert queue.p50_s == pytest.approx(0.25)
+    assert queue.p99_s == pytest.approx(0.25 + 0.25 * 49 / 50)
+
+
+def test_what_lies_above_the_last_bound_is_that_bound() -> None:
+    assert Histogram(((1.0, 0), (float("inf"), 5)), 50).quantile(0.5) == 1
+    assert merge([]).quantile(0.5) is None
+
+
+async def test_acceptance_is_of_drafts_and_by_position(
+    clock: Clock, pair: tuple[Sampler, ExposedDecode, ExposedPrefill]
+) -> None:
+    sampling, decode, _ = pair
+    await sampling.sample()
+    assert sampling.snapshot().pair.acceptance is None
+    decode.requests.drafted_tokens.inc(40)
+    decode.requests.accepted_tokens.inc(10)
+    for position, accepted in (("1", 8), ("2", 2), ("10", 0)):
+        decode.requests.drafted_at.labels(position).inc(20)
+        decode.requests.accepted_at.labels(position).inc(accepted)
+    decode.speculation.on_step(StepStats(2, 8, 0.1, SpeculationStats(4, (2, 5), 0.01, 0.01, 0.01)))
+    clock.now_s += 2
+    await sampling.sample()
+
+    acceptance = sampling.snapshot().pair.acceptance
+    assert acceptance is not None
+    assert (acceptance.acceptance, acceptance.accept_length) == (0.25, 3.5)
+    assert acceptance.by_position == (0.4, 0.1, 0)
+
+
+async def test_what_is_older_than_the_window_is_forgotten(
+    clock: Clock, pair: tuple[Sampler, ExposedDecode, ExposedPrefill]
+) -> None:
+    sampling, decode, _ = pair
+    await sampling.sample()
+    decode.requests.output_tokens.inc(100)
+    for _ in range(3):
+        clock.now_s += 29
+        await sampling.sample()
+
+    seen = sampling.snapshot()
+    assert seen.window_s == 58
+    assert seen.pair.output_tokens_per_s == 0

@@ -1,0 +1,78 @@
+"""The page over HTTP. In a browser it is looked at by hand: docs/status.md."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import AsyncIterator
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+
+from gateway.status.collector import StatusCollector
+from gateway.status.routes import status_routes
+from tests.gateway.status.scene import Decode, ExposedDecode, numeric
+
+
+@pytest.fixture
+async def viewer() -> AsyncIterator[httpx2.AsyncClient]:
+    with ExposedDecode() as decode:
+        collector = StatusCollector(
+            metrics_targets=[decode.address],
+            decode_targets=["10.0.0.1:50051"],
+            open_client=lambda address: Decode(),
+            resolve=numeric,
+        )
+        transport = httpx2.ASGITransport(app=Starlette(routes=status_routes(collector)))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            yield client
+        await collector.close()
+
+
+def inline(kind: str, page: str) -> str:
+    (text,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+    return str(text)
+
+
+async def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(viewer: httpx2.AsyncClient) -> None:
+    answer = await viewer.get("/")
+
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for kind in ("script", "style"):
+        digest = hashlib.sha256(inline(kind, answer.text).encode()).digest()
+        assert policy[f"{kind}-src"] == f"'sha256-{base64.b64encode(digest).decode()}'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert answer.headers["cache-control"] == "no-store"
+
+
+async def test_the_page_is_whole_by_itself(viewer: httpx2.AsyncClient) -> None:
+    page = (await viewer.get("/")).text
+
+    assert set(re.findall(r"https?://[^\s\"'`]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert re.findall(r"<[^>]+\s(?:on\w+|style)=", page) == []
+    assert "innerHTML" not in page and "insertAdjacentHTML" not in page and "document.write" not in page
+
+
+async def test_every_element_that_the_script_asks_for_is_there(viewer: httpx2.AsyncClient) -> None:
+    page = (await viewer.get("/")).text
+    asked = set(re.findall(r'byId\("([\w-]+)"\)', inline("script", page)))
+
+    assert asked
+    assert asked <= set(re.findall(r'\sid="([\w-]+)"', page))
+    assert set(re.findall(r'aria-labelledby="([\w-]+)"', page)) <= set(re.findall(r'\sid="([\w-]+)"', page))
+
+
+async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx2.AsyncClient) -> None:
+    figures = (await viewer.get("/status.json")).json()
+    assert figures["age_s"] is None, "a look returns at once"
+    assert set(figures) == {"interval_s", "age_s", "window_s", "num_left_out", "pair", "services", "decode"}
+
+    script = inline("script", (await viewer.get("/")).text)
+    assert set(re.findall(r"\bpair\.(\w+)", script)) <= set(figures["pair"])
+    assert set(re.findall(r"\bshown\.(\w+)", script)) <= set(figures)
+    phases = set(re.findall(r'^  \["(\w+)", "', script, re.MULTILINE))
+    assert phases == set(figures["pair"]["phases"])

@@ -1,0 +1,169 @@
+"""Targets that restart, vanish, multiply, or answer with anything but metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
+from common.telemetry.exposition import MetricsServer
+from gateway.status.exposition import parse_exposition
+from gateway.status.increase import Increase
+from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
+from tests.gateway.status.scene import Clock, Decode, ExposedDecode, Names, sampler
+
+POOL = PoolLoad(total=8, free=8, reserved=0, transferring=0, running=0, quarantined=0)
+REPLICAS = (PrefillReplica("p:1", True, 3, ""), PrefillReplica("p:2", False, 0, "connection refused"))
+LOAD = InferenceLoad("d1", POOL, POOL, 0, 2, 7, REPLICAS, 0, 0)
+
+
+def test_counters_of_a_process_that_replaced_another_began_at_nothing() -> None:
+    before = parse_exposition(
+        "# TYPE baton_a_total counter\nbaton_a_total 100\n# TYPE baton_b_total counter\nbaton_b_total 1\n"
+    )
+    after = parse_exposition(
+        "# TYPE baton_a_total counter\nbaton_a_total 7\n# TYPE baton_b_total counter\nbaton_b_total 5\n"
+    )
+
+    increase = Increase.between(before, after)
+
+    assert (increase.total("baton_a_total"), increase.total("baton_b_total")) == (7, 5)
+
+
+async def test_a_target_that_is_gone_says_why_and_the_others_go_on() -> None:
+    clock = Clock()
+    with ExposedDecode() as stays, ExposedDecode() as leaves:
+        sampling = sampler(clock, [leaves.address, stays.address])
+        await sampling.sample()
+        leaves.requests.output_tokens.inc(10)
+        clock.now_s += 2
+        await sampling.sample()
+        gone = leaves.address
+        leaves.__exit__(None, None, None)
+        clock.now_s += 2
+        await sampling.sample()
+        left, stayed = sampling.snapshot().services
+        leaves.__enter__()
+        await sampling.close()
+
+    assert (left.address, left.is_reachable, left.rows) == (gone, False, None)
+    assert left.reason
+    assert left.figures.output_tokens_per_s == 2.5, "what it had done, over the time until now"
+    assert stayed.is_reachable
+
+
+async def test_every_address_behind_a_name_is_a_service_and_leaves_with_it() -> None:
+    with ExposedDecode() as first, ExposedDecode() as second:
+        names = Names(decode=sorted([first.address, second.address]))
+        clock = Clock()
+        sampling = sampler(clock, ["decode:9100"], resolve=names)
+        await sampling.sample()
+        assert [each.address for each in sampling.snapshot().services] == sorted([first.address, second.address])
+
+        clock.now_s += 2
+        names.addresses["decode"] = [second.address]
+        await sampling.sample()
+        assert [each.address for each in sampling.snapshot().services] == [second.address]
+
+        del names.addresses["decode"]
+        await sampling.sample()
+        (unknown,) = sampling.snapshot().services
+        assert (unknown.target, unknown.address, unknown.is_reachable) == ("decode:9100", "", False)
+        assert "no such name" in unknown.reason
+        await sampling.close()
+
+
+async def test_a_look_up_that_hangs_is_not_begun_again() -> None:
+    asked = []
+
+    async def hangs(host: str, port: int) -> Sequence[str]:
+        asked.append(host)
+        return await asyncio.Future[Sequence[str]]()
+
+    sampling = sampler(Clock(), ["decode:9100"], resolve=hangs, timeout_s=0.01)
+    await sampling.sample()
+    await sampling.sample()
+    assert asked == ["decode"]
+    await sampling.close()
+
+
+async def test_decode_services_say_whom_they_reach() -> None:
+    clients = {"10.0.0.1:50051": Decode(LOAD), "10.0.0.2:50051": Decode()}
+    names = Names(decode=list(clients))
+    sampling = sampler(Clock(), [], ["dns:///decode:50051"], resolve=names, open_client=lambda a: clients[a.numeric])
+    await sampling.sample()
+
+    ready, refused = sampling.snapshot().decode
+    assert [(each.address, each.is_ready, each.num_rows) for each in ready.prefill_replicas] == [
+        ("p:1", True, 3),
+        ("p:2", False, 0),
+    ]
+    assert ready.prefill_replicas[1].reason == "connection refused"
+    assert (refused.is_reachable, refused.reason) == (False, "connection refused")
+
+    names.addresses["decode"] = ["10.0.0.1:50051"]
+    await sampling.sample()
+    assert clients["10.0.0.2:50051"].is_closed
+    await sampling.close()
+    assert clients["10.0.0.1:50051"].is_closed
+
+
+@asynccontextmanager
+async def answering(answer: bytes, *, ends: bool = True) -> AsyncIterator[str]:
+    handlers: list[asyncio.Task[None]] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handlers.append(task)
+        with suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            if not ends:
+                await reader.read()  # until the other side leaves
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await asyncio.gather(*handlers)
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "answered 404"),
+        (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n", "answered 302"),
+        (OK + b"baton_x 1\n" * (MAX_BYTES // 10 + 1), "more than 262144 bytes"),
+        (OK + b"<html>no</html>\n", "not Baton's metrics"),
+        (OK + b"other_metric 1\n", "no metric begins with baton_"),
+        (OK + b"baton_rows NaN\n", "baton_rows is nan"),
+        (OK + b"\xff\xfe\n", "not Baton's metrics"),
+        (b"garbage\r\n\r\n", "illegal"),
+    ],
+)
+async def test_what_is_not_metrics_is_refused_with_the_reason(answer: bytes, reason: str) -> None:
+    async with answering(answer) as address, Scraper(timeout_s=5) as scraper:
+        with pytest.raises(ScrapeFailed, match=reason):
+            await scraper.scrape(address)
+
+
+async def test_a_target_that_never_ends_its_answer_is_left() -> None:
+    async with answering(OK + b"baton_rows 1\n", ends=False) as address, Scraper(timeout_s=0.05) as scraper:
+        with pytest.raises(ScrapeFailed, match=r"no whole answer within 0\.05 s"):
+            await scraper.scrape(address)
+
+
+async def test_an_endpoint_of_somebody_else_is_no_service() -> None:
+    with MetricsServer("127.0.0.1:0", CollectorRegistry()) as server:
+        async with Scraper(timeout_s=5) as scraper:
+            with pytest.raises(ScrapeFailed, match="no metric begins"):
+                await scraper.scrape(f"127.0.0.1:{server.port}")
