@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="under load, before the picture")
     parser.add_argument("--more", type=Path, metavar="DIRECTORY", help="a dark and a narrow picture too, into here")
     args = parser.parse_args()
-    pictures = [(PICTURE, "1100,1400", ())]
+    pictures: list[tuple[Path, str, tuple[str, ...]]] = [(PICTURE, "1100,1400", ())]
     if args.more:
         pictures += [
             (args.more / "dark.png", "1024,1500", ("--blink-settings=preferredColorScheme=0",)),
@@ -72,13 +72,13 @@ def serve_pair() -> Iterator[Served]:
     """Two prefill services and a decode service, each with a metrics address of its own."""
     metrics = tuple(f"127.0.0.1:{port}" for port in _free_ports(3))
     with ExitStack() as stack:
-        prefill = []
+        prefill: list[str] = []
         for address in metrics[:2]:
             arguments = (*SHARED_ARGS, f"--metrics-listen={address}")
             alone = stack.enter_context(LocalPair(num_decode=0, prefill_args=arguments))
             prefill += alone.prefill_addresses
-        arguments = (*SHARED_ARGS, f"--metrics-listen={metrics[2]}", f"--prefill={','.join(prefill)}")
-        decode = stack.enter_context(LocalPair(num_prefill=0, decode_args=arguments))
+        known = (*SHARED_ARGS, f"--metrics-listen={metrics[2]}", f"--prefill={','.join(prefill)}")
+        decode = stack.enter_context(LocalPair(num_prefill=0, decode_args=known))
         yield Served(decode.decode_addresses[0], metrics)
 
 
