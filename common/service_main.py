@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
+from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.config.load import load_settings
@@ -22,6 +23,7 @@ from common.openmp import spin_briefly
 from common.process_exit import EXIT_CONFIG, EXIT_ENGINE_LOST, EXIT_OK, EXIT_STARTUP, exit_on_termination
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.logs import configure_logs
+from common.telemetry.tracing import NO_TRACER, process_tracer
 
 if TYPE_CHECKING:
     from common.runtime import Runtime
@@ -38,6 +40,7 @@ class Process:
     instance_id: str
     runtime: Runtime
     registry: CollectorRegistry
+    tracer: Tracer = NO_TRACER
 
 
 Serve = Callable[[SettingsT, Process], Awaitable[None]]
@@ -63,8 +66,12 @@ def run_service(
                 from common.runtime import open_runtime
 
                 serve = import_serve()
-            process = Process(instance_id=instance_id, runtime=open_runtime(settings), registry=CollectorRegistry())
-            with MetricsServer(settings.metrics_listen, process.registry):
+            runtime, registry = open_runtime(settings), CollectorRegistry()
+            with (
+                MetricsServer(settings.metrics_listen, registry),
+                process_tracer(settings, service=program, instance_id=instance_id) as tracer,
+            ):
+                process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
                 asyncio.run(_serve(serve, settings, process))
         except ConfigError as error:
             print(f"{program}: {error}", file=sys.stderr)

@@ -20,10 +20,12 @@ from decode_service.messages import (
     Event,
     Replica,
     SegmentsLanded,
+    Stage,
     StartHandoff,
 )
 from decode_service.request import Phase, Request
 from decode_service.schedule_batch import ReadyRows
+from decode_service.stages import StageLog
 from decode_service.waiting_queue import ReplicaSet, WaitingQueue
 
 _HEADROOM_TOKENS = 16
@@ -48,6 +50,7 @@ class PrefillDispatcher:
         unavailable_timeout_s: float,
         clock: Callable[[], float],
         post: Callable[[Event], None],
+        stages: StageLog,
         fail: Callable[[Request, BatonError], None],
     ) -> None:
         self._pool = pool
@@ -56,6 +59,7 @@ class PrefillDispatcher:
         self._unavailable_timeout_s = unavailable_timeout_s
         self._clock = clock
         self._post = post
+        self._stages = stages
         self._fail = fail
         self._waiting = WaitingQueue()
         self._replicas = ReplicaSet(clock())
@@ -84,7 +88,9 @@ class PrefillDispatcher:
 
     def take_back(self, req: Request) -> None:
         """Cancel a handoff under way; the request waits again."""
-        req.clock.close("prefill_s", self._clock())
+        now_s = self._clock()
+        req.clock.close("prefill_s", now_s)
+        self._stages.waits_again(req, now_s, was_retracted=True)
         self.forget(req)
         self.requeue(req)
 
@@ -120,6 +126,8 @@ class PrefillDispatcher:
         now_s = self._clock()
         for req in landed.arrived:
             req.clock.close("prefill_s", now_s)
+            if req.phase is Phase.HANDED_OFF:  # else it ended, or was lost after all, since the frame came
+                self._stages.began(req, Stage.TRANSFER, now_s)
         self._handle_lost(landed.lost)
         for call_id, num_bytes in landed.freed_bytes:
             self._post(SegmentsLanded(call_id, num_bytes))
@@ -129,6 +137,7 @@ class PrefillDispatcher:
                 req.num_failures = 0
                 req.refused_since_s = None
                 req.clock.close("transfer_s", now_s)
+                self._stages.began(req, Stage.BOOTSTRAP, now_s)
         return landed.ready
 
     def hand_off(self) -> None:
@@ -179,6 +188,7 @@ class PrefillDispatcher:
             self._waiting.remove(req)
             req.phase = Phase.HANDED_OFF
             req.clock.close("queue_s", now_s)
+            self._stages.handed_off(req, now_s, replica=replica, attempt=req.num_attempts)
             rows.append(
                 HandoffRow(
                     request_id=req.request_id,
@@ -228,6 +238,7 @@ class PrefillDispatcher:
             req.avoid_replica = row.replica
             req.not_before_s = now_s + min(row.retry_after_s, self._unavailable_timeout_s)
             req.clock.close("prefill_s", now_s)
+            self._stages.waits_again(req, now_s, lost=str(row.error))
             self.requeue(req)
 
     def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:

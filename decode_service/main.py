@@ -128,6 +128,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             observer=observer,
             executor=executor,
             client_stall_timeout_s=settings.client_stall_timeout_s,
+            tracer=process.tracer,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
         engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)

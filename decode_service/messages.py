@@ -14,7 +14,10 @@ from common.wire.handoff import Frame, HandoffRow
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A validated request. `token_ids` past `prompt_len` are output an earlier stream delivered."""
+    """A validated request. `token_ids` past `prompt_len` are output an earlier stream delivered.
+
+    StageBegan is told of it only with `is_traced`.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -24,6 +27,7 @@ class Submit:
     deadline_unix_ms: int = 0
     traceparent: str = ""
     wants_drafts: bool = True
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,35 @@ class FinishReason(Enum):
     STOP_TOKEN = "stop_token"
     STOP_STRING = "stop_string"
     LENGTH = "length"
+
+
+class Stage(Enum):
+    """What a request is in, one after the other. It may come back to an earlier one."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"  # handed to a replica, until that says that it has computed all
+    TRANSFER = "transfer"  # until its KV is in the pool; most of it came during PREFILL
+    BOOTSTRAP = "bootstrap"  # until it is in the batch and its first token is out
+    FIRST_DECODE = "first_decode"  # until its first decode step has ended
+    DECODE = "decode"
+    DELIVERY = "delivery"  # the engine has finished it
+
+
+@dataclass(frozen=True, slots=True)
+class StageBegan:
+    """A traced request's stage, which ends the one before it. `at_s` is by the engine's clock.
+
+    `replica` and `attempt` are PREFILL's. `lost`: why the handoff before a QUEUE was lost; `was_retracted`: its slots
+    went to an older request.
+    """
+
+    request_id: str
+    stage: Stage
+    at_s: float
+    replica: str = ""
+    attempt: int = 0
+    lost: str = ""
+    was_retracted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +224,4 @@ class SegmentsLanded:
     num_bytes: int
 
 
-Event = Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded
+Event = StageBegan | Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded

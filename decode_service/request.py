@@ -100,6 +100,7 @@ class Request:
     deadline_unix_ms: int = 0
     traceparent: str = ""
     wants_drafts: bool = True
+    is_traced: bool = False
     phase: Phase = Phase.WAITING
     lease: RowLease | None = None
     num_in_flight: int = 0
@@ -127,6 +128,7 @@ class Request:
             deadline_unix_ms=submit.deadline_unix_ms,
             traceparent=submit.traceparent,
             wants_drafts=submit.wants_drafts,
+            is_traced=submit.is_traced,
             end_ids=frozenset(submit.sampling.end_token_ids),
         )
 

@@ -8,14 +8,18 @@ from common.kv.pool import KvPool
 from decode_service.dispatcher import PrefillDispatcher
 from decode_service.request import Phase, Request
 from decode_service.schedule_batch import ScheduleBatch
+from decode_service.stages import StageLog
 
 
 class Retraction:
     """Only the engine thread calls it."""
 
-    def __init__(self, *, pool: KvPool, dispatcher: PrefillDispatcher, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, pool: KvPool, dispatcher: PrefillDispatcher, stages: StageLog, clock: Callable[[], float]
+    ) -> None:
         self._pool = pool
         self._dispatcher = dispatcher
+        self._stages = stages
         self._clock = clock
         self.num_retractions = 0
 
@@ -32,7 +36,9 @@ class Retraction:
 
     def requeue(self, req: Request) -> None:
         """A retracted request that no step in flight carries any more."""
-        req.clock.close("decode_s", self._clock())
+        now_s = self._clock()
+        req.clock.close("decode_s", now_s)
+        self._stages.waits_again(req, now_s, was_retracted=True)
         self._dispatcher.requeue(req)
 
     def _num_coming(self, running: ScheduleBatch, requests: Collection[Request]) -> int:

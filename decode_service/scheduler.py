@@ -35,6 +35,7 @@ from decode_service.messages import (
     FinishReason,
     FrameArrived,
     ReplicasChanged,
+    Stage,
     Submit,
     Tokens,
 )
@@ -42,6 +43,7 @@ from decode_service.request import Phase, Request
 from decode_service.retraction import Retraction
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
 from decode_service.spec_info import SpecInfo
+from decode_service.stages import StageLog
 from decode_service.step_in_flight import RowResult, StepInFlight, first_token_payload
 from decode_service.worker_factory import new_worker
 
@@ -119,6 +121,7 @@ class DecodeEngine:
             wait_timeout_s=_STEP_TIMEOUT_S,
         )
         self._landing = LandingZone(device=device, pool=self.pool, vocab_size=model.vocab_size)
+        self._stages = StageLog(self._post)
         self._dispatcher = PrefillDispatcher(
             pool=self.pool,
             landing=self._landing,
@@ -126,9 +129,10 @@ class DecodeEngine:
             unavailable_timeout_s=prefill_timeout_s,
             clock=clock,
             post=self._post,
+            stages=self._stages,
             fail=self._fail,
         )
-        self._retraction = Retraction(pool=self.pool, dispatcher=self._dispatcher, clock=clock)
+        self._retraction = Retraction(pool=self.pool, dispatcher=self._dispatcher, stages=self._stages, clock=clock)
         self._requests: dict[str, Request] = {}
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
@@ -230,6 +234,7 @@ class DecodeEngine:
         req = self._requests.get(command.request_id)
         if req is None:
             return
+        self._stages.began(req, Stage.DELIVERY, self._clock())
         self._post(req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string))
         self._end(req)
 
@@ -282,6 +287,9 @@ class DecodeEngine:
                 req.lease.state = LeaseState.RUNNING
                 logprobs = part.columns.first_token_logprobs[entry]
                 self._append(req, RowResult((token,), logprobs=(logprobs,) if logprobs else ()))
+                if req.phase is Phase.RUNNING:
+                    stage = Stage.DECODE if req.has_decoded else Stage.FIRST_DECODE
+                    self._stages.began(req, stage, self._clock())
 
     # ---- launching and finishing --------------------------------------------------------------------------------
 
@@ -350,6 +358,8 @@ class DecodeEngine:
         now_s = self._clock()
         if step is not None:
             req.clock.close("decode_s" if req.has_decoded else "first_decode_s", now_s)
+            if not req.has_decoded:
+                self._stages.began(req, Stage.DECODE, now_s)
             req.has_decoded = True
         num_before = req.num_output
         ending = None
@@ -363,6 +373,7 @@ class DecodeEngine:
         self._post(Tokens(req.request_id, result.token_ids[:num_new], result.logprobs[:num_new]))
         if ending is not None:
             reason, stop_token_id = ending
+            self._stages.began(req, Stage.DELIVERY, now_s)
             self._post(req.finished(reason, req.num_output, stop_token_id=stop_token_id))
             self._end(req)
 

@@ -74,6 +74,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         model_limits=ModelLimits(vocab_size=runtime.model.vocab_size, max_context_tokens=runtime.max_context_tokens),
         instance_id=process.instance_id,
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
+        tracer=process.tracer,
     )
     server = PrefillServer(
         servicer=servicer,

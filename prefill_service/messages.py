@@ -9,10 +9,14 @@ from common.wire.handoff import Frame, HandoffRow
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A Handoff call whose fingerprint agreed. The engine answers each row with PrebuiltBatch or RowFailed."""
+    """A Handoff call whose fingerprint agreed. The engine answers each row with PrebuiltBatch or RowFailed.
+
+    RowStarted and ChunkComputed are told of `traced_rows` only.
+    """
 
     call_id: str
     rows: tuple[HandoffRow, ...]
+    traced_rows: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +63,32 @@ class CallDone:
     call_id: str
 
 
-Event = FrameReady | CallDone
+@dataclass(frozen=True, slots=True)
+class RowStarted:
+    """A traced row holds what its prompt needs: it is computed from now on. `at_s` is by the engine's clock."""
+
+    call_id: str
+    row: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkComputed:
+    """Tokens [`token_start`, `token_stop`) of a traced row, in a forward of `num_batch_rows` rows.
+
+    From when the forward could begin, which is the end of the one before it, to when its end was seen, by the engine's
+    clock.
+    """
+
+    call_id: str
+    row: int
+    token_start: int
+    token_stop: int
+    num_batch_rows: int
+    num_batch_tokens: int
+    start_s: float
+    end_s: float
+
+
+TracedEvent = RowStarted | ChunkComputed
+Event = FrameReady | CallDone | TracedEvent

@@ -25,6 +25,7 @@ class Prompt:
     index: int
     row: HandoffRow
     arrived_s: float
+    is_traced: bool = False
     phase: PromptPhase = PromptPhase.QUEUED
     lease: RowLease | None = None
     num_launched_tokens: int = 0

@@ -34,12 +34,14 @@ from prefill_service.chunk_batch import ChunkBatch, cut_chunks
 from prefill_service.messages import (
     CallDone,
     CancelCallRows,
+    ChunkComputed,
     CloseCall,
     Command,
     Drain,
     Event,
     FrameReady,
     OpenCall,
+    RowStarted,
     SegmentBytesSent,
 )
 from prefill_service.prompt import Prompt, PromptPhase
@@ -137,6 +139,7 @@ class PrefillEngine:
         self._outbox: list[Event] = []
         self._is_draining = False
         self._num_steps = 0
+        self._last_end_s = 0.0  # of the last forward that ended well
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -212,7 +215,8 @@ class PrefillEngine:
         assert command.call_id not in self._calls, "call ids are new"
         prompts = self._calls[command.call_id] = {}
         for index, row in enumerate(command.rows):
-            prompt = Prompt(command.call_id, index, row, arrived_s=self._clock())
+            is_traced = index in command.traced_rows
+            prompt = Prompt(command.call_id, index, row, arrived_s=self._clock(), is_traced=is_traced)
             prompts[index] = prompt
             if self._is_draining:
                 self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
@@ -240,6 +244,8 @@ class PrefillEngine:
             prompt.lease.state = LeaseState.RUNNING
             prompt.phase = PromptPhase.COMPUTING
             prompt.started_s = self._clock()
+            if prompt.is_traced:
+                self._outbox.append(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
             del self._queued[prompt]
             self._computing[prompt] = None
             self._unseeded[prompt] = None
@@ -292,8 +298,29 @@ class PrefillEngine:
                     self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)
                     self._end_call_if_done(chunk.prompt.call_id)
             return
+        now_s = self._clock()
+        self._post_traced_chunks(step, now_s)
+        self._last_end_s = now_s
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
+
+    def _post_traced_chunks(self, step: _StepInFlight, now_s: float) -> None:
+        batch = step.batch
+        for chunk in batch.chunks:
+            prompt = chunk.prompt
+            if prompt.is_traced and prompt.phase is not PromptPhase.ENDED:
+                self._outbox.append(
+                    ChunkComputed(
+                        call_id=prompt.call_id,
+                        row=prompt.index,
+                        token_start=chunk.start,
+                        token_stop=chunk.stop,
+                        num_batch_rows=len(batch.chunks),
+                        num_batch_tokens=batch.num_tokens,
+                        start_s=max(step.launched_s, self._last_end_s),
+                        end_s=now_s,
+                    )
+                )
 
     def _post_first_tokens(self, step: _StepInFlight) -> None:
         batch, computed = step.batch, step.computed.get()

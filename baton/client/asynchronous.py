@@ -16,6 +16,7 @@ from baton.client.channel import ChannelOptions, Tls, authorized
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
 from baton.client.target import target_and_options
+from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, error_from_rpc
 from baton.events import Completion, Event
@@ -30,6 +31,7 @@ class AsyncEventStream(AsyncIterator[Event]):
     def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
         self._generation = generation
         self._generate = generate
+        self._metadata = trace_metadata()  # of every call: the stream belongs to the span that began it
         self._is_closed = asyncio.Event()
         self._call: Any = None
         self._call = self._next_call()
@@ -80,7 +82,7 @@ class AsyncEventStream(AsyncIterator[Event]):
     def _next_call(self) -> Any:
         request, timeout_s = self._generation.next_call()
         try:
-            return self._generate(request, timeout=timeout_s)
+            return self._generate(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.UsageError as error:  # for a closed channel
             raise Cancelled(f"the client is closed: {error}") from None
 
@@ -148,7 +150,7 @@ class AsyncClient:
         """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
         `generated_token_ids` is output that an earlier stream of this request delivered: the new stream goes on
-        after it.
+        after it. The caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
         """
         request = generate_request(
             prompt=prompt,

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
+from baton.client.trace_context import Metadata
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_TIME_S = 60
 KEEPALIVE_TIMEOUT_S = 20
@@ -82,13 +84,16 @@ class _Authorized:
         self._metadata = (("authorization", f"Bearer {token}"),)
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.unary_unary(*args, **options), metadata=self._metadata)
+        return partial(self._call, self._channel.unary_unary(*args, **options))
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.unary_stream(*args, **options), metadata=self._metadata)
+        return partial(self._call, self._channel.unary_stream(*args, **options))
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.stream_stream(*args, **options), metadata=self._metadata)
+        return partial(self._call, self._channel.stream_stream(*args, **options))
+
+    def _call(self, method: Any, *args: Any, metadata: Metadata = (), **options: Any) -> Any:
+        return method(*args, metadata=(*self._metadata, *metadata), **options)
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -21,6 +21,14 @@ def _target(value: str) -> str:
     return str(DnsName.parse(value)) if is_dns_name(value) else _address(value)
 
 
+def _endpoint(value: str) -> str:
+    scheme, separator, address = value.partition("://")
+    if scheme not in ("http", "https") or not separator:
+        raise ValueError(f"{value!r} is not http://HOST:PORT or https://HOST:PORT")
+    _address(address.removesuffix("/"))
+    return value
+
+
 def _split_on_commas(value: Any) -> Any:
     """ "a,b", ["a,b", "c"] and ["a", "b", "c"] all name a list."""
     if not isinstance(value, str | list | tuple):
@@ -31,6 +39,7 @@ def _split_on_commas(value: Any) -> Any:
 
 Address = Annotated[str, AfterValidator(_address)]
 OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if value else value)]
+OptionalEndpoint = Annotated[str, AfterValidator(lambda value: _endpoint(value) if value else value)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_on_commas)]
 Targets = Annotated[tuple[Annotated[str, AfterValidator(_target)], ...], NoDecode, BeforeValidator(_split_on_commas)]
 Positive = Annotated[int, Field(ge=1)]

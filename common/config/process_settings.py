@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from common.config.fields import Address, NonNegativeSeconds, Ratio
+from common.config.fields import Address, NonNegativeSeconds, OptionalEndpoint, Ratio
 
 ENV_PREFIX = "BATON_"
 
@@ -24,7 +24,7 @@ class ProcessSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    otlp_endpoint: str = ""
+    otlp_endpoint: OptionalEndpoint = ""
     trace_sample_ratio: Ratio = 1.0
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from decode_service.messages import (
     Failed,
     Finished,
     SegmentsLanded,
+    StageBegan,
     StartHandoff,
     Tokens,
 )
@@ -52,7 +53,7 @@ class EventRouter:
     def _dispatch(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
-                case Tokens() | Finished() | Failed():
+                case StageBegan() | Tokens() | Finished() | Failed():
                     self._live_requests.dispatch(event)
                 case StartHandoff():
                     self._replicas.on_start(event)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -12,16 +11,18 @@ from typing import Any, Protocol, cast
 
 import grpc
 import structlog
+from opentelemetry.trace import Tracer
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.engine_thread import EnginePort
 from common.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, RequestCancelled
 from common.rpc_errors import abort_with
+from common.telemetry.tracing import NO_TRACER
 from common.tokenizer import PromptEncoder, TokenDecoder
 from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
-from decode_service.edge.observer import RequestObserver
+from decode_service.edge.observer import RequestObserver, client_left
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import (
     ChatPrompt,
@@ -32,14 +33,15 @@ from decode_service.edge.request_checks import (
     check_lengths,
     check_request,
 )
+from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.edge.responses import delta_event, finished_event, pool_load, started_event
+from decode_service.edge.span_attributes import ending_attributes, request_attributes, sampling_attributes
 from decode_service.messages import Command
 from decode_service.output import OutputProcessor
 
 _log = structlog.get_logger(__name__)
 
 INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -63,6 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         observer: RequestObserver,
         executor: Executor,
         client_stall_timeout_s: float,
+        tracer: Tracer = NO_TRACER,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._engine = engine
@@ -75,17 +78,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._observer = observer
         self._executor = executor
         self._client_stall_timeout_s = client_stall_timeout_s
+        self._traces = RequestTraces(tracer)
         self._unix_time = unix_time
 
     async def Generate(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
+        with self._traces.begin(context.invocation_metadata()) as trace:
+            await self._generate(request, context, trace)
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context, trace: RequestTrace) -> None:
         try:
             checked = check_request(request, self._limits)
-            live = self._live_requests.admit(checked.request_id)
+            live = self._live_requests.admit(checked.request_id, trace)
         except BatonError as error:
             self._observer.on_refused(error)
+            trace.failed(error)
             await abort_with(context, error)
+        trace.describe(lambda: request_attributes(checked, live.request_id, self._model_info.model))
         end: Ending | BatonError | None = None
         time_out = self._fail_at_deadline(live, context)
         try:
@@ -104,17 +114,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 time_out.cancel()
             self._live_requests.release(live)
             self._observer.on_end(live, end)
+            if not isinstance(end, Ending):
+                trace.failed(client_left() if end is None else end)
         if isinstance(end, BatonError):
             await abort_with(context, end)
+        trace.describe(partial(ending_attributes, end))
         try:
             await self._write(context, finished_event(end))
         except RequestCancelled as error:
+            trace.failed(error)
             await abort_with(context, error)
 
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context) -> Ending:
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
         prompt_token_ids = await self._encode(checked)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
+        live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
         output = await self._replay(
             partial(
                 OutputProcessor,
@@ -141,7 +156,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             sampling=sampling,
             choice_index=checked.choice_index,
             deadline_unix_ms=self._deadline_unix_ms(context),
-            traceparent=_traceparent(context),
             wants_drafts=checked.sampling.speculates,
         )
         await self._write(context, started_event(live.request_id, len(prompt_token_ids), sampling.seed))
@@ -150,6 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if isinstance(news, Ending):
                 return news
             await self._write(context, delta_event(news))
+            live.trace.output_written()
 
     async def _write(self, context: Context, event: inference_pb2.GenerateEvent) -> None:
         """Raises RequestCancelled when the client reads nothing for so long that it counts as gone."""
@@ -225,11 +240,3 @@ def _deadline_passed() -> DeadlineExceeded:
 
 def _remaining_s(context: Context) -> float | None:
     return cast("float | None", context.time_remaining())
-
-
-def _traceparent(context: Context) -> str:
-    """What is none is left out: it would travel with the row, whatever and however long it is."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
-            return value
-    return ""

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
+from decode_service.edge.request_trace import UNTRACED, RequestTrace
 from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts, Tokens
 from decode_service.output import OutputPiece, OutputProcessor, StopMatch
 
@@ -33,6 +34,7 @@ class LiveRequest:
 
     request_id: str
     engine_id: str
+    trace: RequestTrace = UNTRACED
     last_token_at_s: float | None = None  # kept for whoever measures
     is_done_in_engine: bool = False  # the engine has said its last word about it
     _output: OutputProcessor | None = None

@@ -14,12 +14,13 @@ from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, E
 from common.model.sampling_params import ResolvedSampling
 from decode_service.edge.live_request import LiveRequest
 from decode_service.edge.observer import RequestObserver
-from decode_service.messages import Abort, Command, Failed, FinishAtStop, Finished, Submit, Tokens
+from decode_service.edge.request_trace import UNTRACED, RequestTrace
+from decode_service.messages import Abort, Command, Failed, FinishAtStop, Finished, StageBegan, Submit, Tokens
 from decode_service.output import OutputProcessor
 
 _log = structlog.get_logger(__name__)
 
-RequestEvent = Tokens | Finished | Failed
+RequestEvent = StageBegan | Tokens | Finished | Failed
 
 
 class LiveRequests:
@@ -47,7 +48,7 @@ class LiveRequests:
     def is_draining(self) -> bool:
         return self._is_draining
 
-    def admit(self, request_id: str | None) -> LiveRequest:
+    def admit(self, request_id: str | None, trace: RequestTrace = UNTRACED) -> LiveRequest:
         """Raises Draining, EngineLost, DuplicateRequest or Overloaded. Each success needs one `release`."""
         if self._is_draining:
             raise Draining("the service is stopping")
@@ -61,7 +62,7 @@ class LiveRequests:
             request_id = engine_id = uuid.uuid4().hex
         else:
             engine_id = f"{request_id}#{next(self._serials)}"
-        live = LiveRequest(request_id, engine_id)
+        live = LiveRequest(request_id, engine_id, trace)
         self._by_request_id[request_id] = self._by_engine_id[engine_id] = live
         self._is_idle.clear()
         return live
@@ -76,13 +77,13 @@ class LiveRequests:
         sampling: ResolvedSampling,
         choice_index: int,
         deadline_unix_ms: int,
-        traceparent: str,
         wants_drafts: bool,
     ) -> None:
         """Hand it to the engine. Raises what it was ended with meanwhile."""
         if isinstance(live.ending, BatonError):
             raise live.ending
         live.begin(output, len(prompt_token_ids))
+        live.trace.submitted()
         self._engine.post(
             Submit(
                 request_id=live.engine_id,
@@ -91,8 +92,9 @@ class LiveRequests:
                 sampling=sampling,
                 choice_index=choice_index,
                 deadline_unix_ms=deadline_unix_ms,
-                traceparent=traceparent,
+                traceparent=live.trace.traceparent,
                 wants_drafts=wants_drafts,
+                is_traced=live.trace.is_recording,
             )
         )
         if not self._engine.is_alive:  # it died after `admit`, perhaps too early for `fail_all` to end this one
@@ -133,6 +135,8 @@ class LiveRequests:
 
     def _apply(self, live: LiveRequest, event: RequestEvent) -> None:
         match event:
+            case StageBegan():
+                live.trace.on_stage(event)
             case Tokens():
                 self._add_tokens(live, event)
             case Finished():

@@ -38,7 +38,7 @@ class RequestObserver:
     def on_end(self, live: LiveRequest, end: Ending | BatonError | None) -> None:
         """`end` is how its stream ended; None when the client left."""
         ending = end if isinstance(end, Ending) else None
-        error = None if ending else end or RequestCancelled("the client left")
+        error = None if ending else end or client_left()
         outcome = ending.reason.value if ending else error.reason.lower() if isinstance(error, BatonError) else ""
         self._metrics.requests.labels(outcome).inc()
         fields: dict[str, object] = {
@@ -47,6 +47,8 @@ class RequestObserver:
             "num_prompt_tokens": live.num_prompt_tokens,
             "num_output_tokens": live.num_output_tokens,
         }
+        if live.trace.trace_id:
+            fields["trace_id"] = live.trace.trace_id
         if ending:
             self._observe(ending)
             timings = ending.timings
@@ -74,6 +76,11 @@ class RequestObserver:
             ):
                 self._metrics.drafted_at.labels(position).inc(drafted)
                 self._metrics.accepted_at.labels(position).inc(accepted)
+
+
+def client_left() -> RequestCancelled:
+    """How a request ended whose stream was cancelled."""
+    return RequestCancelled("the client left")
 
 
 _LOGGED_S = ("queue_s", "prefill_s", "transfer_s", "first_decode_s", "decode_s")

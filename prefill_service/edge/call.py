@@ -10,7 +10,8 @@ from common.errors import BatonError
 from common.wire.codec_checks import ProtocolError
 from common.wire.handoff import Frame, KvSegment
 from prefill_service.edge.row_checks import RowNumbering
-from prefill_service.messages import CallDone, Event, FrameReady
+from prefill_service.edge.row_traces import RowTraces
+from prefill_service.messages import CallDone, ChunkComputed, Event, FrameReady, RowStarted
 
 CallError = BatonError | ProtocolError
 
@@ -21,9 +22,10 @@ class HandoffCall:
     The engine's send budget bounds them: it emits no segment beyond the bytes that were not yet sent.
     """
 
-    def __init__(self, call_id: str, numbering: RowNumbering) -> None:
+    def __init__(self, call_id: str, numbering: RowNumbering, traces: RowTraces) -> None:
         self.call_id = call_id
         self.numbering = numbering
+        self.traces = traces
         self._frames: deque[Frame] = deque()
         self._cancelled: set[int] = set()
         self._is_done = False
@@ -40,12 +42,17 @@ class HandoffCall:
                 self._frames.append(frame)
             case CallDone():
                 self._is_done = True
+            case RowStarted(row=row) | ChunkComputed(row=row):
+                self.traces.on_event(self.numbering.call_row(row), event)
+                return 0
         self._changed.set()
         return 0
 
     def cancel(self, rows: Iterable[int]) -> int:
         """Send no further segment of these rows, as the call numbers them. Returns the bytes that are dropped."""
+        rows = tuple(rows)
         self._cancelled.update(rows)
+        self.traces.on_cancelled(rows)
         num_bytes = sum(map(self._cancelled_bytes, self._frames))
         self._frames = deque(frame for frame in self._frames if not self._cancelled_bytes(frame))
         return num_bytes

@@ -47,6 +47,9 @@ class RowNumbering:
         self._call_rows = [index for index, row in enumerate(rows) if isinstance(row, HandoffRow)]
         self._engine_rows = {call_row: engine_row for engine_row, call_row in enumerate(self._call_rows)}
 
+    def call_row(self, engine_row: int) -> int:
+        return self._call_rows[engine_row]
+
     def for_engine(self, call_rows: Sequence[int]) -> tuple[int, ...]:
         """Rows that were refused are left out: they have ended."""
         return tuple(self._engine_rows[row] for row in call_rows if row in self._engine_rows)

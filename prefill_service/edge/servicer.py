@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import grpc
+from opentelemetry.trace import Tracer
 
 from baton.v1 import prefill_pb2, types_pb2
 from common.engine_thread import EnginePort
@@ -26,6 +27,7 @@ from common.errors import (
 )
 from common.load import PoolCounts
 from common.rpc_errors import abort_with
+from common.telemetry.tracing import NO_TRACER
 from common.wire.codec_checks import ProtocolError, require
 from common.wire.codec_commands import CancelRows, PrefillBatch, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
@@ -34,6 +36,7 @@ from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row
+from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import CancelCallRows, CloseCall, Command, Event, OpenCall, SegmentBytesSent
 
 HandoffContext = grpc.aio.ServicerContext[bytes, bytes]
@@ -66,6 +69,7 @@ class PrefillServicer:
         model_limits: ModelLimits,
         instance_id: str,
         limits: HandoffLimits,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._engine = engine
         self._fingerprint = fingerprint
@@ -73,6 +77,7 @@ class PrefillServicer:
         self._model_limits = model_limits
         self._instance_id = instance_id
         self._limits = limits
+        self._tracer = tracer
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, HandoffCall] = {}
         self._call_numbers = count()
@@ -130,24 +135,28 @@ class PrefillServicer:
     async def _serve(self, context: HandoffContext) -> None:
         self._require_engine()
         numbering = RowNumbering(self._checked_rows(await self._first_command(context)))
-        call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering)
+        call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering, RowTraces(self._tracer))
         if not numbering.accepted:
             await self._write_opening(context, call)
             return
         self._calls[call.call_id] = call
         self._require_engine_of(call)
-        self._engine.post(OpenCall(call.call_id, numbering.accepted))
+        traced = call.traces.begin((numbering.call_row(row), each) for row, each in enumerate(numbering.accepted))
+        self._engine.post(OpenCall(call.call_id, numbering.accepted, frozenset(numbering.for_engine(sorted(traced)))))
         commands = asyncio.create_task(self._follow_commands(context, call))
         is_complete = False
         try:
             await self._write_opening(context, call)
             while (frame := await call.next_frame()) is not None:
+                begun_s = call.traces.now_s()
                 await self._write(context, frame)
+                call.traces.on_frame(frame, begun_s)
                 if isinstance(frame, KvSegment):
                     self._engine.post(SegmentBytesSent(call.call_id, frame.num_bytes))
             is_complete = True
         finally:
             commands.cancel()
+            call.traces.close()
             del self._calls[call.call_id]
             if not is_complete:
                 self._engine.post(CloseCall(call.call_id))

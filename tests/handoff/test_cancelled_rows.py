@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from common.telemetry.tracing import NO_TRACER
 from common.wire.handoff import Frame
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import RowNumbering
+from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import CallDone, FrameReady
 from tests.handoff.samples import SEGMENT_BYTES, failed, row, segment
 
@@ -20,7 +22,7 @@ async def frames_of(call: HandoffCall) -> list[Frame]:
 
 
 async def test_segments_of_a_cancelled_row_are_dropped_whether_they_came_before_or_come_after() -> None:
-    call = HandoffCall(CALL_ID, RowNumbering([row("kept"), row("cancelled")]))
+    call = HandoffCall(CALL_ID, RowNumbering([row("kept"), row("cancelled")]), RowTraces(NO_TRACER))
     kept = [segment(0, 0), segment(0, 1), failed(1)]
     assert call.take(FrameReady(CALL_ID, kept[0])) == 0
     for place in range(3):
@@ -37,7 +39,7 @@ async def test_segments_of_a_cancelled_row_are_dropped_whether_they_came_before_
 
 async def test_rows_are_cancelled_by_the_receivers_numbers() -> None:
     """The engine does not know of a refused row, so that the rows after it have other numbers there."""
-    call = HandoffCall(CALL_ID, RowNumbering([failed(0), row("cancelled")]))
+    call = HandoffCall(CALL_ID, RowNumbering([failed(0), row("cancelled")]), RowTraces(NO_TRACER))
     call.take(FrameReady(CALL_ID, segment(0, 0)))
     assert call.cancel([1]) == SEGMENT_BYTES
     assert await frames_of(call) == []

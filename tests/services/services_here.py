@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from baton import errors
@@ -25,6 +26,7 @@ from common.errors import EngineLost
 from common.model.attention import ForwardInput
 from common.runtime import open_runtime
 from common.service_main import Process
+from common.telemetry.tracing import NO_TRACER
 from tests.support.faulty_target import FaultyTarget
 
 BOUND_S = 30.0
@@ -57,12 +59,13 @@ class Hang:
 
 @dataclass
 class ServiceHere:
-    """`terminated.set()` is what SIGTERM does. `serving` ends as `serve` does."""
+    """`terminated.set()` is what SIGTERM does. `serving` ends as `serve` does. Forwards of `model` fail as told."""
 
     client: AsyncClient
     ready_service: str
     serving: asyncio.Task[None]
     hang: Hang
+    model: FaultyTarget
     terminated: asyncio.Event
     threads: list[EngineThread[Any]] = field(default_factory=list)
 
@@ -88,7 +91,12 @@ class ServiceHere:
 
 @asynccontextmanager
 async def serving_here(
-    main: ModuleType, settings: ServiceSettings, ready_service: str, monkeypatch: pytest.MonkeyPatch
+    main: ModuleType,
+    settings: ServiceSettings,
+    ready_service: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[ServiceHere]:
     """The service whose `serve` is in `main`. What is left at the end ends as by SIGTERM."""
     terminated, hang = asyncio.Event(), Hang()
@@ -108,11 +116,12 @@ async def serving_here(
         instance_id=ready_service,
         runtime=dataclasses.replace(runtime, model=model),
         registry=CollectorRegistry(),
+        tracer=tracer,
     )
     serving = asyncio.create_task(main.serve(settings, process))
     try:
         async with AsyncClient(settings.listen) as client:
-            yield ServiceHere(client, ready_service, serving, hang, terminated, threads)
+            yield ServiceHere(client, ready_service, serving, hang, model, terminated, threads)
     finally:
         hang.release()
         terminated.set()

@@ -1,0 +1,54 @@
+"""Which trace something belongs to, and when it happened: W3C trace context, and the engine's clock as Unix time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanContext, get_current_span, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_W3C = TraceContextTextMapPropagator()
+_NAMES = ("traceparent", "tracestate")
+
+
+def context_of(headers: Iterable[tuple[str, str | bytes]]) -> Context:
+    """The context that `traceparent` and `tracestate` name; an empty one when they are absent or no trace's."""
+    carrier = {name: value for name, value in headers if name in _NAMES and isinstance(value, str)}
+    return _W3C.extract(carrier, context=Context()) if carrier else Context()
+
+
+def span_context_of(context: Context) -> SpanContext:
+    return get_current_span(context).get_span_context()
+
+
+def headers_of(span: Span) -> Mapping[str, str]:
+    """What makes `span` the parent elsewhere; nothing for a span that is in no trace."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, set_span_in_context(span, Context()))
+    return carrier
+
+
+def trace_id_of(span: Span) -> str:
+    """Empty for a span that is in no trace."""
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnixClock:
+    """Monotonic seconds, by which engines tell the time, as Unix nanoseconds: by one offset, so that spans of a trace
+    stay as far apart as they were, whatever is done to the wall clock meanwhile.
+    """
+
+    offset_ns: int
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(time.time_ns() - time.monotonic_ns())
+
+    def unix_ns(self, monotonic_s: float) -> int:
+        return self.offset_ns + round(monotonic_s * 1e9)

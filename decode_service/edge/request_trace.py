@@ -1,0 +1,139 @@
+"""One request's spans: Generate, and below it one for each stage, which together fill it.
+
+Generate ├ tokenize ┼ queue ┼ prefill ┼ transfer ┼ bootstrap ┼ first_decode ┼ decode ┼ delivery ┤
+                                                             ├ first_token ┤
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Self
+
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+
+from common.errors import BatonError
+from common.telemetry.trace_context import UnixClock, context_of, headers_of, trace_id_of
+from common.telemetry.tracing import NO_TRACER
+from decode_service.messages import Stage, StageBegan
+
+AttributeValue = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
+Attributes = Mapping[str, AttributeValue]
+
+
+class RequestTrace:
+    """Of a span that does not record, because tracing is off or the trace is not sampled, it keeps the context only.
+
+    As a context manager it ends what is open, and its last stage is where an error is shown. Event loop only.
+    """
+
+    def __init__(
+        self,
+        span: Span = INVALID_SPAN,
+        *,
+        tracer: Tracer = NO_TRACER,
+        unix_clock: UnixClock | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        start_s: float = 0.0,
+    ) -> None:
+        self._span = span
+        self._tracer = tracer
+        self._unix_clock = unix_clock or UnixClock(0)
+        self._clock = clock
+        self.is_recording = span.is_recording()
+        self.trace_id = trace_id_of(span)
+        self.traceparent = headers_of(span).get("traceparent", "")
+        self._error: Status | None = None
+        self._stage_start_s = start_s
+        self._stage: Span | None = self._child("tokenize", start_s) if self.is_recording else None
+        self._is_in_bootstrap = False
+        self._first_token_s: float | None = None  # out of the engine, and not yet written
+
+    def describe(self, attributes: Callable[[], Attributes]) -> None:
+        """`attributes` is not called for a span that does not record."""
+        if self.is_recording:
+            self._span.set_attributes(dict(attributes()))
+
+    def submitted(self) -> None:
+        """The engine gets it now."""
+        if self.is_recording:
+            self._begin(Stage.QUEUE, self._clock())
+
+    def on_stage(self, began: StageBegan) -> None:
+        if not self.is_recording or self._stage is None:
+            return
+        if began.lost:
+            self._stage.set_status(Status(StatusCode.ERROR, began.lost))
+        if began.was_retracted:
+            self._span.add_event("retracted", timestamp=self._unix_clock.unix_ns(began.at_s))
+        if self._is_in_bootstrap:
+            self._first_token_s = began.at_s
+        self._is_in_bootstrap = began.stage is Stage.BOOTSTRAP
+        self._begin(began.stage, began.at_s)
+        if began.stage is Stage.PREFILL:
+            self._stage.set_attributes({"baton.replica": began.replica, "baton.attempt": began.attempt})
+
+    def output_written(self) -> None:
+        """The client's stream has taken some output, and it may be the first."""
+        if self._first_token_s is not None:
+            span = self._child("first_token", self._first_token_s)
+            span.end(self._unix_clock.unix_ns(self._clock()))
+            self._first_token_s = None
+            self._is_in_bootstrap = False
+
+    def failed(self, error: BatonError) -> None:
+        if self.is_recording:
+            self._error = Status(StatusCode.ERROR, str(error))
+            self._span.set_attribute("error.type", error.reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_recording:
+            return
+        end_ns = self._unix_clock.unix_ns(max(self._clock(), self._stage_start_s))
+        for span in (self._stage, self._span):
+            if span is not None:
+                if self._error is not None:
+                    span.set_status(self._error)
+                span.end(end_ns)
+        self._stage = None
+
+    def _begin(self, stage: Stage, at_s: float) -> None:
+        """The edge and the engine tell the same time, but not in turn: no stage begins before the one before it."""
+        self._stage_start_s = at_s = max(at_s, self._stage_start_s)
+        if self._stage is not None:
+            self._stage.end(self._unix_clock.unix_ns(at_s))
+        self._stage = self._child(stage.value, at_s)
+
+    def _child(self, name: str, start_s: float) -> Span:
+        return self._tracer.start_span(
+            name, set_span_in_context(self._span), start_time=self._unix_clock.unix_ns(start_s)
+        )
+
+
+UNTRACED = RequestTrace()
+
+
+class RequestTraces:
+    """Begins one for each Generate call: a child of the span that its metadata names, or the root of a new trace."""
+
+    def __init__(self, tracer: Tracer, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tracer = tracer
+        self._clock = clock
+
+    def begin(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> RequestTrace:
+        context = context_of(metadata or ())
+        unix_clock, start_s = UnixClock.now(), self._clock()
+        span = self._tracer.start_span(
+            "Generate",
+            context,
+            kind=SpanKind.SERVER,
+            attributes={"rpc.system": "grpc", "rpc.service": "baton.v1.Inference", "rpc.method": "Generate"},
+            start_time=unix_clock.unix_ns(start_s),
+        )
+        return RequestTrace(span, tracer=self._tracer, unix_clock=unix_clock, clock=self._clock, start_s=start_s)

@@ -1,0 +1,147 @@
+"""Spans of a Handoff call's rows, each below the span that its request brought along.
+
+prefill_row ├ queue ┼ chunk ┼ chunk ┼ chunk ┤
+                            ├ send ────────────┤     its KV, from the first segment to the last byte that was taken
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+
+from common.telemetry.trace_context import UnixClock, context_of, span_context_of
+from common.wire.handoff import Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from prefill_service.messages import ChunkComputed, RowStarted, TracedEvent
+
+
+class RowTraces:
+    """Rows whose trace is sampled, by their number in the call; none begins a trace of its own. Event loop only.
+
+    A row's span ends when it has failed, was cancelled, or its last byte was taken; what is left at `close` broke off.
+    """
+
+    def __init__(self, tracer: Tracer, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tracer = tracer
+        self._clock = clock
+        self._unix_clock = UnixClock.now()
+        self._rows: dict[int, _RowTrace] = {}
+
+    def begin(self, rows: Iterable[tuple[int, HandoffRow]]) -> frozenset[int]:
+        """Returns the numbers of those that are traced."""
+        for number, row in rows:
+            if row.traceparent and (trace := self._begin(row)) is not None:
+                self._rows[number] = trace
+        return frozenset(self._rows)
+
+    def on_event(self, number: int, event: TracedEvent) -> None:
+        if (trace := self._rows.get(number)) is not None:
+            trace.on_event(event)
+
+    def on_frame(self, frame: Frame, taken_from_s: float) -> None:
+        """The stream has taken the frame, which it was given at `taken_from_s`."""
+        if not self._rows:
+            return
+        match frame:
+            case KvSegment(row=number):
+                if (trace := self._rows.get(number)) is not None:
+                    trace.sent(frame.num_bytes, taken_from_s, self._clock())
+                    self._end_if_sent(number)
+            case PrebuiltBatch():
+                for place, number in enumerate(frame.rows.tolist()):
+                    if (trace := self._rows.get(number)) is not None:
+                        trace.expect(sum(int(sizes[place]) for sizes in frame.bytes_sent.values()))
+                        self._end_if_sent(number)
+            case RowFailed(row=number, message=message):
+                self._fail((number,), message, frame.reason.name)
+
+    def on_cancelled(self, numbers: Iterable[int]) -> None:
+        self._fail(numbers, "cancelled by the decode service", "CANCELLED")
+
+    def close(self) -> None:
+        self._fail(tuple(self._rows), "the call ended before the row did", "CALL_ENDED")
+
+    def now_s(self) -> float:
+        return self._clock()
+
+    def _begin(self, row: HandoffRow) -> _RowTrace | None:
+        parent = context_of([("traceparent", row.traceparent)])
+        if not span_context_of(parent).trace_flags.sampled:
+            return None
+        start_s = self._clock()
+        span = self._tracer.start_span(
+            "prefill_row", parent, kind=SpanKind.SERVER, start_time=self._unix_clock.unix_ns(start_s)
+        )
+        if not span.is_recording():
+            return None
+        span.set_attributes(
+            {
+                "baton.request_id": row.request_id,
+                "baton.attempt": row.attempt,
+                "gen_ai.usage.input_tokens": len(row.token_ids),
+            }
+        )
+        return _RowTrace(span, self._tracer, self._unix_clock, start_s)
+
+    def _end_if_sent(self, number: int) -> None:
+        if self._rows[number].is_sent:
+            self._rows.pop(number).end(self._clock())
+
+    def _fail(self, numbers: Iterable[int], message: str, reason: str) -> None:
+        for number in numbers:
+            if (trace := self._rows.pop(number, None)) is not None:
+                trace.end(self._clock(), Status(StatusCode.ERROR, message), reason)
+
+
+class _RowTrace:
+    def __init__(self, span: Span, tracer: Tracer, unix_clock: UnixClock, start_s: float) -> None:
+        self._span = span
+        self._tracer = tracer
+        self._unix_clock = unix_clock
+        self._start_s = start_s
+        self._has_started = False
+        self._sending_s: tuple[float, float] | None = None
+        self._num_bytes = 0
+        self._num_expected_bytes: int | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        return self._num_bytes == self._num_expected_bytes
+
+    def on_event(self, event: TracedEvent) -> None:
+        match event:
+            case RowStarted():
+                self._has_started = True
+                self._child("queue", self._start_s, event.at_s, {})
+            case ChunkComputed():
+                tokens = {"baton.token_start": event.token_start, "baton.token_stop": event.token_stop}
+                batch = {"baton.batch.num_rows": event.num_batch_rows, "baton.batch.num_tokens": event.num_batch_tokens}
+                self._child("chunk", event.start_s, event.end_s, tokens | batch)
+
+    def sent(self, num_bytes: int, start_s: float, end_s: float) -> None:
+        self._num_bytes += num_bytes
+        self._sending_s = (self._sending_s[0] if self._sending_s else start_s, end_s)
+
+    def expect(self, num_bytes: int) -> None:
+        self._num_expected_bytes = num_bytes
+
+    def end(self, now_s: float, status: Status | None = None, error_type: str = "") -> None:
+        if not self._has_started:
+            self._child("queue", self._start_s, now_s, {})
+        if self._sending_s is not None:
+            self._child("send", *self._sending_s, {"baton.kv_bytes": self._num_bytes})
+        if status is not None:
+            self._span.set_status(status)
+            self._span.set_attribute("error.type", error_type)
+        self._span.end(self._unix_clock.unix_ns(now_s))
+
+    def _child(self, name: str, start_s: float, end_s: float, attributes: dict[str, int]) -> None:
+        """No child begins before the row does: the edge and the engine tell the same time, but not in turn."""
+        span = self._tracer.start_span(
+            name,
+            set_span_in_context(self._span),
+            attributes=attributes,
+            start_time=self._unix_clock.unix_ns(max(start_s, self._start_s)),
+        )
+        span.end(self._unix_clock.unix_ns(max(end_s, self._start_s)))
