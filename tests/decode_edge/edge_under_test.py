@@ -12,11 +12,13 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.serving import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.tracing import NO_TRACER
 from common.tokenizer import TextTokenizer
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
@@ -84,7 +86,11 @@ class Edge:
 
 @asynccontextmanager
 async def running_edge(
-    log: list[dict[str, Any]], *, tokens: Sequence[str] = (), limits: ServerLimits | None = None
+    log: list[dict[str, Any]],
+    *,
+    tokens: Sequence[str] = (),
+    limits: ServerLimits | None = None,
+    tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[Edge]:
     tokenizer = byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
@@ -108,6 +114,7 @@ async def running_edge(
         observer=observer,
         executor=executor,
         client_stall_timeout_s=0.2,
+        tracer=tracer,
     )
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
     server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)

@@ -39,6 +39,7 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     num_deliveries: int = 0
+    stages: list[decode.StageBegan] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: decode.Finished | None = None
     error: BatonError | None = None
@@ -197,11 +198,20 @@ class InProcessPair:
         prompt_len: int | None = None,
         choice_index: int = 0,
         wants_drafts: bool = True,
+        is_traced: bool = False,
     ) -> Outcome:
         """`token_ids` past `prompt_len` are output of an earlier stream."""
         prompt_len = prompt_len or len(token_ids)
         self._to_decode.append(
-            decode.Submit(request_id, tuple(token_ids), prompt_len, sampling, choice_index, wants_drafts=wants_drafts)
+            decode.Submit(
+                request_id,
+                tuple(token_ids),
+                prompt_len,
+                sampling,
+                choice_index,
+                wants_drafts=wants_drafts,
+                is_traced=is_traced,
+            )
         )
         self.outcomes[request_id] = Outcome()
         return self.outcomes[request_id]
@@ -333,9 +343,11 @@ class InProcessPair:
             case _:
                 self._deliver(event)
 
-    def _deliver(self, event: decode.Tokens | decode.Finished | decode.Failed) -> None:
+    def _deliver(self, event: decode.StageBegan | decode.Tokens | decode.Finished | decode.Failed) -> None:
         assert event.request_id not in self._aborted, f"an event after the abort: {event}"
         match event:
+            case decode.StageBegan():
+                self.outcomes[event.request_id].stages.append(event)
             case decode.Tokens(request_id, token_ids, logprobs):
                 self.outcomes[request_id].token_ids.extend(token_ids)
                 self.outcomes[request_id].num_deliveries += 1

@@ -1,0 +1,84 @@
+"""What the decode engine says of a traced request: every stage it comes to, also those it comes to again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from decode_service.messages import Stage, StageBegan
+from tests.conftest import MakePair
+from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
+from tests.support.pair import PairOptions
+
+PREFILLED = [Stage.PREFILL, Stage.TRANSFER, Stage.BOOTSTRAP]
+DECODED = [Stage.FIRST_DECODE, Stage.DECODE, Stage.DELIVERY]
+
+Tiny = Callable[[str], TargetModel]
+
+
+def sampling(max_tokens: int) -> ResolvedSampling:
+    return ResolvedSampling(seed=1, max_tokens=max_tokens)
+
+
+def names(stages: Sequence[StageBegan]) -> list[Stage]:
+    return [began.stage for began in stages]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_a_traced_request_tells_its_stages_in_order(overlap: bool, make_pair: MakePair, tiny_target: Tiny) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(overlap=overlap))
+    traced = pair.submit("traced", range(10, 40), sampling(6), is_traced=True)
+    other = pair.submit("other", range(10, 40), sampling(6))
+    pair.run()
+
+    assert names(traced.stages) == PREFILLED + DECODED
+    assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(traced.stages))
+    assert traced.stages[0].replica == "replica-0"
+    assert not other.stages
+    assert traced.finished is not None
+    timings = traced.finished.timings
+    by_stage = {began.stage: began.at_s for began in traced.stages}
+    assert by_stage[Stage.TRANSFER] - by_stage[Stage.PREFILL] == pytest.approx(timings.prefill_s)
+    assert by_stage[Stage.BOOTSTRAP] - by_stage[Stage.TRANSFER] == pytest.approx(timings.transfer_s)
+    assert by_stage[Stage.DECODE] - by_stage[Stage.BOOTSTRAP] == pytest.approx(timings.first_decode_s)
+    assert by_stage[Stage.DELIVERY] - by_stage[Stage.DECODE] == pytest.approx(timings.decode_s)
+
+
+def test_a_request_that_ends_with_its_first_token_never_decodes(make_pair: MakePair, tiny_target: Tiny) -> None:
+    pair = make_pair(tiny_target("llama"))
+    outcome = pair.submit("r", range(10, 40), sampling(1), is_traced=True)
+    pair.run()
+
+    assert names(outcome.stages) == [*PREFILLED, Stage.DELIVERY]
+
+
+def test_a_retracted_request_queues_again(make_pair: MakePair, tiny_target: Tiny) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(decode_tokens=96))
+    outcomes = [pair.submit(str(n), range(10, 30), sampling(48), is_traced=True) for n in range(4)]
+    pair.run()
+
+    assert pair.decode.load().num_retractions > 0
+    for outcome in outcomes:
+        assert outcome.finished is not None
+        again = [began for began in outcome.stages if began.stage is Stage.QUEUE]
+        assert len(again) == outcome.finished.timings.num_retractions
+        assert all(began.was_retracted and not began.lost for began in again)
+        assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(outcome.stages))
+        assert names(outcome.stages).count(Stage.PREFILL) == outcome.finished.timings.num_handoff_attempts
+        assert outcome.stages[-1].stage is Stage.DELIVERY
+
+
+def test_a_lost_handoff_tells_why_and_the_next_one_is_another_attempt(make_pair: MakePair, tiny_target: Tiny) -> None:
+    model = FaultyTarget(tiny_target("llama"))
+    model.fails = FailsFirst(lambda batch: not is_decode(batch))
+    pair = make_pair(model)
+    outcome = pair.submit("r", range(10, 40), sampling(6), is_traced=True)
+    pair.run()
+
+    assert names(outcome.stages) == [Stage.PREFILL, Stage.QUEUE, *PREFILLED, *DECODED]
+    assert "planted" in outcome.stages[1].lost and not outcome.stages[1].was_retracted
+    assert [began.attempt for began in outcome.stages if began.stage is Stage.PREFILL] == [0, 1]
