@@ -44,7 +44,7 @@ class SpanExport:
         # It says the same about each batch that it tries again; what matters is said here, once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
         self._flush_timeout_s = flush_timeout_s
-        self._exporter = _ToldOnce(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S), endpoint)
+        self._exporter = LoggedExporter(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S), endpoint)
         self._provider = TracerProvider(
             sampler=ParentBased(root=TraceIdRatioBased(sample_ratio)),
             resource=Resource.create(
@@ -72,7 +72,7 @@ class SpanExport:
             closing.join(self._flush_timeout_s)
 
 
-class _ToldOnce(SpanExporter):
+class LoggedExporter(SpanExporter):
     """Logs when a collector no longer takes spans, and when it takes them again; not each batch that is lost."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:

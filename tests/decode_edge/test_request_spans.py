@@ -1,0 +1,115 @@
+"""What the decode edge makes of a caller's trace."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from opentelemetry.trace import StatusCode
+from structlog.testing import capture_logs
+
+from baton.v1 import inference_pb2
+from common.errors import EngineFault
+from decode_service.messages import Failed, Finished, FinishReason, RequestTimings, SpeculationCounts, Tokens
+from tests.decode_edge.edge_under_test import Edge, events_of, running_edge
+from tests.decode_edge.fake_engine import until
+from tests.tracing.spans import EndedSpans
+
+CALLER = f"00-{'ab' * 16}-{'cd' * 8}-01"
+COUNTS = SpeculationCounts(2, 6, 3, drafted_at=(2, 2, 2), accepted_at=(2, 1, 0), draft_s=0.5)
+
+
+@pytest.fixture
+def spans() -> EndedSpans:
+    return EndedSpans()
+
+
+@pytest.fixture
+async def traced(spans: EndedSpans) -> AsyncIterator[Edge]:
+    with capture_logs() as log:
+        async with running_edge(log, tracer=spans.tracer) as running:
+            yield running
+
+
+def ask(edge: Edge, traceparent: str = CALLER, **fields: object) -> object:
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2]), **fields)  # type: ignore[arg-type]
+    return edge.stub.Generate(request, metadata=(("traceparent", traceparent),))
+
+
+async def test_the_engine_gets_the_requests_own_span_for_prefill_to_hang_its_spans_on(
+    traced: Edge, spans: EndedSpans
+) -> None:
+    call = ask(traced)
+    submit = await traced.engine.submitted()
+    traced.deliver(Failed(submit.request_id, EngineFault("over")))
+    with pytest.raises(Exception, match="over"):
+        await events_of(call)
+    await until(lambda: "Generate" in spans.names())
+
+    generate = spans.named("Generate")
+    assert submit.is_traced
+    assert submit.traceparent == f"00-{'ab' * 16}-{generate.context.span_id:016x}-01"
+
+
+async def test_a_request_that_is_not_sampled_is_not_traced_by_the_engine(traced: Edge, spans: EndedSpans) -> None:
+    ask(traced, CALLER[:-2] + "00")
+    submit = await traced.engine.submitted()
+
+    assert not submit.is_traced and submit.traceparent.endswith("-00")
+
+
+async def test_a_finished_requests_span_says_what_it_took(traced: Edge, spans: EndedSpans) -> None:
+    call = ask(traced, request_id="mine")
+    submit = await traced.engine.submitted()
+    timings = RequestTimings(kv_bytes=77, num_handoff_attempts=2, num_retractions=1)
+    traced.deliver(
+        Tokens(submit.request_id, (5,)),
+        Finished(submit.request_id, FinishReason.LENGTH, 2, 1, timings, speculation=COUNTS),
+    )
+    await events_of(call)
+
+    attributes = spans.named("Generate").attributes
+    assert attributes is not None
+    assert attributes["baton.request_id"] == "mine"
+    assert attributes["gen_ai.request.model"] == "tiny"
+    assert attributes["gen_ai.usage.input_tokens"] == 2
+    assert attributes["gen_ai.usage.output_tokens"] == 1
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert (attributes["baton.kv_bytes"], attributes["baton.num_handoff_attempts"]) == (77, 2)
+    assert attributes["baton.num_retractions"] == 1
+    assert attributes["baton.speculation.num_accepted_tokens"] == 3
+    assert attributes["baton.speculation.accepted_at"] == (2, 1, 0)
+    assert spans.named("Generate").status.status_code is StatusCode.UNSET
+    (line,) = [line for line in traced.log if line["event"] == "request_finished"]
+    assert line["trace_id"] == "ab" * 16
+
+
+async def test_a_refused_request_has_a_span_that_says_why(traced: Edge, spans: EndedSpans) -> None:
+    with pytest.raises(Exception, match="lora"):
+        await events_of(ask(traced, lora="x"))
+    await until(lambda: "Generate" in spans.names())
+
+    generate = spans.named("Generate")
+    assert generate.status.status_code is StatusCode.ERROR and "lora" in str(generate.status.description)
+    assert generate.attributes is not None and generate.attributes["error.type"] == "INVALID_FIELD"
+
+
+async def test_a_service_that_does_not_trace_logs_the_callers_trace(edge: Edge) -> None:
+    call = ask(edge)
+    submit = await edge.engine.submitted()
+    assert not submit.is_traced
+    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, RequestTimings()))
+    await events_of(call)
+
+    (line,) = [line for line in edge.log if line["event"] == "request_finished"]
+    assert line["trace_id"] == "ab" * 16
+
+
+async def test_without_a_trace_the_log_names_none(edge: Edge) -> None:
+    call = edge.generate()
+    submit = await edge.engine.submitted()
+    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, RequestTimings()))
+    await events_of(call)
+
+    (line,) = [line for line in edge.log if line["event"] == "request_finished"]
+    assert "trace_id" not in line

@@ -1,0 +1,99 @@
+"""The gateway's span of an HTTP request, and the client's calls below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from opentelemetry.trace import StatusCode, Tracer
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.client.trace_context import trace_metadata
+from common.telemetry.tracing import NO_TRACER
+from gateway.tracing import TracedApp
+from tests.tracing.spans import EndedSpans
+
+CALLER = f"00-{'ab' * 16}-{'cd' * 8}-01"
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+def spans() -> EndedSpans:
+    return EndedSpans()
+
+
+def answering(status: int, *, is_whole: bool = True, seen: list[dict[str, str]] | None = None) -> ASGIApp:
+    """An application that notes what the client would send along, and then answers in two parts."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if seen is not None:
+            seen.append(dict(trace_metadata()))
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        if is_whole:
+            await send({"type": "http.response.body", "body": b"b"})
+
+    return app
+
+
+async def ask(app: ASGIApp, tracer: Tracer, path: str = PATH) -> list[Message]:
+    sent: list[Message] = []
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(b"host", b"gateway"), (b"traceparent", CALLER.encode())],
+    }
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is asked for")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await TracedApp(app, tracer=tracer)(scope, receive, send)
+    return sent
+
+
+async def test_a_request_continues_its_callers_trace_and_the_client_continues_its(spans: EndedSpans) -> None:
+    seen: list[dict[str, str]] = []
+    sent = await ask(answering(200, seen=seen), spans.tracer)
+
+    span = spans.named(f"POST {PATH}")
+    assert span.parent is not None and f"{span.parent.span_id:016x}" == "cd" * 8
+    assert [metadata["traceparent"] for metadata in seen] == [f"00-{'ab' * 16}-{span.context.span_id:016x}-01"]
+    assert span.attributes == {"http.request.method": "POST", "url.path": PATH, "http.response.status_code": 200}
+    assert span.status.status_code is StatusCode.UNSET
+    assert [message.get("body") for message in sent] == [None, b"a", b"b"], "the answer is as it was"
+
+
+@pytest.mark.parametrize(("status", "is_error"), [(400, False), (500, True), (503, True)])
+async def test_only_what_the_server_did_wrong_is_an_error(spans: EndedSpans, status: int, is_error: bool) -> None:
+    await ask(answering(status), spans.tracer)
+
+    assert (spans.all[0].status.status_code is StatusCode.ERROR) == is_error
+
+
+async def test_an_answer_that_breaks_off_is_an_error(spans: EndedSpans) -> None:
+    await ask(answering(200, is_whole=False), spans.tracer)
+
+    assert spans.all[0].status.description == "the answer broke off"
+
+
+async def test_a_path_that_does_not_exist_names_no_span(spans: EndedSpans) -> None:
+    await ask(answering(404), spans.tracer, path="/v1/anything-at-all")
+
+    assert spans.names() == ["POST"]
+
+
+async def test_what_is_not_of_the_api_has_no_span(spans: EndedSpans) -> None:
+    await ask(answering(200), spans.tracer, path="/metrics")
+
+    assert not spans.all
+
+
+async def test_a_gateway_that_does_not_trace_hands_the_callers_trace_on() -> None:
+    seen: list[dict[str, str]] = []
+    await ask(answering(200, seen=seen), NO_TRACER)
+
+    assert seen == [{"traceparent": CALLER}]
