@@ -9,6 +9,7 @@ import pytest
 
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.wire.handoff import KvSegment
 from decode_service.messages import Stage, StageBegan
 from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
@@ -82,3 +83,18 @@ def test_a_lost_handoff_tells_why_and_the_next_one_is_another_attempt(make_pair:
     assert names(outcome.stages) == [Stage.PREFILL, Stage.QUEUE, *PREFILLED, *DECODED]
     assert "planted" in outcome.stages[1].lost and not outcome.stages[1].was_retracted
     assert [began.attempt for began in outcome.stages if began.stage is Stage.PREFILL] == [0, 1]
+
+
+def test_a_row_that_is_lost_as_its_first_token_arrives_is_not_in_transfer(
+    make_pair: MakePair, tiny_target: Tiny
+) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2))
+    pair.tamper = lambda frame: [] if isinstance(frame, KvSegment) else [frame]
+    outcome = pair.submit("r", range(10, 40), sampling(6), is_traced=True)
+    pair.finish_prefill()
+    pair.lose(pair.replicas[0])
+    pair.tamper = None
+    pair.run()
+
+    assert names(outcome.stages) == [Stage.PREFILL, Stage.QUEUE, *PREFILLED, *DECODED]
+    assert [began.replica for began in outcome.stages if began.replica] == ["replica-0", "replica-1"]

@@ -119,7 +119,7 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end() -> 
             export.tracer.start_span("span").end()
         closing = threading.Thread(target=export.close)
         closing.start()
-        closing.join(BOUND_S)
+        closing.join(BOUND_S / 2)
         assert not closing.is_alive()
         for thread in set(threading.enumerate()) - before:
             thread.join(BOUND_S)
