@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 from opentelemetry.trace import StatusCode
 from structlog.testing import capture_logs
@@ -11,7 +13,7 @@ from structlog.testing import capture_logs
 from baton.v1 import inference_pb2
 from common.errors import EngineFault
 from decode_service.messages import Failed, Finished, FinishReason, RequestTimings, SpeculationCounts, Tokens
-from tests.decode_edge.edge_under_test import Edge, events_of, running_edge
+from tests.decode_edge.edge_under_test import AloneContext, Edge, events_of, running_edge
 from tests.decode_edge.fake_engine import until
 from tests.tracing.spans import EndedSpans
 
@@ -72,6 +74,8 @@ async def test_a_finished_requests_span_says_what_it_took(traced: Edge, spans: E
     assert attributes is not None
     assert attributes["baton.request_id"] == "mine"
     assert attributes["gen_ai.request.model"] == "tiny"
+    assert attributes["gen_ai.operation.name"] == "text_completion"
+    assert (attributes["gen_ai.request.max_tokens"], attributes["gen_ai.request.temperature"]) == (62, 1.0)
     assert attributes["gen_ai.usage.input_tokens"] == 2
     assert attributes["gen_ai.usage.output_tokens"] == 1
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
@@ -92,6 +96,27 @@ async def test_a_refused_request_has_a_span_that_says_why(traced: Edge, spans: E
     generate = spans.named("Generate")
     assert generate.status.status_code is StatusCode.ERROR and "lora" in str(generate.status.description)
     assert generate.attributes is not None and generate.attributes["error.type"] == "INVALID_FIELD"
+
+
+class ReadsAllButTheEnd(AloneContext):
+    """A client that stops reading just before the end."""
+
+    async def write(self, message: inference_pb2.GenerateEvent) -> None:
+        if message.WhichOneof("event") == "finished":
+            await asyncio.Event().wait()
+
+
+async def test_a_client_that_does_not_take_the_ending_shows_as_an_error(traced: Edge, spans: EndedSpans) -> None:
+    context = ReadsAllButTheEnd(remaining_s=60.0)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2]))
+    call = asyncio.create_task(traced.servicer.Generate(request, context))  # type: ignore[arg-type]
+    submit = await traced.engine.submitted()
+    traced.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, RequestTimings()))
+    with pytest.raises(grpc.aio.AbortError):
+        await call
+
+    attributes = spans.named("Generate").attributes
+    assert attributes is not None and attributes["error.type"] == "CANCELLED"
 
 
 async def test_a_service_that_does_not_trace_logs_the_callers_trace(edge: Edge) -> None:

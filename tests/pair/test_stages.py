@@ -9,7 +9,6 @@ import pytest
 
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from common.wire.handoff import KvSegment
 from decode_service.messages import Stage, StageBegan
 from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
@@ -88,12 +87,13 @@ def test_a_lost_handoff_tells_why_and_the_next_one_is_another_attempt(make_pair:
 def test_a_row_that_is_lost_as_its_first_token_arrives_is_not_in_transfer(
     make_pair: MakePair, tiny_target: Tiny
 ) -> None:
-    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2))
-    pair.tamper = lambda frame: [] if isinstance(frame, KvSegment) else [frame]
+    narrow = PairOptions(
+        num_replicas=2, max_segment_bytes=2048, send_budget_bytes=2048, receive_budget_bytes=2048
+    )  # the first token comes before most of the KV
+    pair = make_pair(tiny_target("llama"), narrow)
     outcome = pair.submit("r", range(10, 40), sampling(6), is_traced=True)
     pair.finish_prefill()
     pair.lose(pair.replicas[0])
-    pair.tamper = None
     pair.run()
 
     assert names(outcome.stages) == [Stage.PREFILL, Stage.QUEUE, *PREFILLED, *DECODED]

@@ -122,5 +122,5 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end() -> 
         closing.join(BOUND_S / 2)
         assert not closing.is_alive()
         for thread in set(threading.enumerate()) - before:
-            thread.join(BOUND_S)
+            thread.join(BOUND_S / 2)
             assert not thread.is_alive(), thread
