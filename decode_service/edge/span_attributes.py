@@ -16,6 +16,7 @@ def request_attributes(checked: CheckedRequest, request_id: str, model: str) -> 
         "gen_ai.provider.name": "baton",
         "gen_ai.request.model": model,
         "baton.request_id": request_id,
+        "baton.choice_index": checked.choice_index,
         "baton.num_resumed_tokens": len(checked.generated_token_ids),
     }
 

@@ -61,7 +61,7 @@ async def test_a_request_that_is_not_sampled_is_not_traced_by_the_engine(traced:
 
 
 async def test_a_finished_requests_span_says_what_it_took(traced: Edge, spans: EndedSpans) -> None:
-    call = ask(traced, request_id="mine")
+    call = ask(traced, request_id="mine", choice_index=2)
     submit = await traced.engine.submitted()
     timings = RequestTimings(kv_bytes=77, num_handoff_attempts=2, num_retractions=1)
     traced.deliver(
@@ -72,7 +72,7 @@ async def test_a_finished_requests_span_says_what_it_took(traced: Edge, spans: E
 
     attributes = spans.named("Generate").attributes
     assert attributes is not None
-    assert attributes["baton.request_id"] == "mine"
+    assert (attributes["baton.request_id"], attributes["baton.choice_index"]) == ("mine", 2)
     assert attributes["gen_ai.request.model"] == "tiny"
     assert attributes["gen_ai.operation.name"] == "text_completion"
     assert (attributes["gen_ai.request.max_tokens"], attributes["gen_ai.request.temperature"]) == (62, 1.0)
