@@ -9,7 +9,7 @@ import pytest
 
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from decode_service.messages import Stage, StageBegan
+from decode_service.messages import FinishAtStop, Stage, StageBegan
 from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
 from tests.support.pair import PairOptions
@@ -54,6 +54,16 @@ def test_a_request_that_ends_with_its_first_token_never_decodes(make_pair: MakeP
     pair.run()
 
     assert names(outcome.stages) == [*PREFILLED, Stage.DELIVERY]
+
+
+def test_a_request_that_ends_at_a_stop_string_is_left_to_be_delivered(make_pair: MakePair, tiny_target: Tiny) -> None:
+    pair = make_pair(tiny_target("llama"))
+    outcome = pair.submit("r", range(10, 40), sampling(200), is_traced=True)
+    pair.run(until=lambda: len(outcome.token_ids) >= 3)
+    pair.post(FinishAtStop("r", 3, "stop"))
+    pair.run()
+
+    assert names(outcome.stages) == PREFILLED + DECODED
 
 
 def test_a_retracted_request_queues_again(make_pair: MakePair, tiny_target: Tiny) -> None:
