@@ -26,6 +26,8 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
 from gateway.responses import JsonResponse, error_response
 from gateway.served_model import ServedModel
+from gateway.status.collector import StatusCollector
+from gateway.status.routes import status_routes
 
 
 def build_app(
@@ -36,6 +38,7 @@ def build_app(
     api_keys: ApiKeys,
     registry: CollectorRegistry,
     limits: HttpLimits,
+    status: StatusCollector | None,
 ) -> ASGIApp:
     """The whole gateway as an ASGI application; needs a running event loop."""
     metrics = GatewayMetrics(registry)
@@ -71,6 +74,7 @@ def build_app(
         Route("/health", health.ready),
         Route("/health/live", health.live),
         Route("/metrics", exposition),
+        *(() if status is None else status_routes(status)),
     ]
     app = Starlette(
         routes=routes,

@@ -1,4 +1,4 @@
-"""The client that the gateway reaches the decode services with."""
+"""How the gateway reaches the decode services: all of them as one, and each by itself."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ _log = structlog.get_logger(__name__)
 
 def open_decode_client(settings: GatewaySettings) -> AsyncClient:
     """Needs a running event loop. Raises ConfigError naming the setting, StartupError when no host is known."""
-    token = None
-    if settings.decode_token_file is not None:
-        token = read_tokens("decode_token_file", settings.decode_token_file)[0]
-        if not settings.decode_tls and not all(map(is_loopback, settings.decode)):
-            _log.warning("tokens_in_plain_text", decode=settings.decode)
+    token = decode_token(settings)
+    if token is not None and not settings.decode_tls and not all(map(is_loopback, settings.decode)):
+        _log.warning("tokens_in_plain_text", decode=settings.decode)
     try:
         return AsyncClient(
             ",".join(settings.decode),
-            tls=_tls(settings) if settings.decode_tls else None,
+            tls=decode_tls(settings),
             token=token,
             rpc_timeout_s=_RPC_TIMEOUT_S,
             resume=True,
@@ -41,7 +39,16 @@ def open_decode_client(settings: GatewaySettings) -> AsyncClient:
         raise ConfigError(f"decode_tls: {error}") from error
 
 
-def _tls(settings: GatewaySettings) -> Tls:
+def decode_token(settings: GatewaySettings) -> str | None:
+    """Raises ConfigError for a file that has none."""
+    if settings.decode_token_file is None:
+        return None
+    return read_tokens("decode_token_file", settings.decode_token_file)[0]
+
+
+def decode_tls(settings: GatewaySettings) -> Tls | None:
+    if not settings.decode_tls:
+        return None
     return Tls(
         ca_file=settings.decode_tls_ca,
         cert_file=settings.tls_cert,

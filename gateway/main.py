@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 
 import structlog
+from opentelemetry.trace import Tracer
 
 from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
@@ -15,6 +16,7 @@ from common.errors import ConfigError, StartupError
 from common.process_exit import EXIT_CONFIG, EXIT_OK, EXIT_STARTUP, exit_on_termination
 from common.serving import termination_signals
 from common.telemetry.logs import configure_logs
+from common.telemetry.tracing import process_tracer
 from gateway.server import GatewayServer
 
 PROGRAM = "gateway"
@@ -27,9 +29,11 @@ def run_gateway(argv: Sequence[str]) -> int:
     with exit_on_termination():
         try:
             settings = load_settings(GatewaySettings, argv, program=PROGRAM)
-            configure_logs(settings.log_level, service=PROGRAM, instance_id=uuid.uuid4().hex)
+            instance_id = uuid.uuid4().hex
+            configure_logs(settings.log_level, service=PROGRAM, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
-            asyncio.run(serve(settings))
+            with process_tracer(settings, service=PROGRAM, instance_id=instance_id) as tracer:
+                asyncio.run(serve(settings, tracer))
         except ConfigError as error:
             print(f"{PROGRAM}: {error}", file=sys.stderr)
             return EXIT_CONFIG
@@ -40,9 +44,9 @@ def run_gateway(argv: Sequence[str]) -> int:
     return EXIT_OK
 
 
-async def serve(settings: GatewaySettings) -> None:
+async def serve(settings: GatewaySettings, tracer: Tracer) -> None:
     """Until SIGTERM or SIGINT; then finish the requests there are, within the grace period."""
-    server = GatewayServer(settings)
+    server = GatewayServer(settings, tracer=tracer)
     with termination_signals() as terminated:
         port = await server.start()
         _log.info("serving", port=port)

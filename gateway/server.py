@@ -11,20 +11,25 @@ from contextlib import suppress
 
 import structlog
 import uvicorn
+from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.bearer_tokens import read_tokens
 from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError
 from common.serving import is_loopback
+from common.telemetry.tracing import NO_TRACER
 from gateway.api_keys import ApiKeys
 from gateway.app import build_app
 from gateway.connection import bounded_connections
-from gateway.decode_client import open_decode_client
+from gateway.decode_client import decode_tls, decode_token, open_decode_client
 from gateway.errors import unavailable
 from gateway.limits import HttpLimits
 from gateway.open_requests import OpenRequests
 from gateway.served_model import ServedModel
+from gateway.status.collector import StatusCollector
+from gateway.status.watched_decode import open_clients
+from gateway.tracing import TracedApp
 
 _BACKLOG = 2048
 _CLOSE_GRACE_S = 1
@@ -36,7 +41,9 @@ _log = structlog.get_logger(__name__)
 class GatewayServer:
     """Built on the event loop it runs on. Raises ConfigError or StartupError for settings that cannot be followed."""
 
-    def __init__(self, settings: GatewaySettings, *, limits: HttpLimits | None = None) -> None:
+    def __init__(
+        self, settings: GatewaySettings, *, tracer: Tracer = NO_TRACER, limits: HttpLimits | None = None
+    ) -> None:
         self._settings = settings
         limits = limits or HttpLimits.of(settings)
         api_keys = () if settings.api_key_file is None else read_tokens("api_key_file", settings.api_key_file)
@@ -44,6 +51,7 @@ class GatewayServer:
             _log.warning("tokens_in_plain_text", listen=settings.listen)
         self._client = open_decode_client(settings)
         self.open_requests = OpenRequests(max_open=settings.max_open_requests)
+        self._status = _status_collector(settings)
         app = build_app(
             client=self._client,
             served_model=ServedModel(self._client, name=settings.served_model_name),
@@ -51,9 +59,10 @@ class GatewayServer:
             api_keys=ApiKeys(api_keys),
             registry=CollectorRegistry(),
             limits=limits,
+            status=self._status,
         )
         config = uvicorn.Config(
-            app,
+            TracedApp(app, tracer=tracer),
             http=bounded_connections(limits),
             ws="none",
             lifespan="off",
@@ -102,6 +111,8 @@ class GatewayServer:
             await self._serving
         for connection in tuple(self._http.server_state.connections):
             connection.transport.abort()  # its client takes nothing
+        if self._status is not None:
+            await self._status.close()
         await self._client.close()
 
 
@@ -111,6 +122,16 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _status_collector(settings: GatewaySettings) -> StatusCollector | None:
+    if not settings.status_page:
+        return None
+    return StatusCollector(
+        metrics_targets=settings.metrics_targets,
+        decode_targets=settings.decode,
+        open_client=open_clients(tls=decode_tls(settings), token=decode_token(settings)),
+    )
 
 
 def _listen(address: str) -> socket.socket:

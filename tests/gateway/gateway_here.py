@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+from opentelemetry.trace import Tracer
 
 from common.config.gateway_settings import GatewaySettings
+from common.telemetry.tracing import NO_TRACER
 from gateway.limits import HttpLimits
 from gateway.server import GatewayServer
 from tests.support.loop_thread import LoopThread
@@ -83,7 +85,11 @@ class GatewayHere:
 
 @contextmanager
 def gateway_here(
-    loop: LoopThread, *decode: str, limits: Mapping[str, Any] | None = None, **settings: Any
+    loop: LoopThread,
+    *decode: str,
+    limits: Mapping[str, Any] | None = None,
+    tracer: Tracer = NO_TRACER,
+    **settings: Any,
 ) -> Iterator[GatewayHere]:
     """`limits` changes some of those that `settings` make."""
     made = GatewaySettings(listen="127.0.0.1:0", decode=decode, **settings)
@@ -91,7 +97,9 @@ def gateway_here(
     async def start() -> tuple[GatewayServer, int]:
         bounds = HttpLimits.of(made)
         server = GatewayServer(
-            made, limits=HttpLimits(**{**{n: getattr(bounds, n) for n in HttpLimits.__slots__}, **(limits or {})})
+            made,
+            tracer=tracer,
+            limits=HttpLimits(**{**{n: getattr(bounds, n) for n in HttpLimits.__slots__}, **(limits or {})}),
         )
         return server, await server.start()
 

@@ -68,7 +68,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
     receiver = OtlpReceiver()
     with ThreadPoolExecutor(2) as executor:
         server = grpc.server(executor)
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
         receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         try:
