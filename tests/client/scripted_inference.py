@@ -34,15 +34,23 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.deadlines_s: queue.Queue[float | None] = queue.Queue()
         self.metadata: queue.Queue[dict[str, Any]] = queue.Queue()
         self.call_ended = threading.Event()
+        self.ended_calls: queue.Queue[None] = queue.Queue()
 
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
         self.requests.put(request)
         self.deadlines_s.put(context.time_remaining())
         self.metadata.put(dict(context.invocation_metadata()))
-        context.add_callback(self.call_ended.set)
+        has_ended = threading.Event()
+
+        def on_end() -> None:
+            has_ended.set()
+            self.call_ended.set()
+            self.ended_calls.put(None)
+
+        context.add_callback(on_end)
         for item in self.scripts.popleft() if self.scripts else self.script:
             if item is self.HOLD:
-                self.call_ended.wait(BOUND_S)
+                has_ended.wait(BOUND_S)
             elif isinstance(item, inference_pb2.GenerateEvent):
                 yield item
             else:
