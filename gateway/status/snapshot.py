@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One metrics endpoint. `role` is "decode", "prefill", or "" while it never answered.
+    """One metrics endpoint. `role` is "decode", "prefill", or "" while it never answered; `is_ready` as health says it.
 
     `reason` says why it is not reachable; what is a state of now is then None, and `figures` hold what the window still
     has.
@@ -73,6 +73,7 @@ class Service:
     address: str
     role: str
     is_reachable: bool
+    is_ready: bool
     reason: str
     rows: Pool | None
     kv_slots: Pool | None

@@ -60,6 +60,7 @@ class WatchedService:
             address=self._address.numeric,
             role=self.role,
             is_reachable=current is not None,
+            is_ready=_count(current, "baton_ready") == 1,
             reason=self._reason,
             rows=None if current is None else pool_of("baton_rows", current),
             kv_slots=None if current is None else pool_of("baton_kv_slots", current),
@@ -72,7 +73,9 @@ class WatchedService:
 
 def unknown_service(target: str, reason: str) -> Service:
     """A target behind which nobody is."""
-    return Service(target, "", "", False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0))
+    return Service(
+        target, "", "", False, False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0)
+    )
 
 
 def _count(exposition: Exposition | None, name: str) -> int | None:

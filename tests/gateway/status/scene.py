@@ -36,7 +36,8 @@ class Exposed:
         registry = CollectorRegistry()
         self.load = IDLE
         self.engine = EngineMetrics(registry)
-        self.engine.watch(lambda: self.load)
+        self.is_ready = True
+        self.engine.watch(lambda: self.load, is_ready=lambda: self.is_ready)
         self._register(registry)
         self._server = MetricsServer("127.0.0.1:0", registry)
 

@@ -67,10 +67,12 @@ async def test_rates_are_what_was_counted_over_the_time_that_passed(
 async def test_pools_and_queues_are_those_of_the_last_sample(
     clock: Clock, pair: tuple[Sampler, ExposedDecode, ExposedPrefill]
 ) -> None:
-    sampling, _, _ = pair
+    sampling, _, exposed_prefill = pair
+    exposed_prefill.is_ready = False
     await sampling.sample()
 
     decode, prefill = sampling.snapshot().services
+    assert (decode.is_ready, prefill.is_ready) == (True, False)
     assert decode.rows is not None
     rows = decode.rows
     assert (rows.free, rows.reserved, rows.transferring, rows.running, rows.quarantined) == (4, 1, 1, 1, 1)
