@@ -21,12 +21,20 @@ KILL_TIMEOUT_S = 10.0
 
 
 class GatewayProcess:
-    """`python -m gateway` in front of `decode`. A context manager that is entered once /health is well, and left once
-    the process has ended.
+    """`python -m gateway` in front of `decode`, with `metrics` on its status page.
+
+    A context manager that is entered once /health is well, and left once the process has ended.
     """
 
     def __init__(
-        self, *, listen: str, decode: Sequence[str], log_dir: Path, start_timeout_s: float, stop_timeout_s: float
+        self,
+        *,
+        listen: str,
+        decode: Sequence[str],
+        metrics: Sequence[str],
+        log_dir: Path,
+        start_timeout_s: float,
+        stop_timeout_s: float,
     ) -> None:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -34,7 +42,13 @@ class GatewayProcess:
         self.process = ChildProcess(
             name="gateway",
             address=listen,
-            arguments=("-m", "gateway", f"--listen={listen}", f"--decode={','.join(decode)}"),
+            arguments=(
+                "-m",
+                "gateway",
+                f"--listen={listen}",
+                f"--decode={','.join(decode)}",
+                f"--metrics-targets={','.join(metrics)}",
+            ),
             log_file=log_dir / "gateway.log",
         )
 

@@ -42,7 +42,7 @@ class LocalPair:
 
     As a context manager it is entered once all are ready, and left once all have ended. The processes die with the
     thread that starts them, however it ends. Options that are None are left to the services' own defaults. `modules`
-    are run as the services.
+    are run as the services. With `exposes_metrics` each has a port for them, else none.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class LocalPair:
         decode_config: Path | None = None,
         log_dir: Path | None = None,
         modules: Mapping[Role, str] = MODULES,
+        exposes_metrics: bool = False,
         start_timeout_s: float = 300.0,
         stop_timeout_s: float = 40.0,  # longer than the grace that services give their requests
         on_phase: OnPhase | None = None,
@@ -70,18 +71,29 @@ class LocalPair:
         self._owns_log_dir = log_dir is None
         self.log_dir = Path(tempfile.mkdtemp(prefix="baton-")) if log_dir is None else log_dir
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        ports = _free_ports(num_prefill + num_decode)
+        num_services = num_prefill + num_decode
+        ports = _free_ports(num_services * (2 if exposes_metrics else 1))
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         self.prefill_addresses = tuple(addresses[:num_prefill])
-        self.decode_addresses = tuple(addresses[num_prefill:])
+        self.decode_addresses = tuple(addresses[num_prefill:num_services])
+        self.metrics_addresses = tuple(addresses[num_services:])
+        metrics = dict(zip(addresses, self.metrics_addresses, strict=False))
         shared = {"model": model, "device": device, "dtype": dtype}
         self.prefill = tuple(
-            self._service("prefill", index, address, {**shared, "config": prefill_config}, prefill_args)
+            self._service(
+                "prefill",
+                index,
+                address,
+                {**shared, "config": prefill_config, "metrics-listen": metrics.get(address, "")},
+                prefill_args,
+            )
             for index, address in enumerate(self.prefill_addresses)
         )
         peers = {"prefill": ",".join(self.prefill_addresses), "config": decode_config}
         self.decode = tuple(
-            self._service("decode", index, address, {**shared, **peers}, decode_args)
+            self._service(
+                "decode", index, address, {**shared, **peers, "metrics-listen": metrics.get(address, "")}, decode_args
+            )
             for index, address in enumerate(self.decode_addresses)
         )
 
@@ -153,8 +165,7 @@ class LocalPair:
     def _service(
         self, role: Role, index: int, address: str, options: Mapping[str, object], arguments: Sequence[str]
     ) -> ServiceProcess:
-        # Several processes share this host, so a default metrics port would be taken by the first.
-        flags = {"listen": address, "metrics-listen": "", **options}
+        flags = {"listen": address, **options}
         return self._new_service(
             name=f"{role}-{index}",
             role=role,

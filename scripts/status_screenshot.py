@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-import uvicorn
-from starlette.applications import Starlette
 
 from baton.client import AsyncClient
+from baton.gateway_process import GatewayProcess
 from baton.load_generator import Workload, run_workload
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
-from gateway.status.collector import INTERVAL_S, StatusCollector
-from gateway.status.routes import status_routes
-from gateway.status.watched_decode import open_clients
+from gateway.status.collector import INTERVAL_S
 
 PICTURE = Path(__file__).parents[1] / "docs" / "status-page.png"
 SHARED_ARGS = ("--draft=demo", "--max-rows=16", "--max-kv-tokens=8192")
@@ -50,6 +46,7 @@ BROWSED_MS = 6000
 class Served:
     decode: str
     metrics: tuple[str, ...]
+    page: str
 
 
 def main() -> None:
@@ -69,54 +66,37 @@ def main() -> None:
 
 @contextmanager
 def serve_pair() -> Iterator[Served]:
-    """Two prefill services and a decode service, each with a metrics address of its own."""
-    metrics = tuple(f"127.0.0.1:{port}" for port in _free_ports(3))
-    with ExitStack() as stack:
-        prefill: list[str] = []
-        for address in metrics[:2]:
-            arguments = (*SHARED_ARGS, f"--metrics-listen={address}")
-            alone = stack.enter_context(LocalPair(num_decode=0, prefill_args=arguments))
-            prefill += alone.prefill_addresses
-        known = (*SHARED_ARGS, f"--metrics-listen={metrics[2]}", f"--prefill={','.join(prefill)}")
-        decode = stack.enter_context(LocalPair(num_prefill=0, decode_args=known))
-        yield Served(decode.decode_addresses[0], metrics)
+    """Two prefill services, a decode service and the gateway, each a process of its own."""
+    with (
+        LocalPair(num_prefill=2, prefill_args=SHARED_ARGS, decode_args=SHARED_ARGS, exposes_metrics=True) as pair,
+        GatewayProcess(
+            listen=f"127.0.0.1:{_free_port()}",
+            decode=pair.decode_addresses,
+            metrics=pair.metrics_addresses,
+            log_dir=pair.log_dir,
+            start_timeout_s=60.0,
+            stop_timeout_s=40.0,
+        ) as gateway,
+    ):
+        yield Served(pair.decode_addresses[0], pair.metrics_addresses, f"{gateway.url}/")
 
 
 async def photograph(served: Served, seconds: float, pictures: list[tuple[Path, str, tuple[str, ...]]]) -> None:
-    async with AsyncClient(served.decode) as client, serve_page(served) as url, httpx2.AsyncClient() as viewer:
+    async with AsyncClient(served.decode) as client, httpx2.AsyncClient() as viewer:
         vocab_size = (await client.model_info()).vocab_size
         async with asyncio.TaskGroup() as group:
             background = [
                 group.create_task(run_workload([client], LONG_PROMPTS, vocab_size=vocab_size)),
                 *(group.create_task(ask(client, first)) for first in range(NUM_ASKERS)),
-                group.create_task(look(viewer, url)),
+                group.create_task(look(viewer, served.page)),
             ]
             async with asyncio.timeout(seconds + len(pictures) * BROWSER_TIMEOUT_S):
                 await asyncio.sleep(seconds)
                 for path, size, flags in pictures:
-                    await browse(url, path, size, flags)
-                await compare(viewer, url, served)
+                    await browse(served.page, path, size, flags)
+                await compare(viewer, served)
             for task in background:
                 task.cancel()
-
-
-@asynccontextmanager
-async def serve_page(served: Served) -> AsyncIterator[str]:
-    collector = StatusCollector(
-        metrics_targets=served.metrics,
-        decode_targets=[served.decode],
-        open_client=open_clients(tls=None, token=None),
-    )
-    (port,) = _free_ports(1)
-    app = Starlette(routes=status_routes(collector))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    serving = asyncio.create_task(server.serve())
-    try:
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        server.should_exit = True
-        await serving
-        await collector.close()
 
 
 async def ask(client: AsyncClient, first: int) -> None:
@@ -127,8 +107,7 @@ async def ask(client: AsyncClient, first: int) -> None:
 async def look(viewer: httpx2.AsyncClient, url: str) -> None:
     """As a page that stays open does, so that the window is full when a browser comes."""
     while True:
-        with contextlib.suppress(httpx2.ConnectError):  # the server still starts
-            await viewer.get(f"{url}status.json")
+        await viewer.get(f"{url}status.json")
         await asyncio.sleep(INTERVAL_S)
 
 
@@ -155,16 +134,15 @@ async def browse(url: str, path: Path, size: str, flags: tuple[str, ...]) -> Non
                 await browser.wait()
 
 
-async def compare(viewer: httpx2.AsyncClient, url: str, served: Served) -> None:
-    print(json.dumps((await viewer.get(f"{url}status.json")).json(), indent=1))
+async def compare(viewer: httpx2.AsyncClient, served: Served) -> None:
+    print(json.dumps((await viewer.get(f"{served.page}status.json")).json(), indent=1))
     for address in served.metrics:
         print(f"# {address}", (await viewer.get(f"http://{address}/metrics")).text, sep="\n")
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [held.getsockname()[1] for held in sockets]
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
 
 
 if __name__ == "__main__":

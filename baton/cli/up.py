@@ -69,6 +69,7 @@ def up(
             prefill_config=prefill_config,
             decode_config=decode_config,
             log_dir=log_dir,
+            exposes_metrics=with_gateway,
             start_timeout_s=start_timeout_s,
             stop_timeout_s=stop_timeout_s,
             on_phase=on_phase,
@@ -82,6 +83,7 @@ def up(
                         GatewayProcess(
                             listen=gateway_listen,
                             decode=pair.decode_addresses,
+                            metrics=pair.metrics_addresses,
                             log_dir=pair.log_dir,
                             start_timeout_s=start_timeout_s,
                             stop_timeout_s=stop_timeout_s,
@@ -105,7 +107,7 @@ def _follow(pair: LocalPair, gateway: GatewayProcess | None, loads: LoadReader, 
     console.print(f"logs: {pair.log_dir}", style="dim")
     console.print(f"ready: baton generate --chat --address {pair.decode_addresses[0]} 'Hello'   (Ctrl-C stops)")
     if gateway is not None:
-        console.print(f"gateway: {gateway.url}/v1")
+        console.print(f"gateway: {gateway.url}/v1, its status page: {gateway.url}/")
     addresses = {service.name: service.address for service in pair.services}
     idle = threading.Event()
     with Live(console=console, auto_refresh=False) as live:

@@ -98,6 +98,9 @@ def test_up_with_a_gateway_answers_http_and_stops_it_too(command: Callable[..., 
     assert [service["name"] for service in ready["services"]] == ["prefill-0", "decode-0", "gateway"]
     with urllib.request.urlopen(f"{ready['gateway']}/v1/models", timeout=BOUND_S) as response:
         assert "--model=tiny" in json.load(response)["data"][0]["id"]
+    log = Path(ready["services"][-1]["log"]).read_text().splitlines()
+    (config,) = [line for line in map(json.loads, log) if line["event"] == "config"]
+    assert len(config["metrics_targets"]) == 2, "the status page shows both services"
     up.process.send_signal(signal.SIGTERM)
     assert up.end()[0] == 0
     assert await_end(up.service_pids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -19,8 +19,7 @@ _FILLING = "The quick brown fox jumps over the lazy dog. "
 
 @dataclass(frozen=True)
 class Answer:
-    text: str
-    num_tokens: int
+    token_ids: tuple[int, ...]
     finish_reason: str
 
 
@@ -30,12 +29,22 @@ Chat = Callable[[int], Answer]
 
 @dataclass(frozen=True)
 class Outcome:
-    answers: Sequence[Answer]
+    """`answers` with the number of the question that each is to."""
+
+    answers: Sequence[tuple[int, Answer]]
     failures: Sequence[str]
 
     def __str__(self) -> str:
-        tokens = sum(answer.num_tokens for answer in self.answers)
+        tokens = sum(len(answer.token_ids) for _, answer in self.answers)
         return f"{len(self.answers)} answers, {tokens} tokens, {len(self.failures)} failures"
+
+
+def answered_differently(*outcomes: Outcome) -> Mapping[int, int]:
+    """Questions that were given more than one answer, and how many: decoding is greedy, so there is one."""
+    answers: dict[int, set[tuple[int, ...]]] = {}
+    for number, answer in (each for outcome in outcomes for each in outcome.answers):
+        answers.setdefault(number, set()).add(answer.token_ids)
+    return {number: len(given) for number, given in answers.items() if len(given) > 1}
 
 
 def question(number: int, *, num_fillings: int = 4) -> str:
@@ -53,6 +62,7 @@ def over_http(port: int, *, num_fillings: int = 4) -> Chat:
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
             "stream": streams,
+            "return_token_ids": True,
         }
         if streams:
             body["stream_options"] = {"include_usage": True}
@@ -77,7 +87,7 @@ def over_grpc(addresses: Sequence[str], *, num_fillings: int = 4, tls: Tls | Non
         messages = [ChatMessage("user", question(number, num_fillings=num_fillings))]
         with Client(addresses[number % len(addresses)], tls=tls) as client:
             completion = client.complete(chat=messages, max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=_TIMEOUT_S)
-        return Answer(completion.text, completion.usage.num_completion_tokens, completion.finish_reason.value)
+        return Answer(completion.token_ids, completion.finish_reason.value)
 
     return chat
 
@@ -88,10 +98,12 @@ def ask(
     """`num_requests` dealt to the chats in turn. `on_answer` hears how many have ended, on this thread."""
     answers, failures = [], []
     with ThreadPoolExecutor(num_at_a_time) as executor:
-        futures = [executor.submit(chats[i % len(chats)], i // len(chats)) for i in range(num_requests)]
+        futures = {
+            executor.submit(chats[i % len(chats)], i // len(chats)): i // len(chats) for i in range(num_requests)
+        }
         for num_ended, future in enumerate(as_completed(futures), start=1):
             try:
-                answers.append(_checked(future.result()))
+                answers.append((futures[future], _checked(future.result())))
             except (OSError, http.client.HTTPException, BatonError, ValueError) as error:
                 failures.append(f"{type(error).__name__}: {error}")
             if on_answer is not None:
@@ -100,9 +112,10 @@ def ask(
 
 
 def _checked(answer: Answer) -> Answer:
-    if answer.finish_reason not in ("stop", "length", "eos") or not 0 < answer.num_tokens <= MAX_TOKENS:
+    num_tokens = len(answer.token_ids)
+    if answer.finish_reason not in ("stop", "length", "eos") or not 0 < num_tokens <= MAX_TOKENS:
         raise ValueError(f"not an answer: {answer}")
-    if answer.finish_reason == "length" and answer.num_tokens != MAX_TOKENS:
+    if answer.finish_reason == "length" and num_tokens != MAX_TOKENS:
         raise ValueError(f"cut off: {answer}")
     return answer
 
@@ -110,7 +123,7 @@ def _checked(answer: Answer) -> Answer:
 def _whole(text: str) -> Answer:
     body = json.loads(text)
     (choice,) = body["choices"]
-    return Answer(choice["message"]["content"], body["usage"]["completion_tokens"], choice["finish_reason"])
+    return _counted(choice["token_ids"], body["usage"], choice["finish_reason"])
 
 
 def _streamed(text: str) -> Answer:
@@ -119,7 +132,12 @@ def _streamed(text: str) -> Answer:
         raise ValueError(f"the stream was cut off: {lines[-1:]}")
     chunks = [json.loads(line) for line in lines[:-1]]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    content = "".join(choice["delta"].get("content") or "" for choice in choices)
     (reason,) = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     (usage,) = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-    return Answer(content, usage["completion_tokens"], reason)
+    return _counted([token_id for choice in choices for token_id in choice["token_ids"]], usage, reason)
+
+
+def _counted(token_ids: Sequence[int], usage: Mapping[str, int], finish_reason: str) -> Answer:
+    if usage["completion_tokens"] != len(token_ids):
+        raise ValueError(f"{len(token_ids)} token ids came, and the usage says {usage}")
+    return Answer(tuple(token_ids), finish_reason)

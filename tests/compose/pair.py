@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from tests.compose.chats import answered_differently
 from tests.compose.command import succeeds, wait_until
 from tests.compose.doors import NUM_AT_A_TIME, grpc, http, load, rows_served
 from tests.compose.images import BUILT, image_of
@@ -51,11 +52,13 @@ def _writes(container: Container, path: str) -> bool:
 
 def chat(project: Project, report: Report) -> None:
     with report.step(f"{NUM_AT_A_TIME} chats at a time through the gateway"):
-        load(http(project), num_requests=NUM_AT_A_TIME, report=report)
+        by_http = load(http(project), num_requests=NUM_AT_A_TIME, report=report)
     address = project.compose("port", "decode", "50051", timeout_s=60).strip()
     with report.step(f"{NUM_AT_A_TIME} chats at a time through gRPC, {address}"):
         report.expect(address.startswith("127.0.0.1:"), "`compose port decode 50051` tells where")
-        load(grpc(project), num_requests=NUM_AT_A_TIME, report=report)
+        by_grpc = load(grpc(project), num_requests=NUM_AT_A_TIME, report=report)
+        differing = answered_differently(by_http, by_grpc)
+        report.expect(not differing, f"the same tokens through both, for each question {differing or ''}".strip())
 
 
 def scale(project: Project, services: Sequence[str], report: Report) -> None:
@@ -87,7 +90,9 @@ def kill_a_prefill(project: Project, report: Report) -> None:
                 victim.crash(image=image)
 
         doors = http(project, num_fillings=_LONG), grpc(project, num_fillings=_LONG)
-        load(*doors, num_requests=_NUM_UNDER_KILL, report=report, on_answer=on_answer)
+        outcome = load(*doors, num_requests=_NUM_UNDER_KILL, report=report, on_answer=on_answer)
+        differing = answered_differently(outcome)
+        report.expect(not differing, f"the same tokens through both, for each question {differing or ''}".strip())
         retries = [_counter(container, "baton_row_retries_total") for container in project.containers("decode")]
         report.note(f"rows handed to the other replica, by each decode: {retries}")
         project.wait_healthy(["prefill"], timeout_s=UP_TIMEOUT_S)
