@@ -18,7 +18,7 @@ from decode_service.messages import (
     BreakCall,
     CancelHandoffRows,
     Event,
-    Replica,
+    ReplicasChanged,
     SegmentsLanded,
     Stage,
     StartHandoff,
@@ -101,8 +101,8 @@ class PrefillDispatcher:
             call_id, row = cancelled
             self._post(CancelHandoffRows(call_id, (row,)))
 
-    def update_replicas(self, replicas: tuple[Replica, ...]) -> None:
-        self._replicas.update(replicas, self._clock())
+    def update_replicas(self, changed: ReplicasChanged) -> None:
+        self._replicas.update(changed, self._clock())
 
     def take_frame(self, call_id: str, frame: Frame) -> None:
         """Apply a frame. One that fits no row fails the row it names and breaks its call; the others are retried."""
@@ -218,11 +218,9 @@ class PrefillDispatcher:
         since_s = self._replicas.none_ready_since_s
         if since_s is None:
             return
-        if (mismatch := self._replicas.mismatch) is not None:
-            for req in self._waiting:
-                self._fail(req, mismatch)
         for req in self._waiting:
-            if now_s - max(since_s, req.clock.since_s) >= self._unavailable_timeout_s:
+            has_waited_s = now_s - max(since_s, req.clock.since_s)
+            if self._replicas.are_hopeless or has_waited_s >= self._unavailable_timeout_s:
                 self._fail(req, self._replicas.unavailable_error())
 
     def _handle_lost(self, lost: Sequence[LostRow]) -> None:

@@ -55,7 +55,7 @@ class Drain:
 class Replica:
     """A prefill replica as the transport sees it. `num_outstanding` counts its queued and computing rows (GetLoad).
 
-    `error` says why a replica that is not ready cannot serve; FingerprintMismatch outlasts every wait.
+    `error` says why a replica that is not ready cannot serve; FingerprintMismatch lasts as long as the replica.
     """
 
     address: str
@@ -66,7 +66,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
+    """All there are now. `others_may_come`: they were found behind a name, which may have others in a moment."""
+
     replicas: tuple[Replica, ...]
+    others_may_come: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,8 +210,8 @@ class DecodeEngine:
                 self._dispatcher.take_frame(call_id, frame)
             case CallEnded(call_id, error):
                 self._dispatcher.end_call(call_id, error)
-            case ReplicasChanged(replicas):
-                self._dispatcher.update_replicas(replicas)
+            case ReplicasChanged():
+                self._dispatcher.update_replicas(command)
             case Drain():
                 self._is_draining = True
 

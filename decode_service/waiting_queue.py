@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
-from decode_service.messages import Replica
+from decode_service.messages import Replica, ReplicasChanged
 from decode_service.request import Request
 
 
@@ -36,11 +36,12 @@ class ReplicaSet:
 
     def __init__(self, now_s: float) -> None:
         self._replicas: tuple[Replica, ...] = ()
+        self._others_may_come = False
         self._none_ready_since_s: float | None = now_s
 
-    def update(self, replicas: tuple[Replica, ...], now_s: float) -> None:
-        self._replicas = replicas
-        if any(replica.is_ready for replica in replicas):
+    def update(self, changed: ReplicasChanged, now_s: float) -> None:
+        self._replicas, self._others_may_come = changed.replicas, changed.others_may_come
+        if any(replica.is_ready for replica in changed.replicas):
             self._none_ready_since_s = None
         elif self._none_ready_since_s is None:
             self._none_ready_since_s = now_s
@@ -58,12 +59,19 @@ class ReplicaSet:
         return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
 
     @property
-    def mismatch(self) -> FingerprintMismatch | None:
-        """Set when no replica will ever serve: every one differs. Waiting does not mend it."""
+    def are_hopeless(self) -> bool:
+        """No replica will ever serve: every one differs, and there will be no other. Waiting does not mend it."""
+        return self._mismatch is not None and not self._others_may_come
+
+    def unavailable_error(self) -> BatonError:
+        """FingerprintMismatch when every replica differs, else PrefillUnavailable."""
+        if (mismatch := self._mismatch) is not None:
+            return mismatch
+        causes = [f"{r.address}: {r.error}" for r in self._replicas if r.error is not None]
+        return PrefillUnavailable("no prefill replica is ready" + (f" ({'; '.join(causes)})" if causes else ""))
+
+    @property
+    def _mismatch(self) -> FingerprintMismatch | None:
         errors = [replica.error for replica in self._replicas]
         mismatches = [error for error in errors if isinstance(error, FingerprintMismatch)]
         return mismatches[0] if mismatches and len(mismatches) == len(errors) else None
-
-    def unavailable_error(self) -> BatonError:
-        causes = [f"{r.address}: {r.error}" for r in self._replicas if r.error is not None]
-        return PrefillUnavailable("no prefill replica is ready" + (f" ({'; '.join(causes)})" if causes else ""))

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from baton.errors import BatonError, FailedPrecondition
 
+_OWN_PACKAGES = frozenset({"baton", "common", "training"})
+
 
 def print_json(event: str, **fields: Any) -> None:
     """One line on standard output, written at once."""
@@ -42,6 +44,8 @@ def reported_errors(as_json: bool) -> Iterator[None]:
         try:
             yield
         except ModuleNotFoundError as missing:
+            if missing.name is None or missing.name.partition(".")[0] in _OWN_PACKAGES:
+                raise
             raise FailedPrecondition(
                 f"this command needs {missing.name}: pip install 'baton-serve[engine,gateway,training]'",
                 reason="NOT_INSTALLED",

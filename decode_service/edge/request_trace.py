@@ -48,7 +48,8 @@ class RequestTrace:
         self._stage_start_s = start_s
         self._stage: Span | None = self._child("tokenize", start_s) if self.is_recording else None
         self._is_in_bootstrap = False
-        self._first_token_s: float | None = None  # out of the engine, and not yet written
+        self._first_token_s: float | None = None  # when it was out of the engine
+        self._has_written = False
 
     def describe(self, attributes: Callable[[], Attributes]) -> None:
         """`attributes` is not called for a span that does not record."""
@@ -67,7 +68,7 @@ class RequestTrace:
             self._stage.set_status(Status(StatusCode.ERROR, began.lost))
         if began.was_retracted:
             self._span.add_event("retracted", timestamp=self._unix_clock.unix_ns(began.at_s))
-        if self._is_in_bootstrap:
+        if self._is_in_bootstrap and self._first_token_s is None and not began.was_retracted:
             self._first_token_s = began.at_s
         self._is_in_bootstrap = began.stage is Stage.BOOTSTRAP
         self._begin(began.stage, began.at_s)
@@ -76,11 +77,10 @@ class RequestTrace:
 
     def output_written(self) -> None:
         """The client's stream has taken some output, and it may be the first."""
-        if self._first_token_s is not None:
+        if self._first_token_s is not None and not self._has_written:
             span = self._child("first_token", self._first_token_s)
             span.end(self._unix_clock.unix_ns(self._clock()))
-            self._first_token_s = None
-            self._is_in_bootstrap = False
+            self._has_written = True
 
     def failed(self, error: BatonError) -> None:
         if self.is_recording:

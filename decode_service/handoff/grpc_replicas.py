@@ -164,7 +164,7 @@ class GrpcReplicas:
         texts = [(each.address, each.is_ready, each.num_outstanding, repr(each.error)) for each in replicas]
         if texts != self._posted:
             self._posted = texts
-            self._post(ReplicasChanged(tuple(replicas)))
+            self._post(ReplicasChanged(tuple(replicas), others_may_come=bool(self._names)))
 
 
 async def _close(watched: _Watched) -> None:

@@ -83,6 +83,11 @@ class Rig:
 
         return last(list(self.decode.reports.wait_until(lambda reports: holds(last(list(reports))))))
 
+    def others_may_come(self) -> bool:
+        """As last posted."""
+        changes = [report for report in self.decode.reports.wait_until(bool) if isinstance(report, ReplicasChanged)]
+        return changes[-1].others_may_come
+
     def ready(self, *hosts: str) -> None:
         """Wait until these, and nothing else, are replicas, and ready."""
         wanted = {self.at(host) for host in hosts}
@@ -123,6 +128,14 @@ def test_every_address_behind_a_name_is_a_replica_that_serves_rows(rig: Rig) -> 
         accepted = rig.decode.arrived(host)[0]
         assert isinstance(accepted, Accepted)
     assert not rig.names.is_loop_thread, "a look-up blocks"
+    assert rig.others_may_come()
+
+
+def test_of_fixed_addresses_there_will_be_no_others(rig: Rig) -> None:
+    rig.bring_up(FIRST)
+    rig.connect(f"{FIRST}:PORT")
+    rig.ready(FIRST)
+    assert not rig.others_may_come()
 
 
 def test_a_replica_that_joins_the_name_serves(rig: Rig) -> None:

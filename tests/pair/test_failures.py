@@ -316,6 +316,33 @@ def test_a_mismatch_of_every_replica_fails_a_request_at_once_and_of_one_does_not
     assert isinstance(pair.outcomes["b"].error, FingerprintMismatch)
 
 
+def test_a_mismatch_behind_a_name_is_waited_out_for_another_replica_may_come(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+) -> None:
+    """As when the prefill services of a deployment are replaced before its decode services, or after them."""
+    clock = Clock()
+    pair = make_pair(tiny_target("llama"), PairOptions(), clock=clock)
+    (replica,) = pair.replicas
+    mismatch = Replica(replica.address, False, error=FingerprintMismatch("weights", "ours", "theirs"))
+    pair.step()
+    pair.post(ReplicasChanged((mismatch,), others_may_come=True))
+    for name in ("a", "b"):
+        submit(pair, name)
+    clock.now_s += 9.9
+    pair.step()
+    assert not pair.outcomes["a"].has_ended
+    pair.post(ReplicasChanged((Replica(replica.address, True),), others_may_come=True))
+    pair.run()
+    assert pair.outcomes["a"].token_ids == undisturbed["a"]
+
+    pair.post(ReplicasChanged((mismatch,), others_may_come=True))
+    submit(pair, "c")
+    pair.step()
+    clock.now_s += 10.0
+    pair.step()
+    assert isinstance(pair.outcomes["c"].error, FingerprintMismatch)
+
+
 def test_a_call_that_meets_another_fingerprint_is_retried_elsewhere(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:

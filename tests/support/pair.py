@@ -314,7 +314,7 @@ class InProcessPair:
         """A transport knows its own replica only; the engine is told of all of them."""
         if isinstance(report, decode.ReplicasChanged):
             self._reported.update({replica.address: replica for replica in report.replicas})
-            report = decode.ReplicasChanged(tuple(self._reported.values()))
+            report = decode.ReplicasChanged(tuple(self._reported.values()), report.others_may_come)
         self._to_decode.append(report)
 
     def _carry(self, replica: PrefillReplica, call_id: str, frame: Frame) -> None:

@@ -82,20 +82,25 @@ def test_a_lost_handoff_and_a_retraction_show_as_further_stages(spans: EndedSpan
         trace.on_stage(StageBegan("r", Stage.QUEUE, 1002.0, lost="it died"))
         trace.on_stage(StageBegan("r", Stage.PREFILL, 1004.0, replica="b:1", attempt=1))
         reaches(trace, (Stage.TRANSFER, 1005.0), (Stage.BOOTSTRAP, 1006.0), (Stage.FIRST_DECODE, 1007.0))
+        clock.now_s = 1008.0
+        trace.output_written()
         trace.on_stage(StageBegan("r", Stage.QUEUE, 1009.0, was_retracted=True))
+        reaches(trace, (Stage.PREFILL, 1009.0), (Stage.TRANSFER, 1009.0), (Stage.BOOTSTRAP, 1009.0))
+        reaches(trace, (Stage.FIRST_DECODE, 1009.5))
         clock.now_s = 1010.0
+        trace.output_written()
 
     assert spans.names() == [
-        *("tokenize", "queue", "prefill", "queue", "prefill", "transfer", "bootstrap", "first_decode"),
-        *("queue", "Generate"),
-    ]
-    first, second = [span for span in spans.all if span.name == "prefill"]
+        *("tokenize", "queue", "prefill", "queue", "prefill", "transfer", "bootstrap", "first_token", "first_decode"),
+        *("queue", "prefill", "transfer", "bootstrap", "first_decode", "Generate"),
+    ], "a request has one first token"
+    first, second, _ = [span for span in spans.all if span.name == "prefill"]
     assert (first.status.status_code, first.status.description) == (StatusCode.ERROR, "it died")
     assert first.attributes == {"baton.replica": "a:1", "baton.attempt": 0}
     assert second.attributes == {"baton.replica": "b:1", "baton.attempt": 1}
     assert second.status.status_code is StatusCode.UNSET
     (retracted,) = spans.named("Generate").events
-    queued_again = spans.all[-2]
+    queued_again = spans.all[-6]
     assert (retracted.name, retracted.timestamp) == ("retracted", queued_again.start_time)
     assert spans.named("Generate").status.status_code is StatusCode.UNSET
 

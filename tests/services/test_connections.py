@@ -1,0 +1,30 @@
+"""Connections to a decode service are replaced, so that clients of a name look it up again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.config.settings import DecodeSettings
+from decode_service import main as decode_main
+from tests.services.services_here import BOUND_S, free_address, serving_here
+
+
+async def test_a_connection_is_replaced_after_its_age(
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_main, "_CONNECTION_AGE_S", 0.1)
+    settings = DecodeSettings(
+        model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, max_kv_tokens=4096, listen=free_address()
+    )
+    async with (
+        serving_here(decode_main, settings, "baton.v1.Inference", monkeypatch),
+        grpc.aio.insecure_channel(settings.listen) as channel,
+        asyncio.timeout(BOUND_S),
+    ):
+        await channel.channel_ready()
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
