@@ -4,7 +4,9 @@ services.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.support.loop_thread import LoopThread
 
 QUESTIONS = ("Why is the sky blue?", "Name three colours.", "Écris une phrase en français.")
 NEW_TOKENS = 24
+README = Path(__file__).parents[2] / "README.md"
 ARGUMENTS = ("--num-threads=1", "--draft=demo")
 
 
@@ -83,3 +86,19 @@ def test_the_status_page_has_what_both_services_expose(gateway: GatewayHere) -> 
     assert sorted(service["role"] for service in shown["services"]) == ["decode", "prefill"]
     assert shown["pair"]["phases"]["prefill"]["num_observed"] == 1
     assert shown["pair"]["acceptance"]["drafted"] > 0
+
+
+def readme_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("block", readme_blocks(), ids=lambda block: re.search(r"from (\w+)", block)[1])
+def test_what_the_readme_shows_works(
+    block: str, pair: LocalPair, gateway: GatewayHere, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (decode,) = pair.decode_addresses
+    code = block.replace("127.0.0.1:50051", decode).replace("http://127.0.0.1:8000", gateway.url)
+    assert code != block
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) > 10
