@@ -162,6 +162,15 @@ class DraftMismatch(StartupError):
     """A draft head's config and tensors do not fit each other, or the target: key and directory are named."""
 
 
+def request_reasons() -> list[str]:
+    """Every reason that a request may end with: those of the tree above, without what is raised before serving."""
+
+    def below(kind: type[BatonError]) -> list[type[BatonError]]:
+        return [kind, *(each for child in kind.__subclasses__() for each in below(child))]
+
+    return sorted({kind.reason for kind in below(BatonError) if not issubclass(kind, StartupError)})
+
+
 def shortened(text: str, max_bytes: int = MAX_QUOTED_BYTES) -> str:
     """`text` within `max_bytes` of UTF-8. Errors quote what a peer sent, and travel where there is little room."""
     encoded = text.encode(errors="replace")

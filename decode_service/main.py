@@ -48,7 +48,7 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.replica_discovery import look_up
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
-from decode_service.messages import Command, Drain, Event
+from decode_service.messages import Command, Drain, Event, FinishReason
 from decode_service.scheduler import DecodeEngine
 from decode_service.speculation_settings import speculation_of
 
@@ -67,7 +67,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     runtime = process.runtime
     engine_metrics = EngineMetrics(process.registry)
     speculation_metrics = SpeculationMetrics(process.registry) if runtime.draft else None
-    observer = RequestObserver(RequestMetrics(process.registry))
+    observer = RequestObserver(RequestMetrics(process.registry, finish_reasons=FinishReason))
     replicas = ReplicaBoard()
 
     def deliver(events: Sequence[Event]) -> None:

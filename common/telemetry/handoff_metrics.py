@@ -6,15 +6,21 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from common.errors import RowFailure
 from common.telemetry.buckets import PHASE_S
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 
 
 class HandoffMetrics:
-    """Follows the frames an engine emits. `outcome` is "prebuilt", or a row failure's reason in lower case."""
+    """Follows the frames an engine emits. `outcome` is "prebuilt", or a row failure's reason in lower case.
+
+    Every outcome is exposed from the start: of a series that begins at 500 Prometheus sees no increase.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._rows = Counter("baton_requests", "Rows ended, by outcome.", ["outcome"], registry=registry)
+        for outcome in ("prebuilt", *(reason.value.lower() for reason in RowFailure)):
+            self._rows.labels(outcome)
         self._queue_s = Histogram(
             "baton_queue_seconds", "From a row's arrival to its first chunk.", buckets=PHASE_S, registry=registry
         )

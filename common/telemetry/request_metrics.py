@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import Enum
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from common.errors import request_reasons
 from common.telemetry.buckets import PHASE_S, TOKEN_S
 
 PHASES = ("queue", "prefill", "transfer", "first_decode")
 
 
 class RequestMetrics:
-    """`outcome` is a finish reason ("eos", "length", ...) or the ErrorInfo reason in lower case ("deadline", ...)."""
+    """`outcome` is a finish reason ("eos", "length", ...) or the ErrorInfo reason in lower case ("deadline", ...).
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Every outcome is exposed from the start: of a series that begins at 500 Prometheus sees no increase.
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, finish_reasons: Iterable[Enum]) -> None:
         self.requests = Counter("baton_requests", "Requests ended, by outcome.", ["outcome"], registry=registry)
+        for outcome in (
+            *(reason.value for reason in finish_reasons),
+            *(reason.lower() for reason in request_reasons()),
+        ):
+            self.requests.labels(outcome)
         self.phases = {
             phase: Histogram(f"baton_{phase}_seconds", f"Phase: {phase}.", buckets=PHASE_S, registry=registry)
             for phase in PHASES

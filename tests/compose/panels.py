@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RATE_INTERVAL = "1m"
-"""What stands in for Grafana's own variable."""
+VARIABLES = {"$__rate_interval": "1m", "$__range": "15m"}
+"""What stands in for Grafana's own."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Prometheus:
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         """Each series' labels and value now; those that are no number are left out."""
-        query = urllib.parse.urlencode({"query": expression.replace("$__rate_interval", RATE_INTERVAL)})
-        samples = self._get(f"query?{query}")["result"]
+        for variable, value in VARIABLES.items():
+            expression = expression.replace(variable, value)
+        samples = self._get(f"query?{urllib.parse.urlencode({'query': expression})}")["result"]
         found = [(sample["metric"], float(sample["value"][1])) for sample in samples]
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 

@@ -27,7 +27,7 @@ from decode_service.edge.observer import RequestObserver
 from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
-from decode_service.messages import Replica, ReplicasChanged
+from decode_service.messages import FinishReason, Replica, ReplicasChanged
 from tests.decode_edge.fake_engine import FakeEngine
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
 
@@ -95,7 +95,7 @@ async def running_edge(
     tokenizer = byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
     registry = CollectorRegistry()
-    observer = RequestObserver(RequestMetrics(registry))
+    observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason))
     live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer)
     executor = ThreadPoolExecutor(1)
     router = EventRouter(

@@ -208,7 +208,7 @@ async def start_decode(
         receive_budget_bytes=1 << 20,
         timeouts=timeouts,
     )
-    observer = RequestObserver(RequestMetrics(CollectorRegistry()))
+    observer = RequestObserver(RequestMetrics(CollectorRegistry(), finish_reasons=decode.FinishReason))
     live_requests = LiveRequests(engine=thread, max_live=MAX_ROWS, observer=observer)
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas

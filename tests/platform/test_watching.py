@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from common.errors import BatonError
 from common.load import EngineLoad, PoolCounts
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
@@ -21,6 +20,7 @@ from common.telemetry.step_stats import SpeculationStats, StepStats
 from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
 from gateway.metrics import GatewayMetrics
+from gateway.request_record import route_of
 from tests.compose.panels import read_panels
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def exported() -> Exports:
     batch = PrebuiltBatch(rows, rows, rows, {"target": rows}, np.array([0.1]), np.array([0.1]), (None,))
     HandoffMetrics(prefill).on_frames([batch])
     SpeculationMetrics(decode).on_step(STEP)
-    requests = RequestMetrics(decode)
+    requests = RequestMetrics(decode, finish_reasons=FinishReason)
     requests.requests.labels("eos").inc()
     requests.drafted_at.labels(1).inc()
     requests.accepted_at.labels(1).inc()
@@ -102,21 +102,62 @@ def test_every_label_grouped_by_is_one_of_its_metrics(title: str) -> None:
     assert {label.strip() for part in grouped for label in part.split(",")} <= set().union(*labels) | SCRAPED
 
 
-def test_outcomes_that_rules_name_are_outcomes() -> None:
-    def reasons(kind: type[BatonError]) -> set[str]:
-        return {kind.reason.lower()}.union(*(reasons(below) for below in kind.__subclasses__()))
+NOT_THE_SERVICES_FAULT = {
+    # The request itself, or who sent it.
+    *("invalid_field", "context_exceeded", "duplicate_request_id", "unauthenticated", "deadline", "cancelled"),
+    # Whoever stops a service knows; its rows go to another replica, its clients to another service.
+    "draining",
+}
 
-    known = reasons(BatonError) | {reason.value for reason in FinishReason}
-    named = {
+
+def outcomes(expose: Callable[[CollectorRegistry], object]) -> set[str]:
+    """What a service exposes before anything came about."""
+    expose(registry := CollectorRegistry())
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels["outcome"] for sample in samples if sample.name == "baton_requests_total"}
+
+
+def outcomes_named(expressions: Iterable[str]) -> set[str]:
+    return {
         outcome
-        for expression in ALL.values()
+        for expression in expressions
         for _, matchers in selectors(expression)
         for label, _, value in matchers
         if label == "outcome"
         for outcome in value.split("|")
     }
-    assert "no_prefill" in named
-    assert named <= known
+
+
+OF_DECODE = outcomes(lambda registry: RequestMetrics(registry, finish_reasons=FinishReason))
+OF_PREFILL = outcomes(HandoffMetrics)
+SERVED = {reason.value for reason in FinishReason} | {"prebuilt"}
+
+
+def test_outcomes_that_rules_name_are_outcomes() -> None:
+    assert outcomes_named(ALL.values()) <= OF_DECODE | OF_PREFILL
+
+
+def test_every_failure_of_either_service_is_in_one_ratio_or_not_its_own_fault() -> None:
+    failed = outcomes_named([ALL["baton:requests_failed:ratio_rate5m"]])
+    refused = outcomes_named([ALL["baton:requests_refused:ratio_rate5m"]])
+    groups = (SERVED, failed, refused, NOT_THE_SERVICES_FAULT)
+    assert set().union(*groups) == OF_DECODE | OF_PREFILL
+    assert sum(map(len, groups)) == len(OF_DECODE | OF_PREFILL), "one is in two"
+
+
+def test_the_gateway_exposes_every_status_of_the_api_before_the_first_request() -> None:
+    """By the table of docs/gateway.md, 200, and 499 of clients that leave."""
+    GatewayMetrics(registry := CollectorRegistry())
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    exposed = {
+        (sample.labels["route"], sample.labels["status"]): sample.value
+        for sample in samples
+        if sample.name == "baton_gateway_requests_total"
+    }
+    documented = re.findall(r"^\| (\d{3}) \|", (ROOT / "docs/gateway.md").read_text(), re.MULTILINE)
+    statuses = {*documented, "200", "499"}
+    routes = {route_of(path) for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/demo")}
+    assert exposed == {(route, status): 0.0 for route in routes for status in statuses}
 
 
 def test_every_alert_has_a_test() -> None:

@@ -11,8 +11,10 @@ from common.load import EngineLoad, PoolCounts
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.handoff_metrics import HandoffMetrics
+from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.step_stats import StepStats
 from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
+from decode_service.messages import FinishReason
 
 LOAD = EngineLoad(
     rows=PoolCounts(total=8, free=1, reserved=2, transferring=3, running=1, quarantined=1),
@@ -82,6 +84,28 @@ def test_a_prefill_counts_rows_by_outcome_and_bytes(registry: CollectorRegistry)
     assert registry.get_sample_value("baton_handoff_bytes_total") == 200
     assert registry.get_sample_value("baton_queue_seconds_sum") == 0.75
     assert registry.get_sample_value("baton_prefill_seconds_sum") == 3.0
+
+
+def outcomes(registry: CollectorRegistry) -> dict[str, float]:
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels["outcome"]: sample.value for sample in samples if sample.name == "baton_requests_total"}
+
+
+def test_a_decode_service_exposes_every_outcome_before_the_first_request(registry: CollectorRegistry) -> None:
+    RequestMetrics(registry, finish_reasons=FinishReason)
+
+    expected = {"eos", "stop_token", "stop_string", "length"}
+    expected |= {"invalid_field", "context_exceeded", "duplicate_request_id", "queue_full", "unauthenticated"}
+    expected |= {"deadline", "cancelled", "fingerprint_mismatch", "no_prefill", "draining"}
+    expected |= {"engine_fault", "engine_lost", "engine_stalled", "internal"}
+    assert outcomes(registry) == dict.fromkeys(expected, 0.0)
+
+
+def test_a_prefill_service_exposes_every_outcome_before_the_first_row(registry: CollectorRegistry) -> None:
+    HandoffMetrics(registry)
+
+    expected = {"prebuilt", "fingerprint_mismatch", "invalid_row", "capacity", "cancelled", "deadline", "draining"}
+    assert outcomes(registry) == dict.fromkeys(expected | {"compute", "stalled"}, 0.0)
 
 
 def test_the_endpoint_serves_the_registry_it_was_given(registry: CollectorRegistry) -> None:

@@ -16,6 +16,7 @@ from common.telemetry.exposition import MetricsServer
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
+from decode_service.messages import FinishReason
 from gateway.status.addresses import Address
 from gateway.status.sampler import Sampler
 
@@ -60,7 +61,7 @@ class Exposed:
 
 class ExposedDecode(Exposed):
     def _register(self, registry: CollectorRegistry) -> None:
-        self.requests = RequestMetrics(registry)
+        self.requests = RequestMetrics(registry, finish_reasons=FinishReason)
         self.speculation = SpeculationMetrics(registry)
 
 
