@@ -90,13 +90,14 @@ def test_of_two_hosts_only_the_prefill_service_is_reached_from_elsewhere() -> No
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_container_has_no_rights_and_is_started_again(name: str) -> None:
+def test_a_container_has_no_rights_is_started_again_and_fills_no_disk_with_its_log(name: str) -> None:
     for definition in services(name).values():
         assert definition["read_only"] is True
         assert definition["tmpfs"] == ["/tmp"]
         assert definition["cap_drop"] == ["ALL"]
         assert definition["security_opt"] == ["no-new-privileges:true"]
         assert definition["restart"] == "unless-stopped"
+        assert definition["logging"] == {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -195,6 +196,23 @@ def test_the_services_accept_the_environment_they_get(name: str) -> None:
                 patch.setenv(key, filled(value, PREFILL="prefill.example:50052"))
             settings = load_settings(KINDS[service.removesuffix("-2")], [], program=service)
         assert settings.listen.startswith("0.0.0.0:")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_service_is_told_where_traces_go_and_how_many(name: str) -> None:
+    for definition in our_services(name).values():
+        environment = definition["environment"]
+        assert environment["BATON_OTLP_ENDPOINT"] == "${BATON_OTLP_ENDPOINT:-}"
+        assert environment["BATON_TRACE_SAMPLE_RATIO"] == "${BATON_TRACE_SAMPLE_RATIO:-1}"
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_two_hosts_take_the_settings_that_one_host_takes(service: str) -> None:
+    file = PREFILL_HOST if service == "prefill" else DECODE_HOST
+    one, two = services("compose.yaml")[service]["environment"], services(file)[service]["environment"]
+    # Addresses differ, and the device comes from the environment: one file serves GPUs and CPUs.
+    own = {"BATON_DEVICE", "BATON_PREFILL", "BATON_DECODE", "BATON_METRICS_TARGETS"}
+    assert {key: two.get(key) for key in one if key not in own} == {key: one[key] for key in one if key not in own}
 
 
 def test_between_two_hosts_both_ends_show_certificates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,13 @@ from prometheus_client import CollectorRegistry
 import common.errors
 from common.errors import BatonError, RowFailure
 from common.load import EngineLoad, PoolCounts
+from decode_service.messages import FinishReason
 from tests.platform.pages import CODE_PACKAGES, DOCS, ROOT, all_pages, code_spans, module_name, sources, table_rows
 
 PAGE = DOCS / "operations.md"
 METRIC_KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
 NOTHING = EngineLoad(rows=PoolCounts(1, 1), slots=PoolCounts(1, 1), num_queued=0, num_running=0, num_steps=0)
+BUILT_WITH: dict[str, Any] = {"finish_reasons": FinishReason}
 WATCHED: dict[str, Any] = {"load": lambda: NOTHING, "is_ready": lambda: True}
 LOG_CALL = re.compile(
     r"log(?:ger)?\.(?:(?:debug|info|warning|error|exception|critical)\(|log\([^\"()]+,)\s*\"([^\"]+)\""
@@ -61,7 +63,9 @@ def exported_metrics() -> set[str]:
     for module in modules_with_metrics():
         for kind in exporters(module):
             registry = CollectorRegistry()
-            metrics = kind(registry=registry)
+            taken = inspect.signature(kind.__init__).parameters
+            more = {name: value for name, value in BUILT_WITH.items() if name in taken}
+            metrics = kind(registry=registry, **more)
             if hasattr(metrics, "watch"):
                 wanted = inspect.signature(metrics.watch).parameters
                 metrics.watch(**{name: ask for name, ask in WATCHED.items() if name in wanted})
