@@ -11,6 +11,7 @@ from tests.compose.doors import NUM_AT_A_TIME, grpc, http, load, rows_served
 from tests.compose.images import BUILT, image_of
 from tests.compose.project import Container, Project
 from tests.compose.report import Report
+from tests.compose.victim import Victim
 
 UP_TIMEOUT_S = 600
 _STOP_GRACE_S = 45
@@ -82,21 +83,24 @@ def scale(project: Project, services: Sequence[str], report: Report) -> None:
 def kill_a_prefill(project: Project, report: Report) -> None:
     """In the middle of a load; what it had is computed by the other, nobody notices, and it is started again."""
     with report.step(f"{_NUM_UNDER_KILL} chats through both doors, a prefill container killed meanwhile"):
-        victim, image = project.containers("prefill")[1], image_of(project, "gateway")
-
-        def on_answer(num_ended: int) -> None:
-            if num_ended == _KILL_AFTER:
-                report.note(f"killed after {num_ended} answers, {rows_served(victim)} rows served by it before")
-                victim.crash(image=image)
-
+        container = project.containers("prefill")[1]
+        victim = Victim(container, image=image_of(project, "gateway"), kill_after=_KILL_AFTER)
+        before = _retries(project)
         doors = http(project, num_fillings=_LONG), grpc(project, num_fillings=_LONG)
-        outcome = load(*doors, num_requests=_NUM_UNDER_KILL, report=report, on_answer=on_answer)
+        outcome = load(*doors, num_requests=_NUM_UNDER_KILL, report=report, on_answer=victim.on_answer)
         differing = answered_differently(outcome)
         report.expect(not differing, f"the same tokens through both, for each question {differing or ''}".strip())
-        retries = [_counter(container, "baton_row_retries_total") for container in project.containers("decode")]
-        report.note(f"rows handed to the other replica, by each decode: {retries}")
+        report.expect(victim.num_rows_lost > 0, f"killed with {victim.num_rows_lost} rows in flight")
+        retries = _retries(project)
+        handed = f"rows were handed to the other replica, by each decode {before} before and {retries} after"
+        report.expect(sum(retries) > sum(before), handed)
         project.wait_healthy(["prefill"], timeout_s=UP_TIMEOUT_S)
-        report.expect(victim.num_restarts == 1, "it was started again, and is healthy")
+        report.expect(container.num_restarts == 1, "it was started again, and is healthy")
+
+
+def _retries(project: Project) -> list[int]:
+    """Of each decode service."""
+    return [_counter(container, "baton_row_retries_total") for container in project.containers("decode")]
 
 
 def _counter(container: Container, name: str) -> int:

@@ -1,0 +1,44 @@
+"""A container that is killed under load, at a moment at which something would be lost with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from tests.compose.command import CommandFailed
+
+_ROWS = re.compile(r'^baton_rows\{state="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+class Killable(Protocol):
+    def metrics(self) -> str: ...
+
+    def crash(self, *, image: str) -> None: ...
+
+
+class Victim:
+    """Hears of a load's answers, and kills `container` once, from `kill_after` answers on, when it has rows in flight.
+
+    `num_rows_lost`: how many it then had; 0 as long as it lives.
+    """
+
+    def __init__(self, container: Killable, *, image: str, kill_after: int) -> None:
+        self._container = container
+        self._image = image
+        self._kill_after = kill_after
+        self.num_rows_lost = 0
+
+    def on_answer(self, num_ended: int) -> None:
+        if self.num_rows_lost or num_ended < self._kill_after:
+            return
+        if num_rows := rows_in_flight(self._container.metrics()):
+            self._container.crash(image=self._image)
+            self.num_rows_lost = num_rows
+
+
+def rows_in_flight(metrics: str) -> int:
+    """Of a service's metrics: rows that hold something."""
+    rows = {state: int(float(count)) for state, count in _ROWS.findall(metrics)}
+    if "free" not in rows:
+        raise CommandFailed("a service tells no baton_rows")
+    return sum(count for state, count in rows.items() if state != "free")
