@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from opentelemetry.trace import Tracer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp
 
 from baton import AsyncClient
 from baton.errors import BatonError
+from gateway.answer import Api
 from gateway.api_keys import ApiKeys
 from gateway.chat import CHAT
 from gateway.completions import COMPLETIONS
@@ -28,6 +28,7 @@ from gateway.responses import JsonResponse, error_response
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
+from gateway.tracing import TracedApp
 
 
 def build_app(
@@ -39,13 +40,14 @@ def build_app(
     registry: CollectorRegistry,
     limits: HttpLimits,
     status: StatusCollector | None,
+    tracer: Tracer,
 ) -> ASGIApp:
     """The whole gateway as an ASGI application; needs a running event loop."""
     metrics = GatewayMetrics(registry)
     metrics.watch_open(lambda: len(open_requests))
     health = Health(client, open_requests=open_requests)
 
-    def generation(api: Any) -> GenerationEndpoint:
+    def generation(api: Api) -> GenerationEndpoint:
         return GenerationEndpoint(
             api,
             client=client,
@@ -86,7 +88,7 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False
-    return Edge(app, api_keys=api_keys, metrics=metrics)
+    return Edge(TracedApp(app, tracer=tracer), api_keys=api_keys, metrics=metrics)
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:

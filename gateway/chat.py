@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from baton.events import Completion, Delta, Finished
 from baton.requests import ChatMessage
+from common.rpc_requests import MAX_REQUEST_FIELDS
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import ApiError, invalid, not_served
 from gateway.fields import GenerationFields, parse_fields
@@ -17,11 +18,21 @@ from gateway.logprobs import chat_logprobs
 from gateway.plan import ChatPrompt, Plan
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MESSAGE_FIELDS = {"role", "content"}
+_MESSAGE_FIELDS = {"role", "content", "name"}
+_MAX_NAME_CHARS = 64
+MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
+"""Each is two fields at least of those that the decode service takes."""
+
+
+def _few(messages: Any) -> Any:
+    """Before any of them is looked at."""
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise ValueError(f"more than {MAX_MESSAGES}")
+    return messages
 
 
 class ChatFields(GenerationFields):
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), BeforeValidator(_few)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -115,6 +126,9 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
     for name, value in message.items():
         if name not in _MESSAGE_FIELDS and value is not None and value != []:
             raise not_served(f"{place}.{name}"[:128])
+    speaker = message.get("name")  # no template is given it
+    if speaker is not None and not (isinstance(speaker, str) and len(speaker) <= _MAX_NAME_CHARS):
+        raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
     role = message.get("role")
     if role in ("tool", "function"):
         raise not_served(f"{place}.role")

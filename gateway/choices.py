@@ -94,6 +94,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         try:
             for index in range(self._num_choices):
                 self._streams.append(self._open_stream(index))
+                await asyncio.sleep(0)  # each copies its prompt: others have their turn in between
         except BaseException:
             await self._close()
             raise

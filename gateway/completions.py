@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from baton.events import Completion, Delta, Finished
 from gateway.answer import Api, finish_reason, with_token_ids
@@ -19,9 +19,14 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
 
+def _unless_false(value: Any) -> Any:
+    """As a chat says that it wants none."""
+    return None if value is False else value
+
+
 class CompletionFields(GenerationFields):
     prompt: Any
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
     best_of: int | None = None
 
 

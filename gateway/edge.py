@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,12 +46,16 @@ class Edge:
         except ApiError as error:
             await error_response(error)(scope, receive, send_with_id)
         else:
-            await self._app(scope, receive, send_with_id)
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception:
+                record.status = 500  # whatever the answer began with
+                raise
         finally:
             seconds = record.elapsed_s
             self._metrics.on_end(route=record.route, status=record.status, seconds=seconds)
             _log.log(
-                20 if is_api else 10,
+                logging.INFO if is_api else logging.DEBUG,
                 "request_finished",
                 request_id=record.request_id,
                 route=record.route,

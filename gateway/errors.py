@@ -16,6 +16,7 @@ from baton.errors import BatonError
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 CLIENT_LEFT_STATUS = 499
 """Of requests whose client left, in metrics and logs alone."""
 _RETRY_AFTER_S = 1
@@ -83,7 +84,7 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
     message = str(error)
     match error.code:
         case grpc.StatusCode.INVALID_ARGUMENT:
-            code = "context_length_exceeded" if error.reason == _CONTEXT_EXCEEDED else None
+            code = CONTEXT_LENGTH_EXCEEDED if error.reason == _CONTEXT_EXCEEDED else None
             field = error.field
             if field is None:
                 return ApiError(400, message, code=code)

@@ -5,6 +5,7 @@ A field that is null counts as absent. Ranges are the decode service's to judge:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -12,10 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from baton.requests import SamplingOptions
+from common.model.sampling_params import MAX_LOGIT_BIAS_ENTRIES
 from gateway.errors import ApiError, invalid, not_served
 
 MAX_FIELDS = 64
-MAX_LOGIT_BIAS = 1024
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _HARMLESS = frozenset(
     {
         "metadata",
@@ -52,13 +54,17 @@ def _as_list(value: Any) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"more than {MAX_LOGIT_BIAS} entries")
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise ValueError(f"more than {MAX_LOGIT_BIAS_ENTRIES} entries")
     return value
 
 
 def _all_tokens(value: Any) -> Any:
     return 0 if type(value) is int and value == -1 else value
+
+
+def _without_null(value: Any) -> Any:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(BaseModel):
@@ -75,7 +81,7 @@ class GenerationFields(BaseModel):
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, BeforeValidator(_without_null)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     temperature: float | None = None
@@ -163,7 +169,6 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     """JSON has strings for keys."""
     if bias is None:
         return None
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError:
-        raise invalid("logit_bias", "its keys are token ids") from None
+    if not all(map(_TOKEN_ID.fullmatch, bias)):
+        raise invalid("logit_bias", "its keys are token ids")
+    return {int(token_id): value for token_id, value in bias.items()}

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+import structlog
 from starlette.types import Receive, Scope, Send
 
 from baton import AsyncClient, Completion
@@ -18,15 +19,18 @@ from baton.errors import BatonError
 from baton.events import Delta, Event, Finished, Started
 from gateway.answer import Api, Envelope, usage
 from gateway.choices import Choices
-from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, invalid
+from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, internal, invalid
 from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
 from gateway.plan import Plan
+from gateway.prompt_bounds import check_prompts
 from gateway.receiving import read_json_body, unless_left
 from gateway.request_record import RequestRecord
 from gateway.responses import EventStreamWriter, JsonResponse, error_response
 from gateway.served_model import ModelCard, ServedModel
+
+_log = structlog.get_logger(__name__)
 
 
 class GenerationEndpoint:
@@ -55,8 +59,11 @@ class GenerationEndpoint:
         record: RequestRecord = scope["state"]["record"]
         try:
             with self._open_requests.admit() as open_request:
-                plan, card = await self._read(scope, receive)
+                plan = await self._read(scope, receive)
                 try:
+                    card = await unless_left(receive, self._served_model.card())
+                    card.check(plan.model)
+                    check_prompts(plan, card)
                     async with Choices(plan.num_choices, self._opener(plan, record)) as choices:
                         open_request.fails_by(choices.fail)
                         answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
@@ -70,7 +77,7 @@ class GenerationEndpoint:
             record.status = CLIENT_LEFT_STATUS
             self._metrics.on_disconnect()
 
-    async def _read(self, scope: Scope, receive: Receive) -> tuple[Plan, ModelCard]:
+    async def _read(self, scope: Scope, receive: Receive) -> Plan:
         body = await read_json_body(
             receive,
             scope["headers"],
@@ -81,12 +88,7 @@ class GenerationEndpoint:
         if plan.num_choices > self._limits.max_choices:
             param = "n" if plan.n > 1 else "prompt"
             raise invalid(param, f"{plan.num_choices} choices are more than {self._limits.max_choices}")
-        try:
-            card = await self._served_model.card()
-        except BatonError as error:
-            raise api_error_of(error, plan.params) from None
-        card.check(plan.model)
-        return plan, card
+        return plan
 
     def _opener(self, plan: Plan, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
         """Callers may send the same x-request-id twice; the ids of live generations differ."""
@@ -156,15 +158,24 @@ class _Answering:
                 self._count(index, event)
                 if (part := self._part(index, event)) is not None:
                     await writer.write(self._chunk(part))
-        except (BatonError, ApiError) as failure:
-            error = failure if isinstance(failure, ApiError) else api_error_of(failure, self._plan.params)
+            if self._plan.includes_usage:
+                totals = usage(self._plan, started, self._num_tokens)
+                await writer.write(self._envelope.around(self._api.chunk_object, [], usage=totals))
+        except Exception as failure:
+            error = self._api_error(failure)
             self._record.status = error.status
             await writer.break_off(error)
             return
-        if self._plan.includes_usage:
-            totals = usage(self._plan, started, self._num_tokens)
-            await writer.write(self._envelope.around(self._api.chunk_object, [], usage=totals))
         await writer.end()
+
+    def _api_error(self, failure: Exception) -> ApiError:
+        match failure:
+            case ApiError():
+                return failure
+            case BatonError():
+                return api_error_of(failure, self._plan.params)
+        _log.error("answer_crashed", request_id=self._record.request_id, exc_info=failure)
+        return internal()
 
     async def _started(self, choices: Choices) -> Sequence[Started]:
         started = await choices.started()

@@ -17,6 +17,10 @@ class TextPrompt:
     def arguments(self) -> dict[str, Any]:
         return {"prompt": self.text}
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class TokenIdsPrompt:
@@ -25,6 +29,10 @@ class TokenIdsPrompt:
     @property
     def arguments(self) -> dict[str, Any]:
         return {"token_ids": self.token_ids}
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +43,13 @@ class ChatPrompt:
     def arguments(self) -> dict[str, Any]:
         return {"chat": self.messages}
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(each.content.encode()) for each in self.messages)
+
 
 Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
-"""`arguments` are those of `AsyncClient.generate` that carry it."""
+"""`arguments` are those of `AsyncClient.generate` that carry it, `num_bytes` about what they weigh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from gateway.errors import CLIENT_LEFT_STATUS, invalid
+from gateway.errors import invalid
 
 _ROUTES = frozenset(
     {
@@ -24,6 +24,7 @@ _ROUTES = frozenset(
         "/v1/models",
     }
 )
+NO_ROUTE = "other"
 _SHOWN_ID = re.compile(r"[!-~]{1,96}")
 
 
@@ -35,7 +36,6 @@ class RequestRecord:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_s: float = field(default_factory=time.monotonic)
     status: int = 500
-    has_begun: bool = False
     num_choices: int = 0
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
@@ -49,10 +49,6 @@ class RequestRecord:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began_s
 
-    @property
-    def client_left(self) -> bool:
-        return self.status == CLIENT_LEFT_STATUS
-
     def take_id(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """The caller's x-request-id, where it sent one. Raises ApiError when that could not travel."""
         for name, value in headers:
@@ -63,7 +59,7 @@ class RequestRecord:
 
 
 def route_of(path: str) -> str:
-    """One of few: it labels metrics."""
+    """One of few: it labels metrics and names spans."""
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
-    return path if path in _ROUTES else "other"
+    return path if path in _ROUTES else NO_ROUTE

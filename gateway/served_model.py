@@ -42,7 +42,7 @@ class ModelCard:
 class ServedModel:
     """Asks the decode service, and again once the answer is old: another model may be behind the address by then.
 
-    `name` overrides the service's own.
+    There is one question at a time, whoever waits for its answer. `name` overrides the service's own.
     """
 
     def __init__(
@@ -61,24 +61,44 @@ class ServedModel:
         self._created = int(unix_time())
         self._card: ModelCard | None = None
         self._asked_s = 0.0
-        self._asking = asyncio.Lock()
+        self._asking: asyncio.Task[ModelCard | BatonError] | None = None
 
     async def card(self) -> ModelCard:
-        """What was known last, while nobody answers. Raises the BatonError when nothing was."""
-        async with self._asking:
-            if self._card is not None and self._clock() - self._asked_s < self._max_age_s:
-                return self._card
-            self._asked_s = self._clock()
-            try:
-                info = await self._client.model_info()
-            except BatonError:
-                if self._card is None:
-                    raise
-                return self._card
-            self._card = ModelCard(
-                name=self._name or info.model,
-                system_fingerprint=f"fp_{info.digest[:16]}",
-                max_context_tokens=info.max_context_tokens,
-                created=self._created,
-            )
+        """What was known last, at once; when that is old, later callers get what is asked for now. Raises the
+        BatonError while nothing was known yet.
+        """
+        if self._card is not None and self._clock() - self._asked_s < self._max_age_s:
             return self._card
+        if self._asking is None:
+            self._asked_s = self._clock()
+            self._asking = asyncio.create_task(self._ask(), name="model_info")
+            self._asking.add_done_callback(self._on_answer)
+        if self._card is not None:
+            return self._card
+        answer = await asyncio.shield(self._asking)  # one caller that leaves shall not end it for the others
+        if isinstance(answer, BatonError):
+            raise answer
+        return answer
+
+    async def close(self) -> None:
+        """Asks no longer. Nobody waits any more."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait((self._asking,))
+
+    async def _ask(self) -> ModelCard | BatonError:
+        """The error is a result, since there may be nobody to raise it to."""
+        try:
+            info = await self._client.model_info()
+        except BatonError as error:
+            return error
+        self._card = ModelCard(
+            name=self._name or info.model,
+            system_fingerprint=f"fp_{info.digest[:16]}",
+            max_context_tokens=info.max_context_tokens,
+            created=self._created,
+        )
+        return self._card
+
+    def _on_answer(self, _asked: asyncio.Task[ModelCard | BatonError]) -> None:
+        self._asking = None

@@ -29,7 +29,6 @@ from gateway.open_requests import OpenRequests
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
 from gateway.status.watched_decode import open_clients
-from gateway.tracing import TracedApp
 
 _BACKLOG = 2048
 _CLOSE_GRACE_S = 1
@@ -52,17 +51,19 @@ class GatewayServer:
         self._client = open_decode_client(settings)
         self.open_requests = OpenRequests(max_open=settings.max_open_requests)
         self._status = _status_collector(settings)
+        self._served_model = ServedModel(self._client, name=settings.served_model_name)
         app = build_app(
             client=self._client,
-            served_model=ServedModel(self._client, name=settings.served_model_name),
+            served_model=self._served_model,
             open_requests=self.open_requests,
             api_keys=ApiKeys(api_keys),
             registry=CollectorRegistry(),
             limits=limits,
             status=self._status,
+            tracer=tracer,
         )
         config = uvicorn.Config(
-            TracedApp(app, tracer=tracer),
+            app,
             http=bounded_connections(limits),
             ws="none",
             lifespan="off",
@@ -113,6 +114,7 @@ class GatewayServer:
             connection.transport.abort()  # its client takes nothing
         if self._status is not None:
             await self._status.close()
+        await self._served_model.close()
         await self._client.close()
 
 

@@ -8,13 +8,19 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, use_span
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.telemetry.trace_context import context_of
+from gateway.request_record import NO_ROUTE, RequestRecord
+
+_METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
+_MAX_PATH_CHARS = 256
 
 
 class TracedApp:
-    """An ASGI application around another, whose calls of the client become children of the request's span.
+    """An ASGI application around another, whose calls of the client become children of the request's span. It is
+    inside the Edge: a request without a key leaves no span.
 
-    The span continues the trace that the request's `traceparent` names. It ends with the answer's last byte, and shows
-    an error for a status from 500 on and for an answer that broke off.
+    The span continues the trace that the request's `traceparent` names. It ends with the answer's last byte, has the
+    status that the request's log line has, and shows an error for one from 500 on and for an answer that broke off.
+    Names of spans are few: of the methods and routes that there are.
     """
 
     def __init__(self, app: ASGIApp, *, tracer: Tracer) -> None:
@@ -25,23 +31,22 @@ class TracedApp:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
+        record: RequestRecord = scope["state"]["record"]
+        is_known = scope["method"] in _METHODS
+        method = scope["method"] if is_known else "HTTP"
         span = self._tracer.start_span(
-            scope["method"],
+            method if record.route == NO_ROUTE else f"{method} {record.route}",
             context_of(_decoded(scope["headers"])),
             kind=SpanKind.SERVER,
-            attributes={"http.request.method": scope["method"], "url.path": scope["path"]},
+            attributes={
+                "http.request.method": method if is_known else "_OTHER",
+                "url.path": scope["path"][:_MAX_PATH_CHARS],
+            },
         )
         is_whole = False
 
         async def send_and_note(message: Message) -> None:
             nonlocal is_whole
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                span.set_attribute("http.response.status_code", status)
-                if status != 404:  # else the path is anyone's invention: names of spans must be few
-                    span.update_name(f"{scope['method']} {scope['path']}")
-                if status >= 500:
-                    span.set_status(Status(StatusCode.ERROR))
             await send(message)
             is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
@@ -49,8 +54,11 @@ class TracedApp:
             try:
                 await self._app(scope, receive, send_and_note)
             finally:
+                span.set_attribute("http.response.status_code", record.status)
                 if not is_whole:
                     span.set_status(Status(StatusCode.ERROR, "the answer broke off"))
+                elif record.status >= 500:
+                    span.set_status(Status(StatusCode.ERROR))
 
 
 def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:

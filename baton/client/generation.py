@@ -83,12 +83,14 @@ class Generation:
     def next_call(self) -> tuple[inference_pb2.GenerateRequest, float | None]:
         """The next call's request and time-out in seconds."""
         self._order = EventOrder()
+        timeout_s = None if self._deadline_s is None else self._deadline_s - self._clock()
+        if self._started is None:
+            return self._request, timeout_s
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.generated_token_ids[:] = self._token_ids
-        if self._started is not None:
-            request.sampling.seed = self._started.seed
-        return request, None if self._deadline_s is None else self._deadline_s - self._clock()
+        request.sampling.seed = self._started.seed
+        return request, timeout_s
 
     def accept(self, message: inference_pb2.GenerateEvent) -> Event | None:
         """The caller's event; None for a further call's Started. Raises Internal for what breaks the order."""

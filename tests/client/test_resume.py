@@ -292,6 +292,17 @@ async def test_a_closed_client_resumes_nothing(server: ScriptedServer) -> None:
         async_client.generate("Hi")
 
 
+def test_what_was_not_admitted_is_sent_again_without_a_copy() -> None:
+    """A prompt may be megabytes, and a caller may ask for many choices of it."""
+    request = inference_pb2.GenerateRequest(text="Hi", generated_token_ids=[1, 2])
+    generation = Generation(request, timeout_s=None, resume_timeout_s=10.0)
+    for _ in range(2):
+        assert generation.next_call()[0] is request
+    generation.accept(started(seed=7))
+    again, _ = generation.next_call()
+    assert (again.sampling.seed, again.generated_token_ids, request.sampling.HasField("seed")) == (7, [1, 2], False)
+
+
 def test_pauses_grow_to_a_bound_and_begin_anew_with_each_event() -> None:
     now_s = 0.0
     generation = Generation(

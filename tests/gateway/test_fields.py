@@ -1,0 +1,59 @@
+"""What asks for nothing, in the many ways in which callers say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic_core import to_json
+
+from baton.requests import ChatMessage
+from gateway.chat import parse_chat
+from gateway.completions import parse_completion
+from gateway.errors import ApiError
+from gateway.plan import Plan
+
+
+def completion(**fields: Any) -> Plan:
+    return parse_completion(to_json({"model": "demo", "prompt": "x", **fields}))
+
+
+def chat(**message: Any) -> Plan:
+    return parse_chat(to_json({"model": "demo", "messages": [{"role": "user", "content": "x", **message}]}))
+
+
+@pytest.mark.parametrize("options", [{"include_usage": None}, {"include_usage": None, "include_obfuscation": None}, {}])
+def test_an_option_of_a_stream_that_is_null_is_absent(options: dict[str, Any]) -> None:
+    assert not completion(stream=True, stream_options=options).includes_usage
+
+
+@pytest.mark.parametrize(("logprobs", "expected"), [(None, None), (False, None), (0, 0), (5, 5)])
+def test_false_log_probabilities_of_a_completion_are_none(logprobs: Any, expected: int | None) -> None:
+    assert completion(logprobs=logprobs).sampling["logprobs"] == expected
+
+
+def test_true_is_no_number_of_them() -> None:
+    with pytest.raises(ApiError, match=r"^logprobs: "):
+        completion(logprobs=True)
+
+
+@pytest.mark.parametrize("key", ["1_0", " 7 ", "+7", "-7", "07", "٣", "", "1" * 5000])
+def test_a_key_of_logit_bias_is_a_number_as_json_would_write_it(key: str) -> None:
+    with pytest.raises(ApiError, match=r"^logit_bias: its keys are token ids"):
+        completion(logit_bias={key: 1})
+
+
+def test_other_keys_are_token_ids() -> None:
+    assert completion(logit_bias={"0": 1, "70": -5}).sampling["logit_bias"] == {0: 1, 70: -5}
+
+
+@pytest.mark.parametrize("name", [None, "", "Ada", "a" * 64])
+def test_a_name_of_who_speaks_changes_nothing(name: str | None) -> None:
+    (prompt,) = chat(name=name).prompts
+    assert prompt.arguments == {"chat": (ChatMessage("user", "x"),)}
+
+
+@pytest.mark.parametrize("name", [7, ["Ada"], "a" * 65])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(ApiError, match=r"^messages\[0\].name: "):
+        chat(name=name)
