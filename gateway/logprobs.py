@@ -7,13 +7,14 @@ completions.
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from baton.events import PositionLogprobs, TokenLogprob
 
 _LEAST = -9999.0
-"""JSON has no minus infinity."""
+"""JSON has no minus infinity, and nothing that is no number."""
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
@@ -74,4 +75,4 @@ def _decoded(token: bytes) -> str | None:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return max(logprob, _LEAST) if math.isfinite(logprob) else _LEAST

@@ -43,7 +43,9 @@ class GatewayMetrics:
             buckets=PHASE_S,
             registry=registry,
         )
-        self._open = Gauge("baton_gateway_open_requests", "Generations being answered", registry=registry)
+        self._open = Gauge(
+            "baton_gateway_open_requests", "Generations' requests being read or answered", registry=registry
+        )
         self._prompt_tokens = Counter(
             "baton_gateway_prompt_tokens_total",
             "Tokens of prompts that were admitted, once a prompt",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from starlette.responses import Response
@@ -15,6 +16,8 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies shall pass each event on as it comes
 ]
+_LINE_END = re.compile("[\x85\u2028\u2029]")
+"""Some readers of server-sent events end lines at these too; they can only be within JSON's strings."""
 
 
 class JsonResponse(Response):
@@ -56,4 +59,5 @@ class EventStreamWriter:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _LINE_END.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()

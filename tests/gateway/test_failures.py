@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import openai
 import pytest
 from google.rpc import code_pb2
+from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
 
+from baton.v1 import types_pb2
+from gateway.api_keys import ApiKeys
+from gateway.completions import TextChoice
+from gateway.edge import Edge
+from gateway.metrics import GatewayMetrics
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import GatewayHere, gateway_here
@@ -78,6 +86,61 @@ def test_a_stream_that_fails_ends_with_the_error_and_without_done(edge: GatewayH
     assert (answer.status, part["choices"][0]["text"]) == (200, "a")
     assert error["error"] == {"message": "broke", "type": "server_error", "param": None, "code": "internal_error"}
     wait_until(lambda: edge.metric("baton_gateway_requests_total", route=COMPLETIONS, status="500") == 1)
+
+
+def test_a_mistake_of_ours_in_a_stream_is_its_last_event(
+    edge: GatewayHere, scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    scripted.inference.script = [started(), delta([5], "a"), scripted.inference.HOLD]
+    monkeypatch.setattr(TextChoice, "part", crash)
+    answer = edge.ask("POST", COMPLETIONS, STREAMED)
+    (error,) = events_of(answer.body)
+    assert (answer.status, error["error"]["code"]) == (200, "internal_error")
+    assert scripted.inference.call_ended.wait(BOUND_S)
+    wait_until(lambda: edge.metric("baton_gateway_requests_total", route=COMPLETIONS, status="500") == 1)
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "streamed"])
+def test_a_log_probability_that_is_no_number_is_the_least(
+    edge: GatewayHere, scripted: ScriptedServer, body: Any
+) -> None:
+    position = types_pb2.PositionLogprobs(
+        chosen=types_pb2.TokenLogprob(token_id=5, logprob=math.nan, token=b"a"),
+        top=[types_pb2.TokenLogprob(token_id=6, logprob=-math.inf, token=b"b")],
+    )
+    scripted.inference.script = [started(), delta([5], "a", [position]), finished()]
+    answer = edge.ask("POST", COMPLETIONS, {**body, "logprobs": 1})
+    first = answer.json if body is BODY else events_of(answer.body)[0]
+    assert first["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+    assert first["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
+
+
+async def test_an_answer_that_crashes_after_its_head_is_counted_as_a_crash() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("a mistake")
+
+    async def nothing(*_: object) -> Any:
+        return None
+
+    registry = CollectorRegistry()
+    edge = Edge(app, api_keys=ApiKeys(()), metrics=GatewayMetrics(registry))
+    with pytest.raises(RuntimeError):
+        await edge({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}, nothing, nothing)
+    labels = {"route": COMPLETIONS, "status": "500"}
+    assert registry.get_sample_value("baton_gateway_requests_total", labels) == 1
+
+
+def test_what_ends_lines_ends_no_event(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    """Readers take lines apart as their language does."""
+    text = "a\u2028b\u2029c\x85d\r\n\x0be"
+    scripted.inference.script = [started(), delta([5], text), finished()]
+    lines = [each for each in edge.ask("POST", COMPLETIONS, STREAMED).body.decode().splitlines() if each]
+    assert all(line.startswith("data: ") for line in lines)
+    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"] == text
 
 
 def test_the_package_raises_the_error_of_a_stream(edge: GatewayHere, scripted: ScriptedServer) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from opentelemetry.trace import StatusCode, Tracer
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.client.trace_context import trace_metadata
 from common.telemetry.tracing import NO_TRACER
+from gateway.api_keys import ApiKeys
+from gateway.edge import Edge
+from gateway.metrics import GatewayMetrics
 from gateway.tracing import TracedApp
 from tests.tracing.spans import EndedSpans
 
@@ -36,11 +41,13 @@ def answering(status: int, *, is_whole: bool = True, seen: list[dict[str, str]] 
     return app
 
 
-async def ask(app: ASGIApp, tracer: Tracer, path: str = PATH) -> list[Message]:
+async def ask(
+    app: ASGIApp, tracer: Tracer, path: str = PATH, *, method: str = "POST", keys: Sequence[str] = ()
+) -> list[Message]:
     sent: list[Message] = []
     scope: dict[str, Any] = {
         "type": "http",
-        "method": "POST",
+        "method": method,
         "path": path,
         "headers": [(b"host", b"gateway"), (b"traceparent", CALLER.encode())],
     }
@@ -51,7 +58,8 @@ async def ask(app: ASGIApp, tracer: Tracer, path: str = PATH) -> list[Message]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await TracedApp(app, tracer=tracer)(scope, receive, send)
+    traced = TracedApp(app, tracer=tracer)
+    await Edge(traced, api_keys=ApiKeys(keys), metrics=GatewayMetrics(CollectorRegistry()))(scope, receive, send)
     return sent
 
 
@@ -84,6 +92,32 @@ async def test_a_path_that_does_not_exist_names_no_span(spans: EndedSpans) -> No
     await ask(answering(404), spans.tracer, path="/v1/anything-at-all")
 
     assert spans.names() == ["POST"]
+
+
+async def test_a_model_that_is_asked_for_names_no_span_either(spans: EndedSpans) -> None:
+    await ask(answering(404), spans.tracer, path="/v1/models/anything-at-all", method="GET")
+
+    assert spans.names() == ["GET /v1/models/{model}"]
+
+
+async def test_a_method_that_does_not_exist_names_no_span(spans: EndedSpans) -> None:
+    await ask(answering(405), spans.tracer, method="FROB")
+
+    assert spans.names() == [f"HTTP {PATH}"]
+    assert (spans.all[0].attributes or {})["http.request.method"] == "_OTHER"
+
+
+async def test_a_long_path_is_cut(spans: EndedSpans) -> None:
+    await ask(answering(404), spans.tracer, path="/v1/" + "a" * 5000)
+
+    assert (spans.all[0].attributes or {})["url.path"] == "/v1/" + "a" * 252
+
+
+async def test_who_shows_no_key_leaves_no_span(spans: EndedSpans) -> None:
+    sent = await ask(answering(200), spans.tracer, keys=["secret"])
+
+    assert sent[0]["status"] == 401
+    assert not spans.all
 
 
 async def test_what_is_not_of_the_api_has_no_span(spans: EndedSpans) -> None:
