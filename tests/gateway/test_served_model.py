@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -149,3 +150,11 @@ def test_a_client_that_leaves_meanwhile_is_noticed(loop: LoopThread) -> None:
         connection.close()
         wait_until(lambda: gateway.metric("baton_gateway_open_requests") == 0)
         assert gateway.metric("baton_gateway_requests_total", route="/v1/completions", status="499") == 1
+        assert "model_info" in loop.run(task_names()), "it is still asked for"
+        assert "model_info" not in loop.run(task_names(after=gateway.server.stop())), "no longer than the gateway lives"
+
+
+async def task_names(*, after: Coroutine[Any, Any, None] | None = None) -> set[str]:
+    if after is not None:
+        await after
+    return {task.get_name() for task in asyncio.all_tasks()}
