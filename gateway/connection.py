@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
+import h11
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from gateway.errors import ApiError
 from gateway.limits import HttpLimits
+from gateway.responses import SLICE_BYTES, error_response
 
 
 def bounded_connections(limits: HttpLimits) -> type[H11Protocol]:
@@ -21,9 +26,11 @@ def bounded_connections(limits: HttpLimits) -> type[H11Protocol]:
 
 
 class _BoundedConnection(H11Protocol):
-    """Aborted when a request's head takes too long, or when the client does not take what was written.
+    """Aborted when a request's head takes too long, when the client takes nothing of what was written, and when it sends
+    more than `max_head_bytes` on behind an open request.
 
-    (uvicorn bounds only the wait between two requests.)
+    (uvicorn bounds only the wait between two requests.) All that is written and not taken counts, on an open connection
+    and on one that is being closed. Over TLS the last 64 KiB are the TLS layer's own: asyncio bounds its closing.
     """
 
     http_limits: HttpLimits
@@ -35,6 +42,9 @@ class _BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1)  # so that writing is paused whenever something is not taken
+        # The system reports room only once a third of its buffer was taken; a slow reader would seem to take nothing.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE_BYTES)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -46,6 +56,8 @@ class _BoundedConnection(H11Protocol):
         self._await_head()
         super().data_received(data)
         self._see_head()
+        if self._has_request and not self.cycle.more_body:
+            self._read_on()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -53,16 +65,43 @@ class _BoundedConnection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_alarm.set(self.http_limits.client_stall_timeout_s, self.transport.abort)
+        self._watch_taking()
 
     def resume_writing(self) -> None:
         self._stall_alarm.stop()
         super().resume_writing()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Closing waits for what was written to be taken; not for ever."""
-        super().timeout_keep_alive_handler()
-        self._stall_alarm.set(self.http_limits.client_stall_timeout_s, self.transport.abort)
+    def send_400_response(self, msg: str) -> None:
+        """To what is no HTTP/1.1, and to a head that is too large. A request that it comes with has lost its client."""
+        if self._has_request:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = error_response(ApiError(400, msg))
+            headers = [*answer.raw_headers, CLOSE_HEADER]
+            head = h11.Response(status_code=answer.status_code, headers=headers, reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _watch_taking(self) -> None:
+        num_untaken = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < num_untaken:
+                self._watch_taking()
+            else:
+                self.transport.abort()
+
+        self._stall_alarm.set(self.http_limits.client_stall_timeout_s, look)
+
+    def _read_on(self) -> None:
+        """Behind a whole request too, where uvicorn stops: what is not read does not tell that the client left."""
+        ahead, _ = self.conn.trailing_data
+        if len(ahead) > self.http_limits.max_head_bytes:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def _await_head(self) -> None:
         """Also of the rest of a body that was refused: it is read, and nobody waits for it long."""

@@ -59,11 +59,12 @@ class GenerationEndpoint:
         record: RequestRecord = scope["state"]["record"]
         try:
             with self._open_requests.admit() as open_request:
-                plan = await self._read(scope, receive)
+                async with open_request.ends_when_failed():
+                    plan = await self._read(scope, receive)
+                    card = await self._card(receive)
+                card.check(plan.model)
+                check_prompts(plan, card)
                 try:
-                    card = await unless_left(receive, self._served_model.card())
-                    card.check(plan.model)
-                    check_prompts(plan, card)
                     async with Choices(plan.num_choices, self._opener(plan, record)) as choices:
                         open_request.fails_by(choices.fail)
                         answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
@@ -89,6 +90,12 @@ class GenerationEndpoint:
             param = "n" if plan.n > 1 else "prompt"
             raise invalid(param, f"{plan.num_choices} choices are more than {self._limits.max_choices}")
         return plan
+
+    async def _card(self, receive: Receive) -> ModelCard:
+        try:
+            return await unless_left(receive, self._served_model.card())
+        except BatonError as error:
+            raise api_error_of(error, {}) from None
 
     def _opener(self, plan: Plan, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
         """Callers may send the same x-request-id twice; the ids of live generations differ."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from gateway.errors import ApiError, overloaded, unavailable
 
@@ -12,7 +12,7 @@ Fail = Callable[[ApiError], None]
 
 
 class OpenRequest:
-    """One of them. `fails_by` is how it can be ended from outside, from now on."""
+    """One of them. `fails_by` is how it can be ended from outside, from now on. The first error holds."""
 
     def __init__(self) -> None:
         self._error: ApiError | None = None
@@ -23,7 +23,24 @@ class OpenRequest:
         if self._error is not None:
             fail(self._error)
 
+    @asynccontextmanager
+    async def ends_when_failed(self) -> AsyncIterator[None]:
+        """What waits in the block is cancelled by `fail`, and the block raises its ApiError."""
+        try:
+            async with asyncio.timeout(None) as time:
+                self.fails_by(lambda _: time.reschedule(0))
+                try:
+                    yield
+                finally:
+                    self._fail = None
+        except TimeoutError:
+            if self._error is None:
+                raise
+            raise self._error from None
+
     def fail(self, error: ApiError) -> None:
+        if self._error is not None:
+            return
         self._error = error
         if self._fail is not None:
             self._fail(error)

@@ -42,21 +42,26 @@ async def read_json_body(
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """The result of `work`. Raises ClientLeft when the client leaves before; `work` is then cancelled, and over."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive, working))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientLeft
+        if leaving.done() and leaving.result():
+            raise ClientLeft
+        return working.result()
     finally:
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _left(receive: Receive, working: asyncio.Task[Any]) -> bool:
+    """Whether the client left before `working` ended. (The answer's end is told in the same way; and what is sent to a
+    client that left ends as if it were taken.)
+    """
     while (await receive())["type"] != "http.disconnect":
         pass
+    return not working.done()
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -11,6 +11,7 @@ from starlette.types import Send
 
 from gateway.errors import ApiError
 
+SLICE_BYTES = 64 << 10
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -27,8 +28,12 @@ class JsonResponse(Response):
         return _json(content)
 
     async def send_to(self, send: Send) -> None:
+        """Ends once all of it was taken. A client that takes none holds `send` up."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body})
+        for start in range(0, len(self.body), SLICE_BYTES):
+            part = self.body[start : start + SLICE_BYTES]
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def error_response(error: ApiError) -> JsonResponse:

@@ -48,6 +48,7 @@ class GatewayServer:
         api_keys = () if settings.api_key_file is None else read_tokens("api_key_file", settings.api_key_file)
         if api_keys and settings.tls_cert is None and not is_loopback(settings.listen):
             _log.warning("tokens_in_plain_text", listen=settings.listen)
+        tls = _server_tls(settings)
         self._client = open_decode_client(settings)
         self.open_requests = OpenRequests(max_open=settings.max_open_requests)
         self._status = _status_collector(settings)
@@ -75,14 +76,9 @@ class GatewayServer:
             backlog=_BACKLOG,
             timeout_keep_alive=limits.keep_alive_s,
             timeout_graceful_shutdown=_CLOSE_GRACE_S,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
             h11_max_incomplete_event_size=limits.max_head_bytes,
         )
-        try:
-            config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"tls_cert: {error}") from error
         self._http = _HttpServer(config)
         self._serving: asyncio.Task[None] | None = None
 
@@ -134,6 +130,17 @@ def _status_collector(settings: GatewaySettings) -> StatusCollector | None:
         decode_targets=settings.decode,
         open_client=open_clients(tls=decode_tls(settings), token=decode_token(settings)),
     )
+
+
+def _server_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    if settings.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:  # an SSLError too
+        raise ConfigError(f"tls_cert: {error}") from error
+    return context
 
 
 def _listen(address: str) -> socket.socket:
