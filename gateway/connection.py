@@ -26,8 +26,8 @@ def bounded_connections(limits: HttpLimits) -> type[H11Protocol]:
 
 
 class _BoundedConnection(H11Protocol):
-    """Aborted when a request's head takes too long, when the client takes nothing of what was written, and when it sends
-    more than `max_head_bytes` on behind an open request.
+    """Aborted when a request's head takes too long, when the client takes nothing of what was written for too long, and
+    when it sends more than `max_head_bytes` on behind an open request.
 
     (uvicorn bounds only the wait between two requests.) All that is written and not taken counts, on an open connection
     and on one that is being closed. Over TLS the last 64 KiB are the TLS layer's own: asyncio bounds its closing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,15 @@ from gateway.server import GatewayServer
 from tests.support.loop_thread import LoopThread
 
 BOUND_S = 30.0
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+
+
+def post(body: Any, *head: str) -> bytes:
+    """A request for a completion as it is sent, with further lines of its head."""
+    sent = json.dumps(body).encode()
+    lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: x", "content-type: application/json", *head]
+    return "\r\n".join([*lines, f"content-length: {len(sent)}", "", ""]).encode() + sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,16 @@ class GatewayHere:
             return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
         finally:
             connection.close()
+
+    def send_raw(self, sent: bytes) -> Answer:
+        """The first answer to what need not be HTTP, once the gateway has closed."""
+        with socket.create_connection(("127.0.0.1", self.port), BOUND_S) as connection:
+            connection.sendall(sent)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+            assert connection.recv(1) == b""
+            return answer
 
     def metric(self, name: str, **labels: str) -> float:
         """0 for a sample that is not there yet."""

@@ -230,3 +230,18 @@ def test_a_stream_whose_decode_service_dies_goes_on_in_another(loop: LoopThread)
     finally:
         for server in servers:
             server.stop()
+
+
+def test_a_body_that_still_comes_when_the_gateway_stops_is_told(loop: LoopThread, scripted: ScriptedServer) -> None:
+    limits = {"body_timeout_s": BOUND_S / 2}
+    with gateway_here(loop, scripted.address, grace_period_s=0.1, limits=limits) as gateway:
+        connection = gateway.connect()
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", "1000")
+        connection.endheaders(b"{")
+        wait_until(lambda: gateway.metric("baton_gateway_open_requests") == 1)
+        loop.run(gateway.server.drain())
+        response = connection.getresponse()
+        assert (response.status, b'"stopping"' in response.read()) == (503, True)
+        connection.close()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from baton import Client
-from tests.client.scripted_inference import BOUND_S, ScriptedServer, started
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.e2e.running import is_empty, wait_until
-from tests.gateway.gateway_here import GatewayHere
+from tests.gateway.gateway_here import BODY, GatewayHere, post
 
 LONG: dict[str, Any] = {
     "model": "tiny",
@@ -20,6 +22,8 @@ LONG: dict[str, Any] = {
     "extra_body": {"ignore_eos": True},
 }
 TOKENS = "baton_gateway_completion_tokens_total"
+LIVE = b'{"status":"ok"}'
+NEXT = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 LEFT = "baton_gateway_client_disconnects_total"
 
 
@@ -67,6 +71,63 @@ def test_a_client_may_leave_before_there_is_anything(
     assert scripted.inference.call_ended.wait(BOUND_S / 2)
     wait_until(lambda: edge.metric("baton_gateway_requests_total", route="/v1/completions", status="499") == 1)
     assert edge.metric(LEFT) == 1
+
+
+def begin_stream(edge: GatewayHere, scripted: ScriptedServer, *head: str) -> socket.socket:
+    """A connection whose answer has begun, and waits for more."""
+    scripted.inference.scripts.append([started(), delta([5], "first"), scripted.inference.HOLD])
+    connection = socket.create_connection(("127.0.0.1", edge.port), BOUND_S)
+    connection.sendall(post({**BODY, "stream": True}, *head))
+    received = b""
+    while b"first" not in received:
+        received += connection.recv(4096)
+    return connection
+
+
+def test_a_client_that_has_sent_its_next_request_may_leave_too(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    connection = begin_stream(edge, scripted)
+    connection.sendall(NEXT)
+    connection.close()
+    assert scripted.inference.call_ended.wait(BOUND_S / 2)
+    wait_until(lambda: edge.metric(LEFT) == 1)
+
+
+def test_requests_behind_an_open_one_are_answered_after_it(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), delta([5], "first"), finished()]
+    with socket.create_connection(("127.0.0.1", edge.port), BOUND_S) as connection:
+        connection.sendall(post(BODY) + NEXT + NEXT.replace(b"host", b"connection: close\r\nhost"))
+        with connection.makefile("rb") as answers:
+            received = answers.read()
+    assert received.count(b"HTTP/1.1 200") == 3
+    assert received.index(b"first") < received.index(LIVE)
+
+
+def test_more_behind_an_open_request_than_a_head_may_have_ends_both(
+    edge: GatewayHere, scripted: ScriptedServer
+) -> None:
+    with begin_stream(edge, scripted) as connection, suppress(ConnectionError):
+        connection.sendall(NEXT * ((32 << 10) // len(NEXT) + 1))
+        assert scripted.inference.call_ended.wait(BOUND_S / 2)
+        assert LIVE not in connection.recv(4096)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_may_not_follow_the_last_request_ends_it(
+    edge: GatewayHere, scripted: ScriptedServer, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if stream:
+        connection = begin_stream(edge, scripted, "connection: close")
+    else:
+        scripted.inference.script = [started(), scripted.inference.HOLD]
+        connection = socket.create_connection(("127.0.0.1", edge.port), BOUND_S)
+        connection.sendall(post(BODY, "connection: close"))
+        scripted.inference.requests.get(timeout=BOUND_S)
+    with connection, connection.makefile("rb") as answer:
+        connection.sendall(b"x")
+        assert (b"HTTP/1.1 400" in answer.read()) is not stream
+    assert scripted.inference.call_ended.wait(BOUND_S / 2)
+    wait_until(lambda: edge.metric(LEFT) == 1)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_request(edge: GatewayHere, scripted: ScriptedServer) -> None:

@@ -14,11 +14,10 @@ import pytest
 
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.e2e.running import wait_until
-from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, post
 from tests.support.loop_thread import LoopThread
 
-COMPLETIONS = "/v1/completions"
-BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+LEFT = "baton_gateway_client_disconnects_total"
 SHORT_S = 0.3
 SMALLEST = 64 << 10
 MOST_HELD_BYTES = 16 << 20
@@ -108,8 +107,15 @@ def test_a_head_that_does_not_come_costs_the_connection(
 
 def test_a_head_that_is_too_large_is_refused(edge: GatewayHere) -> None:
     assert edge.ask("GET", "/health/live", x_large="a" * 10_000).status == 200
-    with suppress(ConnectionError):  # it was closed while the rest was sent
-        assert edge.ask("GET", "/health/live", x_large="a" * (1 << 20)).status == 400
+    refused = edge.send_raw(b"GET /health/live HTTP/1.1\r\nx-large: ".ljust((32 << 10) + 1, b"a"))
+    assert (refused.status, refused.headers["connection"]) == (400, "close")
+    assert refused.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("sent", [b"what\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+def test_what_is_no_http_is_refused(edge: GatewayHere, sent: bytes) -> None:
+    refused = edge.send_raw(sent)
+    assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
 
 
 def test_a_reader_that_takes_nothing_stops_its_generation_and_is_dropped(
@@ -129,19 +135,21 @@ def test_a_reader_that_takes_nothing_stops_its_generation_and_is_dropped(
         gateway_here(loop, scripted.address, client_stall_timeout_s=1.0) as gateway,
         socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as reader,
     ):
-        body = b'{"model": "demo", "prompt": "hi", "stream": true}'
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        reader.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        reader.sendall(post({**BODY, "stream": True}))
         assert scripted.inference.call_ended.wait(BOUND_S)
         assert written[0] * size < MOST_HELD_BYTES, "the gateway went on reading for nobody"
-        wait_until(lambda: gateway.metric("baton_gateway_client_disconnects_total") == 1)
+        wait_until(lambda: gateway.metric(LEFT) == 1)
 
 
-def test_a_slow_reader_gets_everything(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    deltas = [delta([1], "a" * (1 << 15)) for _ in range(300)]
-    scripted.inference.script = [started(), *deltas, finished()]
-    with edge.openai().completions.create(**BODY, stream=True) as chunks:
-        assert sum(len(chunk.choices[0].text) for chunk in chunks) == 300 << 15
+def test_a_reader_that_takes_nothing_of_a_whole_answer_has_left(loop: LoopThread, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), *[delta([1], "a" * (1 << 20))] * 12, finished()]
+    with (
+        gateway_here(loop, scripted.address, client_stall_timeout_s=SHORT_S) as gateway,
+        socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as reader,
+    ):
+        reader.sendall(post(BODY))
+        wait_until(lambda: gateway.metric("baton_gateway_requests_total", route=COMPLETIONS, status="499") == 1)
+        assert gateway.metric(LEFT) == 1
 
 
 @pytest.fixture
@@ -171,6 +179,15 @@ def test_another_key_opens_nothing(locked: GatewayHere, scripted: ScriptedServer
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
     assert scripted.inference.requests.empty()
+
+
+@pytest.mark.parametrize("other", [b"first-key", b"second-key", b"x"])
+def test_two_keys_at_a_time_open_nothing(locked: GatewayHere, other: bytes) -> None:
+    answer = locked.send_raw(
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"authorization: Bearer first-key\r\nauthorization: Bearer " + other + b"\r\n\r\n"
+    )
+    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
 
 
 @pytest.mark.parametrize("shown", [{}, {"authorization": "Basic first-key"}, {"authorization": "first-key"}])

@@ -10,6 +10,7 @@ import grpc
 import openai
 import pytest
 
+import gateway.server
 from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from gateway.server import GatewayServer
@@ -45,17 +46,17 @@ def test_https_outside_and_mutual_tls_with_a_token_inside(
             decode_tls=True,
             decode_tls_ca=authority.ca,
             decode_token_file=tmp_path / "token",
-        ) as gateway:
+        ) as here:
             trusting = ssl.create_default_context(cafile=str(authority.ca))
             with openai.OpenAI(
-                base_url=f"https://127.0.0.1:{gateway.port}/v1",
+                base_url=f"https://127.0.0.1:{here.port}/v1",
                 api_key="none",
                 max_retries=0,
                 http_client=openai.DefaultHttpxClient(verify=trusting),
             ) as client:
                 assert client.completions.create(model="demo", prompt="hi").choices[0].text == "a"
             with pytest.raises(OSError):
-                gateway.ask("GET", "/health/live")
+                here.ask("GET", "/health/live")
     finally:
         decode.stop()
     assert decode.inference.metadata.get(timeout=BOUND_S)["authorization"] == "Bearer inner-token"
@@ -87,6 +88,21 @@ def test_what_cannot_be_followed_is_named(
 
     with pytest.raises(ConfigError, match=rf"^{named}: "):
         loop.run(start())
+
+
+def test_a_certificate_that_cannot_be_read_leaves_no_client_behind(
+    loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[GatewaySettings] = []
+    monkeypatch.setattr(gateway.server, "open_decode_client", opened.append)
+    absent = tmp_path / "absent"
+
+    async def build() -> None:
+        GatewayServer(GatewaySettings(listen="127.0.0.1:0", tls_cert=absent, tls_key=absent))
+
+    with pytest.raises(ConfigError, match=r"^tls_cert: "):
+        loop.run(build())
+    assert opened == []
 
 
 def test_hosts_that_nobody_knows_end_the_start(loop: LoopThread) -> None:
