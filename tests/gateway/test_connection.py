@@ -1,9 +1,10 @@
-"""How long a connection waits for a client to take what was written. Its application writes an answer at once."""
+"""How long a connection waits for a client to take what was written."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.config.gateway_settings import GatewaySettings
@@ -44,21 +45,27 @@ class Serving:
         return connection
 
 
-@contextmanager
-def serving(loop: LoopThread, *, answer_bytes: int, stall_timeout_s: float) -> Iterator[Serving]:
-    """The system holds little of what it writes."""
-
+def answering(num_bytes: int) -> ASGIApp:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        length = str(answer_bytes).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
-        await send({"type": "http.response.body", "body": b"a" * answer_bytes})
+        headers = [(b"content-length", str(num_bytes).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"a" * num_bytes})
 
+    return app
+
+
+@contextmanager
+def serving(
+    loop: LoopThread, app: ASGIApp, *, stall_timeout_s: float = BOUND_S, send_buffer: int | None = SMALL_BUFFER
+) -> Iterator[Serving]:
+    """`send_buffer` is what the system holds of what is written; None leaves it to the system."""
     limits = HttpLimits.of(GatewaySettings(client_stall_timeout_s=stall_timeout_s))
     protocol, state = bounded_connections(limits), ServerState()
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
 
     async def listen() -> asyncio.Server:
         running = asyncio.get_running_loop()
@@ -92,7 +99,7 @@ def test_a_slow_reader_gets_everything(loop: LoopThread) -> None:
     """Longer in all than it may take nothing."""
     answer_bytes = 2 << 20
     with (
-        serving(loop, answer_bytes=answer_bytes, stall_timeout_s=0.5) as here,
+        serving(loop, answering(answer_bytes), stall_timeout_s=0.5) as here,
         here.ask(b"connection: close", receive_buffer=64 << 10) as reader,
     ):
         began_s = time.monotonic()
@@ -103,7 +110,7 @@ def test_a_slow_reader_gets_everything(loop: LoopThread) -> None:
 def test_a_reader_that_has_taken_everything_is_waited_for(loop: LoopThread) -> None:
     answer_bytes, stall_timeout_s = 1 << 20, 0.5
     with (
-        serving(loop, answer_bytes=answer_bytes, stall_timeout_s=stall_timeout_s) as here,
+        serving(loop, answering(answer_bytes), stall_timeout_s=stall_timeout_s) as here,
         here.ask() as reader,
     ):
         receive(reader, until_bytes=answer_bytes)
@@ -116,13 +123,50 @@ def test_a_reader_that_has_taken_everything_is_waited_for(loop: LoopThread) -> N
         assert receive(reader, until_bytes=1 << 30) > answer_bytes
 
 
-@pytest.mark.parametrize("ending", [b"connection: close", b"connection: keep-alive", b"no colon"])
-def test_nobody_is_waited_for_who_takes_nothing_of_the_little_that_is_left(loop: LoopThread, ending: bytes) -> None:
+@pytest.mark.parametrize("ending", ["close", "keep-alive", "malformed"])
+def test_nobody_is_waited_for_who_takes_nothing_of_the_little_that_is_left(loop: LoopThread, ending: str) -> None:
     """Less than makes asyncio pause: on a connection that is closing, and on one that is not."""
+    head = [b"connection: close"] if ending == "close" else []
     with (
-        serving(loop, answer_bytes=60_000, stall_timeout_s=0.5) as here,
-        here.ask(receive_buffer=SMALL_BUFFER) as reader,
+        serving(loop, answering(60_000), stall_timeout_s=0.5) as here,
+        here.ask(*head, receive_buffer=SMALL_BUFFER) as reader,
     ):
         wait_until(lambda: here.num_untaken != [] and 0 < here.num_untaken[0] < 64 << 10)
-        reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + ending + b"\r\n\r\n")
-        wait_until(lambda: here.num_untaken == [])
+        if ending == "malformed":
+            reader.sendall(b"what\r\n\r\n")
+        wait_until(lambda: here.num_untaken == [], bound_s=BOUND_S / 2)
+
+
+def test_the_system_holds_little_for_a_reader_of_nothing(loop: LoopThread) -> None:
+    """So that it tells soon what was taken."""
+    answer_bytes = 8 << 20
+    with (
+        serving(loop, answering(answer_bytes), stall_timeout_s=0.5, send_buffer=None) as here,
+        here.ask(receive_buffer=64 << 10),
+    ):
+        seen: list[int] = []
+
+        def is_dropped() -> bool:
+            seen.extend(here.num_untaken)
+            return not here.num_untaken
+
+        wait_until(lambda: here.num_untaken != [])
+        wait_until(is_dropped)
+        assert seen[-1] > answer_bytes - (1 << 20)
+
+
+def test_an_answer_that_comes_while_its_connection_closes_is_no_mistake(loop: LoopThread) -> None:
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun.set()
+        (connection,) = here.state.connections
+        while not connection.transport.is_closing():
+            await asyncio.sleep(0)
+        await answering(10)(scope, receive, send)
+        has_ended.set()
+
+    with serving(loop, app) as here, here.ask(b"connection: close") as asker:
+        assert has_begun.wait(BOUND_S)
+        asker.sendall(b"x")  # nothing may follow
+        assert has_ended.wait(BOUND_S)
