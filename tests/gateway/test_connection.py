@@ -1,4 +1,4 @@
-"""How long a connection waits for a client to take what was written."""
+"""How answers are written, and how long a connection waits for its client to take them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import pytest
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.config.gateway_settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
+from gateway.responses import SLICE_BYTES, JsonResponse
 from tests.e2e.running import wait_until
 from tests.support.loop_thread import LoopThread
 
@@ -161,7 +162,7 @@ def test_an_answer_that_comes_while_its_connection_closes_is_no_mistake(loop: Lo
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         has_begun.set()
         (connection,) = here.state.connections
-        while not connection.transport.is_closing():
+        while not connection.transport.is_closing():  # noqa: ASYNC110 - each round of the loop, and nothing tells it
             await asyncio.sleep(0)
         await answering(10)(scope, receive, send)
         has_ended.set()
@@ -170,3 +171,17 @@ def test_an_answer_that_comes_while_its_connection_closes_is_no_mistake(loop: Lo
         assert has_begun.wait(BOUND_S)
         asker.sendall(b"x")  # nothing may follow
         assert has_ended.wait(BOUND_S)
+
+
+async def test_a_whole_answer_ends_once_its_last_slice_was_taken() -> None:
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    response = JsonResponse("a" * (3 * SLICE_BYTES))
+    await response.send_to(send)
+    *slices, end = messages[1:]
+    assert b"".join(each["body"] for each in slices) == response.body
+    assert all(len(each["body"]) <= SLICE_BYTES and each["more_body"] for each in slices)
+    assert end == {"type": "http.response.body", "body": b""}
