@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 import time
 import urllib.error
@@ -12,18 +13,36 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from baton.errors import StartTimedOut
+from baton.errors import InvalidArgument, StartTimedOut
+from baton.free_ports import free_ports
 from baton.service_process import ChildProcess
 
 POLL_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
+MAX_PORT = 65535
+
+
+def checked_listen(address: str) -> str:
+    """Where --gateway-listen has it listen; port 0 becomes a free one. Raises InvalidArgument without HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    is_name = bool(host) and host.isascii() and not set(host) & set("/?#@[]% ") and host.isprintable()
+    if not is_name or not port.isascii() or not port.isdecimal() or int(port) > MAX_PORT:
+        raise InvalidArgument(
+            f"--gateway-listen: {address!r} is not HOST:PORT",
+            reason="INVALID_FIELD",
+            metadata={"field": "gateway_listen"},
+        )
+    number = int(port) or free_ports(1)[0]
+    return f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
 
 
 class GatewayProcess:
     """`python -m gateway` in front of `decode`, with `metrics` on its status page.
 
-    A context manager that is entered once /health is well, and left once the process has ended.
+    A context manager that is entered once /health is well, and left once the process has ended. `listen` is what
+    `checked_listen` gives.
     """
 
     def __init__(
@@ -86,8 +105,8 @@ class GatewayProcess:
                 return bool(response.status == HTTPStatus.OK)
         except urllib.error.HTTPError as refusal:
             refusal.close()
-        except OSError:
-            pass  # it does not listen yet
+        except (OSError, http.client.HTTPException, ValueError):
+            pass  # it does not listen yet, or another does; its own end says why
         return False
 
     def _stop(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -16,10 +15,10 @@ from typing import Self
 
 from baton.client.blocking import Client
 from baton.errors import BatonError, StartTimedOut
+from baton.free_ports import LOOPBACK, free_ports
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, Role, ServiceProcess
 
-LOOPBACK = "127.0.0.1"
 POLL_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 10.0
@@ -72,7 +71,7 @@ class LocalPair:
         self.log_dir = Path(tempfile.mkdtemp(prefix="baton-")) if log_dir is None else log_dir
         self.log_dir.mkdir(parents=True, exist_ok=True)
         num_services = num_prefill + num_decode
-        ports = _free_ports(num_services * (2 if exposes_metrics else 1))
+        ports = free_ports(num_services * (2 if exposes_metrics else 1))
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         self.prefill_addresses = tuple(addresses[:num_prefill])
         self.decode_addresses = tuple(addresses[num_prefill:num_services])
@@ -195,11 +194,3 @@ def _phase(client: Client, role: Role) -> Phase:
         return Phase.ALIVE
     except BatonError:
         return Phase.STARTING
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind((LOOPBACK, 0))
-        return [held.getsockname()[1] for held in sockets]

@@ -16,11 +16,27 @@ from baton.errors import ServiceDied
 Role = Literal["prefill", "decode"]
 READY_SERVICE: dict[Role, str] = {"prefill": "baton.v1.Prefill", "decode": "baton.v1.Inference"}
 LOG_TAIL_LINES = 20
+TLS_SETTINGS = frozenset(
+    f"BATON_{name}"
+    for name in (
+        "TLS_CERT",
+        "TLS_KEY",
+        "TLS_CA",
+        "PREFILL_TLS",
+        "PREFILL_TLS_CA",
+        "DECODE_TLS",
+        "DECODE_TLS_CA",
+        "DECODE_TLS_SERVER_NAME",
+    )
+)
 _WRAPPER = Path(__file__).with_name("die_with_parent.py")
 
 
 class ChildProcess:
-    """Runs `arguments` with this interpreter in a session of its own, and dies with the thread that started it."""
+    """Runs `arguments` with this interpreter in a session of its own, and dies with the thread that started it.
+
+    It speaks in plain, to this machine: TLS settings in this process's environment are not its own.
+    """
 
     def __init__(self, *, name: str, address: str, arguments: Sequence[str], log_file: Path) -> None:
         self.name = name
@@ -45,6 +61,7 @@ class ChildProcess:
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 [*wrapper, sys.executable, *self._arguments],
+                env={name: value for name, value in os.environ.items() if name.upper() not in TLS_SETTINGS},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

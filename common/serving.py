@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
+from common.addresses import host_and_port
 from common.bearer_tokens import TokenCheck, read_tokens
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError
@@ -128,7 +129,7 @@ class ServiceServer:
 
 def is_loopback(address: str) -> bool:
     """Whether "host:port" is reached from this machine only; a name other than localhost may be anywhere."""
-    host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(address.removeprefix("dns:///"))
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

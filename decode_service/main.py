@@ -20,6 +20,7 @@ from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
 from common.engine_thread import EngineThread
 from common.errors import Draining, EngineLost, EngineStalled
+from common.name_lookup import look_up
 from common.service_main import Process
 from common.serving import (
     ServerLimits,
@@ -45,7 +46,6 @@ from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.handoff.grpc_transport import GrpcTransport
-from decode_service.handoff.replica_discovery import look_up
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, Drain, Event, FinishReason

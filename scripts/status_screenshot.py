@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import json
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from pathlib import Path
 import httpx2
 
 from baton.client import AsyncClient
-from baton.gateway_process import GatewayProcess
+from baton.gateway_process import GatewayProcess, checked_listen
 from baton.load_generator import Workload, run_workload
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
@@ -36,7 +35,7 @@ QUESTIONS = (
     "List ten facts about whales, each in one sentence.",
     "Explain how a bicycle stays upright.",
 )
-LONG_PROMPTS = Workload(concurrency=1, num_requests=100_000, num_prompt_tokens=400, num_new_tokens=32)
+LONG_PROMPTS = Workload(concurrency=3, num_requests=100_000, num_prompt_tokens=1000, num_new_tokens=32)
 BROWSER_TIMEOUT_S = 60.0
 BROWSED_MS = 6000
 """Time that passes for the page before it is photographed."""
@@ -70,7 +69,7 @@ def serve_pair() -> Iterator[Served]:
     with (
         LocalPair(num_prefill=2, prefill_args=SHARED_ARGS, decode_args=SHARED_ARGS, exposes_metrics=True) as pair,
         GatewayProcess(
-            listen=f"127.0.0.1:{_free_port()}",
+            listen=checked_listen("127.0.0.1:0"),
             decode=pair.decode_addresses,
             metrics=pair.metrics_addresses,
             log_dir=pair.log_dir,
@@ -138,11 +137,6 @@ async def compare(viewer: httpx2.AsyncClient, served: Served) -> None:
     print(json.dumps((await viewer.get(f"{served.page}status.json")).json(), indent=1))
     for address in served.metrics:
         print(f"# {address}", (await viewer.get(f"http://{address}/metrics")).text, sep="\n")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from baton.cli.load_table import LoadReader, load_table
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.cli.prepare_model import prepare_model
 from baton.errors import BatonError
-from baton.gateway_process import GatewayProcess
+from baton.gateway_process import GatewayProcess, checked_listen
 from baton.local_pair import LocalPair, Phase
 from baton.service_process import ServiceProcess
 
@@ -41,7 +41,9 @@ def up(
     start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 300.0,
     stop_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to drain, for each kind of service.")] = 40.0,
     with_gateway: Annotated[bool, typer.Option("--gateway", help="Start the OpenAI-compatible gateway too.")] = False,
-    gateway_listen: Annotated[str, typer.Option(help="HOST:PORT of the gateway.")] = "127.0.0.1:8000",
+    gateway_listen: Annotated[
+        str, typer.Option(help="HOST:PORT of the gateway; port 0 is a free one.")
+    ] = "127.0.0.1:8000",
     refresh_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the load.")] = 1.0,
     as_json: options.Json = False,
 ) -> None:
@@ -57,6 +59,7 @@ def up(
             console.print(f"{service.name} ({service.address}) is {phase.value}")
 
     with reported_errors(as_json):
+        listen = checked_listen(gateway_listen) if with_gateway else ""
         prepare_model(model, as_json=as_json)
         pair = LocalPair(
             model=model,
@@ -81,7 +84,7 @@ def up(
                 if with_gateway:
                     gateway = stack.enter_context(
                         GatewayProcess(
-                            listen=gateway_listen,
+                            listen=listen,
                             decode=pair.decode_addresses,
                             metrics=pair.metrics_addresses,
                             log_dir=pair.log_dir,

@@ -10,6 +10,7 @@ from functools import partial
 import grpc
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.name_lookup import LookUp, look_up
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import MAX_MESSAGE_BYTES, Metadata, channel_options
@@ -17,7 +18,6 @@ from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.grpc_replicas import GrpcReplicas
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
-from decode_service.handoff.replica_discovery import LookUp, look_up
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post
 from decode_service.messages import (

@@ -7,9 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from gateway.status.addresses import Resolve, resolve_all
+from common.name_lookup import LookUp, look_up
 from gateway.status.sampler import Sampler
-from gateway.status.snapshot import Snapshot
 from gateway.status.watched_decode import OpenClient
 
 INTERVAL_S = 2.0
@@ -32,7 +31,7 @@ class StatusCollector:
         metrics_targets: Sequence[str],
         decode_targets: Sequence[str],
         open_client: OpenClient,
-        resolve: Resolve = resolve_all,
+        look_up: LookUp = look_up,
         interval_s: float = INTERVAL_S,
         window_s: float = WINDOW_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
@@ -43,7 +42,7 @@ class StatusCollector:
         self._metrics_targets = tuple(metrics_targets)
         self._decode_targets = tuple(decode_targets)
         self._open_client = open_client
-        self._resolve = resolve
+        self._look_up = look_up
         self._interval_s = interval_s
         self._window_s = window_s
         self._idle_timeout_s = idle_timeout_s
@@ -58,8 +57,11 @@ class StatusCollector:
     def is_sampling(self) -> bool:
         return self._sampling is not None and not self._sampling.done()
 
-    def look(self) -> Snapshot:
-        """What is known now; it returns at once. Raises what ended the sampling, where that broke, and only once."""
+    def look(self) -> bytes:
+        """A `Snapshot` of the last round, as JSON; it returns at once.
+
+        Raises what ended the sampling, where that broke, and only once.
+        """
         self._last_look_s = self._clock()
         if self._sampling is not None and self._sampling.done():
             ended, self._sampling = self._sampling, None
@@ -68,7 +70,7 @@ class StatusCollector:
             self._sampler = self._new_sampler()
             self._sampling = asyncio.create_task(self._sample(self._sampler))
         assert self._sampler is not None
-        return self._sampler.snapshot()
+        return self._sampler.document()
 
     async def close(self) -> None:
         """End the sampling. Closing twice is fine."""
@@ -92,7 +94,7 @@ class StatusCollector:
             metrics_targets=self._metrics_targets,
             decode_targets=self._decode_targets,
             open_client=self._open_client,
-            resolve=self._resolve,
+            look_up=self._look_up,
             interval_s=self._interval_s,
             window_s=self._window_s,
             timeout_s=self._timeout_s,

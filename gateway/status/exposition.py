@@ -11,8 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 PREFIX = "baton_"
 _MONOTONIC = ("counter", "histogram")
 
-Series = tuple[str, tuple[tuple[str, str], ...]]
-"""A sample's name and its labels, sorted."""
+Labels = tuple[tuple[str, str], ...]
+"""Sorted."""
+Series = tuple[str, Labels]
+"""A sample's name and its labels."""
 
 
 @dataclass(frozen=True, slots=True)

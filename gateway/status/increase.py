@@ -7,47 +7,62 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from gateway.status.exposition import Exposition, Series
+from gateway.status.exposition import Exposition, Labels
 from gateway.status.histogram import Histogram
 
 
 @dataclass(frozen=True, slots=True)
 class Increase:
-    """By series, what was counted between two samples."""
+    """By name and labels, what was counted between two samples."""
 
-    by_series: Mapping[Series, float]
+    by_name: Mapping[str, Mapping[Labels, float]]
 
     @classmethod
     def between(cls, earlier: Exposition, later: Exposition) -> Self:
         """A counter that shrank shows a new process, all of whose counters then began at 0."""
         has_restarted = any(later.counters.get(key, 0.0) < value for key, value in earlier.counters.items())
         before = {} if has_restarted else earlier.counters
-        return cls({key: value - before.get(key, 0.0) for key, value in later.counters.items()})
+        by_name: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+        for key, value in later.counters.items():
+            name, labels = key
+            by_name[name][labels] = value - before.get(key, 0.0)
+        return cls(dict(by_name))
 
     @classmethod
     def sum(cls, increases: Iterable[Increase]) -> Self:
-        total: defaultdict[Series, float] = defaultdict(float)
+        total: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for increase in increases:
-            for key, value in increase.by_series.items():
-                total[key] += value
+            for name, by_labels in increase.by_name.items():
+                of_name = total[name]
+                for labels, value in by_labels.items():
+                    of_name[labels] += value
         return cls(dict(total))
+
+    def since(self, earlier: Increase) -> Increase:
+        """What came after `earlier`, from which it was summed up."""
+        nothing: Mapping[Labels, float] = {}
+        return Increase(
+            {
+                name: {
+                    labels: value - earlier.by_name.get(name, nothing).get(labels, 0.0) for labels, value in of.items()
+                }
+                for name, of in self.by_name.items()
+            }
+        )
 
     def total(self, name: str) -> float:
         """Of `name`, whatever its labels."""
-        return sum(value for (each, _), value in self.by_series.items() if each == name)
+        return sum(self.by_name.get(name, {}).values())
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Of `name`, by its label's value; what did not grow is left out."""
         return {
             dict(labels)[label]: value
-            for (each, labels), value in self.by_series.items()
-            if each == name and value and label in dict(labels)
+            for labels, value in self.by_name.get(name, {}).items()
+            if value and label in dict(labels)
         }
 
     def histogram(self, name: str) -> Histogram:
-        buckets = sorted(
-            (float(dict(labels)["le"]), value)
-            for (each, labels), value in self.by_series.items()
-            if each == f"{name}_bucket"
-        )
+        of_name = self.by_name.get(f"{name}_bucket", {})
+        buckets = sorted((float(dict(labels)["le"]), value) for labels, value in of_name.items())
         return Histogram(tuple(buckets), self.total(f"{name}_sum"))

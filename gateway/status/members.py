@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from gateway.status.addresses import Address, Resolve, TargetAddresses
+from common.name_lookup import LookUp
+from gateway.status.addresses import Address, TargetAddresses
 
 MAX_MEMBERS = 64
 """That are sampled; it bounds what a round opens and what the window holds."""
@@ -30,11 +31,11 @@ class Members(Generic[MemberT]):
         targets: Sequence[str],
         *,
         join: Callable[[Address], MemberT],
-        resolve: Resolve,
+        look_up: LookUp,
         timeout_s: float,
         max_members: int = MAX_MEMBERS,
     ) -> None:
-        self._targets = [TargetAddresses(target, resolve=resolve, timeout_s=timeout_s) for target in targets]
+        self._targets = [TargetAddresses(target, look_up=look_up, timeout_s=timeout_s) for target in targets]
         self._join = join
         self._max_members = max_members
         self._by_address: dict[Address, MemberT] = {}
@@ -53,6 +54,11 @@ class Members(Generic[MemberT]):
     def unknown(self) -> tuple[tuple[str, str], ...]:
         """Targets behind which is nobody, each with the reason."""
         return tuple((target.target, target.reason) for target in self._targets if not target.found)
+
+    @property
+    def outdated(self) -> tuple[tuple[str, str], ...]:
+        """Targets whose last look-up failed, each with the reason: who was behind them before is still sampled."""
+        return tuple((target.target, target.reason) for target in self._targets if target.found and target.reason)
 
     @property
     def num_left_out(self) -> int:
@@ -74,7 +80,5 @@ class Members(Generic[MemberT]):
         await asyncio.gather(*(member.close() for member in gone), *(member.sample(now_s) for member in here))
 
     async def close(self) -> None:
-        for target in self._targets:
-            target.close()
         members, self._by_address = list(self._by_address.values()), {}
         await asyncio.gather(*(member.close() for member in members))

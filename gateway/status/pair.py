@@ -43,5 +43,5 @@ def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_
 def _token_rates(watched: Sequence[WatchedService], now_s: float) -> tuple[Rate, ...]:
     by_round: defaultdict[float, float] = defaultdict(float)
     for step in (step for each in watched if each.role == "decode" for step in each.steps):
-        by_round[step.to_s] += step.increase.total("baton_output_tokens_total") / (step.to_s - step.from_s)
+        by_round[step.to_s] += step.rate("baton_output_tokens_total")
     return tuple(Rate(now_s - at_s, rate) for at_s, rate in sorted(by_round.items()))

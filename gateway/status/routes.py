@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import importlib.resources
 import re
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.status.collector import StatusCollector
@@ -31,7 +30,7 @@ def status_routes(collector: StatusCollector) -> list[Route]:
         return Response(page, media_type="text/html", headers=headers)
 
     async def figures(_request: Request) -> Response:
-        return JSONResponse(dataclasses.asdict(collector.look()), headers=headers)
+        return Response(collector.look(), media_type="application/json", headers=headers)
 
     return [Route("/", show), Route("/status.json", figures)]
 

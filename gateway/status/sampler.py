@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from gateway.status.addresses import Resolve
+from common.name_lookup import LookUp
+from gateway.status.document import Document
 from gateway.status.members import Members
 from gateway.status.pair import pair_of
 from gateway.status.scraper import Scraper
-from gateway.status.snapshot import Snapshot
+from gateway.status.snapshot import Outdated, Snapshot
 from gateway.status.watched_decode import OpenClient, WatchedDecode, unknown_decode
 from gateway.status.watched_service import WatchedService, unknown_service
 
@@ -24,7 +25,7 @@ class Sampler:
         metrics_targets: Sequence[str],
         decode_targets: Sequence[str],
         open_client: OpenClient,
-        resolve: Resolve,
+        look_up: LookUp,
         interval_s: float,
         window_s: float,
         timeout_s: float,
@@ -36,26 +37,33 @@ class Sampler:
         self._services = Members(
             metrics_targets,
             join=partial(WatchedService, scraper=self._scraper, window_s=window_s),
-            resolve=resolve,
+            look_up=look_up,
             timeout_s=timeout_s,
         )
         self._decode = Members(
             decode_targets,
             join=partial(WatchedDecode, open_client=open_client, timeout_s=timeout_s),
-            resolve=resolve,
+            look_up=look_up,
             timeout_s=timeout_s,
         )
         self._sampled_s: float | None = None
+        self.snapshot = self._snapshot(clock())
+        """Of the last whole round, as it was then."""
+        self._document = Document(self.snapshot)
 
     async def sample(self) -> None:
         """One round: ask everyone once. Ends after twice `timeout_s` at most."""
         now_s = self._clock()
         await asyncio.gather(self._services.sample(now_s), self._decode.sample(now_s))
         self._sampled_s = now_s
+        self.snapshot = self._snapshot(now_s)
+        self._document = Document(self.snapshot)
 
-    def snapshot(self) -> Snapshot:
-        """What is known now, also in the midst of a round."""
-        now_s = self._clock()
+    def document(self) -> bytes:
+        """`snapshot` as JSON, at its age of now. Costs next to nothing."""
+        return self._document.at_age(None if self._sampled_s is None else self._clock() - self._sampled_s)
+
+    def _snapshot(self, now_s: float) -> Snapshot:
         watched = self._services.all
         views = [each.view() for each in watched]
         return Snapshot(
@@ -63,6 +71,7 @@ class Sampler:
             age_s=None if self._sampled_s is None else now_s - self._sampled_s,
             window_s=max((each.span_s for each in watched), default=0.0),
             num_left_out=self._services.num_left_out + self._decode.num_left_out,
+            outdated=tuple(Outdated(*each) for each in (*self._services.outdated, *self._decode.outdated)),
             pair=pair_of(watched, views, now_s),
             services=(*views, *(unknown_service(*unknown) for unknown in self._services.unknown)),
             decode=(

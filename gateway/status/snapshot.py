@@ -109,7 +109,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Output tokens per second of all services, between two rounds; the later one was `age_s` ago."""
+    """Output tokens per second of all services, between two rounds; the later one was `age_s` before the last."""
 
     age_s: float
     tokens_per_s: float
@@ -137,8 +137,16 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Outdated:
+    """A target whose name cannot be looked up now, and why; who was behind it before is still sampled."""
+
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`age_s` since the last round ended, None before the first; `window_s` is what the samples span.
+    """The last whole round, `age_s` ago, None before the first; `window_s` is what the samples span.
 
     `num_left_out`: addresses found beyond those that are sampled.
     """
@@ -147,6 +155,7 @@ class Snapshot:
     age_s: float | None
     window_s: float
     num_left_out: int
+    outdated: tuple[Outdated, ...]
     pair: Pair
     services: tuple[Service, ...]
     decode: tuple[Decode, ...]

@@ -11,11 +11,15 @@ from gateway.status.increase import Increase
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Between two samples that follow each other."""
+    """Between two samples that follow each other: what had been counted before and after, since sampling began."""
 
     from_s: float
     to_s: float
-    increase: Increase
+    before: Increase
+    after: Increase
+
+    def rate(self, name: str) -> float:
+        return (self.after.total(name) - self.before.total(name)) / (self.to_s - self.from_s)
 
 
 class SampleWindow:
@@ -24,6 +28,7 @@ class SampleWindow:
     def __init__(self, *, window_s: float) -> None:
         self._window_s = window_s
         self._latest: tuple[float, Exposition] | None = None
+        self._counted = Increase({})
         self._steps: deque[Step] = deque()
 
     @property
@@ -44,7 +49,9 @@ class SampleWindow:
     def add(self, now_s: float, exposition: Exposition) -> None:
         if self._latest is not None:
             at_s, earlier = self._latest
-            self._steps.append(Step(at_s, now_s, Increase.between(earlier, exposition)))
+            before = self._counted
+            self._counted = Increase.sum([before, Increase.between(earlier, exposition)])
+            self._steps.append(Step(at_s, now_s, before, self._counted))
         self._latest = now_s, exposition
 
     def forget(self, now_s: float) -> None:
@@ -54,4 +61,4 @@ class SampleWindow:
 
     def increase(self) -> Increase:
         """Over the whole window."""
-        return Increase.sum(step.increase for step in self._steps)
+        return self._steps[-1].after.since(self._steps[0].before) if self._steps else Increase({})

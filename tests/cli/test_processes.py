@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from baton.cli.demo_answer import TOKEN_IDS
+from baton.errors import InvalidArgument
+from baton.gateway_process import checked_listen
 from tests.cli.conftest import BOUND_S, await_end
 from tests.client.scripted_inference import ScriptedServer, delta, started
 
@@ -88,13 +91,14 @@ def test_up_stops_cleanly(command: Callable[..., Command], number: signal.Signal
     assert await_end(up.service_pids)
 
 
-def test_up_with_a_gateway_answers_http_and_stops_it_too(command: Callable[..., Command]) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{held.getsockname()[1]}"
-    up = command("up", "--model=tiny", "--gateway", f"--gateway-listen={listen}", "--refresh-s=0.1")
+def test_up_with_a_gateway_answers_http_and_stops_it_too(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for setting in ("BATON_TLS_CERT", "BATON_TLS_KEY"):  # of services of another kind: these speak in plain
+        monkeypatch.setenv(setting, "/no/such/file")
+    up = command("up", "--model=tiny", "--gateway", "--gateway-listen=127.0.0.1:0", "--refresh-s=0.1")
     ready = up.ready()
-    assert ready["gateway"] == f"http://{listen}"
+    assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d*", ready["gateway"])
     assert [service["name"] for service in ready["services"]] == ["prefill-0", "decode-0", "gateway"]
     with urllib.request.urlopen(f"{ready['gateway']}/v1/models", timeout=BOUND_S) as response:
         assert "--model=tiny" in json.load(response)["data"][0]["id"]
@@ -104,6 +108,25 @@ def test_up_with_a_gateway_answers_http_and_stops_it_too(command: Callable[..., 
     up.process.send_signal(signal.SIGTERM)
     assert up.end()[0] == 0
     assert await_end(up.service_pids)
+
+
+@pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:http", "host:65536", "a/b:80", "a b:80", "ü:80"])
+def test_what_is_no_address_to_listen_on_is_refused_by_the_option_s_name(address: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"--gateway-listen: .* is not HOST:PORT"):
+        checked_listen(address)
+
+
+def test_the_port_to_listen_on_may_be_any_that_is_free() -> None:
+    assert checked_listen("127.0.0.1:8000") == "127.0.0.1:8000"
+    assert checked_listen("::1:8000") == checked_listen("[::1]:8000") == "[::1]:8000"
+    assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", checked_listen("127.0.0.1:0"))
+
+
+def test_up_refuses_an_address_of_its_gateway_before_anything_starts(command: Callable[..., Command]) -> None:
+    status, lines = command("up", "--model=tiny", "--gateway", "--gateway-listen=here").end()
+    assert status == 1
+    (error,) = lines
+    assert (error["reason"], error["metadata"]) == ("INVALID_FIELD", {"field": "gateway_listen"})
 
 
 def test_up_ends_when_its_gateway_dies(command: Callable[..., Command]) -> None:

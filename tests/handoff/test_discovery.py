@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from common.errors import PrefillUnavailable
+from common.name_lookup import look_up
 from common.serving import channel_credentials, server_credentials
 from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import Accepted
 from decode_service.handoff.grpc_transport import GrpcTransport
-from decode_service.handoff.replica_discovery import look_up
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff
 from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from baton.errors import Unavailable
 from baton.server_info import InferenceLoad
 from common.load import EngineLoad, PoolCounts
+from common.name_lookup import LookUp
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.handoff_metrics import HandoffMetrics
@@ -100,13 +101,13 @@ class Names:
     def __init__(self, **addresses: Sequence[str]) -> None:
         self.addresses = dict(addresses)
 
-    async def __call__(self, host: str, port: int) -> Sequence[str]:
+    def __call__(self, host: str, port: int) -> Sequence[str]:
         if host not in self.addresses:
             raise OSError("no such name")
         return self.addresses[host]
 
 
-async def numeric(host: str, port: int) -> Sequence[str]:
+def numeric(host: str, port: int) -> Sequence[str]:
     return (f"{host}:{port}",)
 
 
@@ -115,7 +116,7 @@ def sampler(
     metrics: Sequence[str] = (),
     decode: Sequence[str] = (),
     *,
-    resolve: Callable[[str, int], Awaitable[Sequence[str]]] = numeric,
+    look_up: LookUp = numeric,
     open_client: Callable[[Address], Decode] = lambda address: Decode(),
     timeout_s: float = 5.0,
 ) -> Sampler:
@@ -123,7 +124,7 @@ def sampler(
         metrics_targets=metrics,
         decode_targets=decode,
         open_client=open_client,
-        resolve=resolve,
+        look_up=look_up,
         interval_s=2.0,
         window_s=60.0,
         timeout_s=timeout_s,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
+from baton.server_info import InferenceLoad
 from common.telemetry.step_stats import SpeculationStats, StepStats
 from common.wire.handoff import KvSegment, PrebuiltBatch
 from gateway.status.histogram import Histogram, merge
 from gateway.status.sampler import Sampler
-from tests.gateway.status.scene import Clock, ExposedDecode, ExposedPrefill, sampler
+from tests.gateway.status.scene import Clock, Decode, ExposedDecode, ExposedPrefill, sampler
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ async def test_rates_are_what_was_counted_over_the_time_that_passed(
     clock.now_s += 4
     await sampling.sample()
 
-    seen = sampling.snapshot()
+    seen = sampling.snapshot
     assert seen.window_s == 4
     assert seen.pair.output_tokens_per_s == 25
     assert seen.pair.prompt_tokens_per_s == 10
@@ -71,7 +74,7 @@ async def test_pools_and_queues_are_those_of_the_last_sample(
     exposed_prefill.is_ready = False
     await sampling.sample()
 
-    decode, prefill = sampling.snapshot().services
+    decode, prefill = sampling.snapshot.services
     assert (decode.is_ready, prefill.is_ready) == (True, False)
     assert decode.rows is not None
     rows = decode.rows
@@ -93,7 +96,7 @@ async def test_quantiles_are_interpolated_within_their_bucket_and_over_services(
             second.requests.phases["queue"].observe(0.4)  # in 0.25 to 0.5
         clock.now_s += 2
         await sampling.sample()
-        queue = sampling.snapshot().pair.phases["queue"]
+        queue = sampling.snapshot.pair.phases["queue"]
         await sampling.close()
 
     assert queue.num_observed == 100
@@ -111,7 +114,7 @@ async def test_acceptance_is_of_drafts_and_by_position(
 ) -> None:
     sampling, decode, _ = pair
     await sampling.sample()
-    assert sampling.snapshot().pair.acceptance is None
+    assert sampling.snapshot.pair.acceptance is None
     decode.requests.drafted_tokens.inc(40)
     decode.requests.accepted_tokens.inc(10)
     for position, accepted in (("1", 8), ("2", 2), ("10", 0)):
@@ -121,7 +124,7 @@ async def test_acceptance_is_of_drafts_and_by_position(
     clock.now_s += 2
     await sampling.sample()
 
-    acceptance = sampling.snapshot().pair.acceptance
+    acceptance = sampling.snapshot.pair.acceptance
     assert acceptance is not None
     assert (acceptance.acceptance, acceptance.accept_length) == (0.25, 3.5)
     assert acceptance.by_position == (0.4, 0.1, 0)
@@ -137,6 +140,48 @@ async def test_what_is_older_than_the_window_is_forgotten(
         clock.now_s += 29
         await sampling.sample()
 
-    seen = sampling.snapshot()
+    seen = sampling.snapshot
     assert seen.window_s == 58
     assert seen.pair.output_tokens_per_s == 0
+
+
+async def test_figures_are_made_once_a_round_and_only_their_age_moves_until_the_next_is_whole(clock: Clock) -> None:
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+    may_answer.set()
+
+    class Slow(Decode):
+        async def load(self) -> InferenceLoad:
+            is_asked.set()
+            await may_answer.wait()
+            return await super().load()
+
+    with ExposedDecode() as decode:
+        sampling = sampler(clock, [decode.address], ["10.0.0.1:50051"], open_client=lambda address: Slow())
+        assert json.loads(sampling.document())["age_s"] is None
+        await sampling.sample()
+        whole = json.loads(sampling.document())
+        assert (whole["age_s"], whole["services"][0]["is_reachable"]) == (0, True)
+
+        clock.now_s += 2
+        is_asked.clear()
+        may_answer.clear()
+        decode.__exit__(None, None, None)
+        under_way = asyncio.create_task(sampling.sample())
+        await is_asked.wait()
+        clock.now_s += 1
+        assert json.loads(sampling.document()) == {**whole, "age_s": 3}
+
+        may_answer.set()
+        await under_way
+        later = json.loads(sampling.document())
+        assert (later["age_s"], later["services"][0]["is_reachable"]) == (1, False)
+        decode.__enter__()
+        await sampling.close()
+
+
+async def test_without_metrics_targets_a_round_is_whole_all_the_same() -> None:
+    sampling = sampler(Clock(), [], ["10.0.0.1:50051"])
+    await sampling.sample()
+    seen = json.loads(sampling.document())
+    assert (seen["age_s"], seen["services"], len(seen["decode"])) == (0, [], 1)
+    await sampling.close()

@@ -23,7 +23,7 @@ async def viewer() -> AsyncIterator[httpx2.AsyncClient]:
             metrics_targets=[decode.address],
             decode_targets=["10.0.0.1:50051"],
             open_client=lambda address: Decode(),
-            resolve=numeric,
+            look_up=numeric,
         )
         transport = httpx2.ASGITransport(app=Starlette(routes=status_routes(collector)))
         async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
@@ -69,10 +69,13 @@ async def test_every_element_that_the_script_asks_for_is_there(viewer: httpx2.As
 async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx2.AsyncClient) -> None:
     figures = (await viewer.get("/status.json")).json()
     assert figures["age_s"] is None, "a look returns at once"
-    assert set(figures) == {"interval_s", "age_s", "window_s", "num_left_out", "pair", "services", "decode"}
+    assert set(figures) == {"interval_s", "age_s", "window_s", "num_left_out", "outdated", "pair", "services", "decode"}
 
     script = inline("script", (await viewer.get("/")).text)
     assert set(re.findall(r"\bpair\.(\w+)", script)) <= set(figures["pair"])
     assert set(re.findall(r"\bshown\.(\w+)", script)) <= set(figures)
+    assert re.search(r"waitS = shown === null \|\| shown.age_s === null \? ", script), (
+        "hurried until the first round only"
+    )
     phases = set(re.findall(r'^  \["(\w+)", "', script, re.MULTILINE))
     assert phases == set(figures["pair"]["phases"])

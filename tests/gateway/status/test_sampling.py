@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -14,10 +15,13 @@ from common.telemetry.exposition import MetricsServer
 from gateway.status.exposition import parse_exposition
 from gateway.status.increase import Increase
 from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
-from tests.gateway.status.scene import Clock, Decode, ExposedDecode, Names, sampler
+from tests.gateway.status.scene import Clock, Decode, ExposedDecode, Names, numeric, sampler
 
 POOL = PoolLoad(total=8, free=8, reserved=0, transferring=0, running=0, quarantined=0)
 REPLICAS = (PrefillReplica("p:1", True, 3, ""), PrefillReplica("p:2", False, 0, "connection refused"))
+NUM_POOL_THREADS = 32
+"""That an event loop's own pool has at most."""
+BOUND_S = 20.0
 LOAD = InferenceLoad("d1", POOL, POOL, 0, 2, 7, REPLICAS, 0, 0)
 
 
@@ -46,7 +50,7 @@ async def test_a_target_that_is_gone_says_why_and_the_others_go_on() -> None:
         leaves.__exit__(None, None, None)
         clock.now_s += 2
         await sampling.sample()
-        left, stayed = sampling.snapshot().services
+        left, stayed = sampling.snapshot.services
         leaves.__enter__()
         await sampling.close()
 
@@ -60,44 +64,110 @@ async def test_every_address_behind_a_name_is_a_service_and_leaves_with_it() -> 
     with ExposedDecode() as first, ExposedDecode() as second:
         names = Names(decode=sorted([first.address, second.address]))
         clock = Clock()
-        sampling = sampler(clock, ["decode:9100"], resolve=names)
+        sampling = sampler(clock, ["decode:9100"], look_up=names)
         await sampling.sample()
-        assert [each.address for each in sampling.snapshot().services] == sorted([first.address, second.address])
+        assert [each.address for each in sampling.snapshot.services] == sorted([first.address, second.address])
 
         clock.now_s += 2
         names.addresses["decode"] = [second.address]
         await sampling.sample()
-        assert [each.address for each in sampling.snapshot().services] == [second.address]
+        assert [each.address for each in sampling.snapshot.services] == [second.address]
 
-        del names.addresses["decode"]
-        await sampling.sample()
-        (unknown,) = sampling.snapshot().services
-        assert (unknown.target, unknown.address, unknown.is_reachable) == ("decode:9100", "", False)
-        assert "no such name" in unknown.reason
         await sampling.close()
 
 
-async def test_a_look_up_that_hangs_is_not_begun_again() -> None:
-    asked = []
+async def test_a_target_whose_name_was_never_found_says_why() -> None:
+    sampling = sampler(Clock(), ["decode:9100"], look_up=Names())
+    await sampling.sample()
+    (unknown,) = sampling.snapshot.services
+    assert (unknown.target, unknown.address, unknown.is_reachable) == ("decode:9100", "", False)
+    assert "no such name" in unknown.reason
+    assert sampling.snapshot.outdated == ()
+    await sampling.close()
 
-    async def hangs(host: str, port: int) -> Sequence[str]:
+
+async def test_who_was_behind_a_name_stays_with_what_it_counted_while_the_name_is_not_found() -> None:
+    clock, client = Clock(), Decode(LOAD)
+    with ExposedDecode() as decode:
+        names = Names(decode=[decode.address])
+        sampling = sampler(
+            clock, ["decode:9100"], ["dns:///decode:50051"], look_up=names, open_client=lambda address: client
+        )
+        await sampling.sample()
+        decode.requests.output_tokens.inc(10)
+        clock.now_s += 2
+        behind = names.addresses.pop("decode")
+        await sampling.sample()
+
+        seen = sampling.snapshot
+        assert [(each.address, each.is_reachable) for each in seen.services] == [(decode.address, True)]
+        assert seen.pair.output_tokens_per_s == 5
+        assert [each.is_reachable for each in seen.decode] == [True] and not client.is_closed
+        assert [(each.target, each.reason) for each in seen.outdated] == [
+            ("decode:9100", "not found: no such name"),
+            ("dns:///decode:50051", "not found: no such name"),
+        ]
+
+        names.addresses["decode"] = behind
+        clock.now_s += 2
+        await sampling.sample()
+        assert sampling.snapshot.outdated == ()
+        await sampling.close()
+
+
+async def test_look_ups_that_hang_are_not_begun_again_and_hold_up_nobody_else() -> None:
+    asked: list[str] = []
+    is_released, is_healthy_asked = threading.Event(), threading.Event()
+
+    def hangs(host: str, port: int) -> Sequence[str]:
+        if host == "127.0.0.1":
+            is_healthy_asked.set()
+            return numeric(host, port)
         asked.append(host)
-        return await asyncio.Future[Sequence[str]]()
+        is_released.wait(BOUND_S)
+        raise OSError("released")
 
-    sampling = sampler(Clock(), ["decode:9100"], resolve=hangs, timeout_s=0.01)
+    hung = [f"hung-{number}:9100" for number in range(NUM_POOL_THREADS)]
+    with ExposedDecode() as decode:
+        sampling = sampler(Clock(), [*hung, decode.address], look_up=hangs, timeout_s=BOUND_S)
+        first = asyncio.create_task(sampling.sample())
+        while len(asked) < len(hung):  # noqa: ASYNC110 - threads that have begun
+            await asyncio.sleep(0)
+        assert await asyncio.to_thread(is_healthy_asked.wait, BOUND_S / 4)
+        first.cancel()
+        second = asyncio.create_task(sampling.sample())
+        await asyncio.sleep(0)
+        is_released.set()
+        await second
+        healthy, *others = sampling.snapshot.services
+        await sampling.close()
+
+    assert sorted(asked) == sorted(each.removesuffix(":9100") for each in hung), "each once"
+    assert healthy.is_reachable
+    assert {each.reason for each in others} == {"not found: released"}
+
+
+async def test_a_look_up_that_takes_too_long_is_the_reason_shown() -> None:
+    is_released = threading.Event()
+
+    def hangs(host: str, port: int) -> Sequence[str]:
+        is_released.wait(BOUND_S)
+        return ()
+
+    sampling = sampler(Clock(), ["decode:9100"], look_up=hangs, timeout_s=0.01)
     await sampling.sample()
-    await sampling.sample()
-    assert asked == ["decode"]
+    assert sampling.snapshot.services[0].reason == "not found: no answer within 0.01 s"
+    is_released.set()
     await sampling.close()
 
 
 async def test_decode_services_say_whom_they_reach() -> None:
     clients = {"10.0.0.1:50051": Decode(LOAD), "10.0.0.2:50051": Decode()}
     names = Names(decode=list(clients))
-    sampling = sampler(Clock(), [], ["dns:///decode:50051"], resolve=names, open_client=lambda a: clients[a.numeric])
+    sampling = sampler(Clock(), [], ["dns:///decode:50051"], look_up=names, open_client=lambda a: clients[a.numeric])
     await sampling.sample()
 
-    ready, refused = sampling.snapshot().decode
+    ready, refused = sampling.snapshot.decode
     assert [(each.address, each.is_ready, each.num_rows) for each in ready.prefill_replicas] == [
         ("p:1", True, 3),
         ("p:2", False, 0),
