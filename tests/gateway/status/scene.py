@@ -9,7 +9,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from baton.errors import Unavailable
-from baton.server_info import InferenceLoad
+from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
 from common.load import EngineLoad, PoolCounts
 from common.name_lookup import LookUp
 from common.telemetry.engine_metrics import EngineMetrics
@@ -29,6 +29,10 @@ IDLE = EngineLoad(
     num_steps=7,
     unsent_bytes=11,
 )
+
+POOL = PoolLoad(total=8, free=8, reserved=0, transferring=0, running=0, quarantined=0)
+REPLICAS = (PrefillReplica("p:1", True, 3, ""), PrefillReplica("p:2", False, 0, "connection refused"))
+LOAD = InferenceLoad("d1", POOL, POOL, 0, 2, 7, REPLICAS, 0, 0)
 
 
 class Exposed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 
@@ -14,7 +15,7 @@ from common.telemetry.step_stats import SpeculationStats, StepStats
 from common.wire.handoff import KvSegment, PrebuiltBatch
 from gateway.status.histogram import Histogram, merge
 from gateway.status.sampler import Sampler
-from tests.gateway.status.scene import Clock, Decode, ExposedDecode, ExposedPrefill, sampler
+from tests.gateway.status.scene import LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, sampler
 
 
 @pytest.fixture
@@ -155,28 +156,27 @@ async def test_figures_are_made_once_a_round_and_only_their_age_moves_until_the_
             await may_answer.wait()
             return await super().load()
 
-    with ExposedDecode() as decode:
-        sampling = sampler(clock, [decode.address], ["10.0.0.1:50051"], open_client=lambda address: Slow())
-        assert json.loads(sampling.document())["age_s"] is None
-        await sampling.sample()
-        whole = json.loads(sampling.document())
-        assert (whole["age_s"], whole["services"][0]["is_reachable"]) == (0, True)
+    client = Slow(LOAD)
+    sampling = sampler(clock, [], ["10.0.0.1:50051"], open_client=lambda address: client)
+    assert json.loads(sampling.document())["age_s"] is None
+    await sampling.sample()
+    whole = json.loads(sampling.document())
+    assert (whole["age_s"], whole["decode"][0]["num_running"]) == (0, LOAD.num_running)
 
-        clock.now_s += 2
-        is_asked.clear()
-        may_answer.clear()
-        decode.__exit__(None, None, None)
-        under_way = asyncio.create_task(sampling.sample())
-        await is_asked.wait()
-        clock.now_s += 1
-        assert json.loads(sampling.document()) == {**whole, "age_s": 3}
+    is_asked.clear()
+    may_answer.clear()
+    clock.now_s += 2
+    under_way = asyncio.create_task(sampling.sample())
+    await is_asked.wait()
+    clock.now_s += 1
+    assert json.loads(sampling.document()) == {**whole, "age_s": 3}
 
-        may_answer.set()
-        await under_way
-        later = json.loads(sampling.document())
-        assert (later["age_s"], later["services"][0]["is_reachable"]) == (1, False)
-        decode.__enter__()
-        await sampling.close()
+    client.answer = dataclasses.replace(LOAD, num_running=5)
+    may_answer.set()
+    await under_way
+    later = json.loads(sampling.document())
+    assert (later["age_s"], later["decode"][0]["num_running"]) == (1, 5)
+    await sampling.close()
 
 
 async def test_without_metrics_targets_a_round_is_whole_all_the_same() -> None:

@@ -10,19 +10,15 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
 from common.telemetry.exposition import MetricsServer
 from gateway.status.exposition import parse_exposition
 from gateway.status.increase import Increase
 from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
-from tests.gateway.status.scene import Clock, Decode, ExposedDecode, Names, numeric, sampler
+from tests.gateway.status.scene import LOAD, Clock, Decode, ExposedDecode, Names, numeric, sampler
 
-POOL = PoolLoad(total=8, free=8, reserved=0, transferring=0, running=0, quarantined=0)
-REPLICAS = (PrefillReplica("p:1", True, 3, ""), PrefillReplica("p:2", False, 0, "connection refused"))
 NUM_POOL_THREADS = 32
 """That an event loop's own pool has at most."""
 BOUND_S = 20.0
-LOAD = InferenceLoad("d1", POOL, POOL, 0, 2, 7, REPLICAS, 0, 0)
 
 
 def test_counters_of_a_process_that_replaced_another_began_at_nothing() -> None:
@@ -131,8 +127,6 @@ async def test_look_ups_that_hang_are_not_begun_again_and_hold_up_nobody_else() 
     with ExposedDecode() as decode:
         sampling = sampler(Clock(), [*hung, decode.address], look_up=hangs, timeout_s=BOUND_S)
         first = asyncio.create_task(sampling.sample())
-        while len(asked) < len(hung):  # noqa: ASYNC110 - threads that have begun
-            await asyncio.sleep(0)
         assert await asyncio.to_thread(is_healthy_asked.wait, BOUND_S / 4)
         first.cancel()
         second = asyncio.create_task(sampling.sample())
