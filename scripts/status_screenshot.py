@@ -35,7 +35,7 @@ QUESTIONS = (
     "List ten facts about whales, each in one sentence.",
     "Explain how a bicycle stays upright.",
 )
-LONG_PROMPTS = Workload(concurrency=3, num_requests=100_000, num_prompt_tokens=1000, num_new_tokens=32)
+LONG_PROMPTS = Workload(concurrency=4, num_requests=1000, num_prompt_tokens=1000, num_new_tokens=4)
 BROWSER_TIMEOUT_S = 60.0
 BROWSED_MS = 6000
 """Time that passes for the page before it is photographed."""
@@ -53,11 +53,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="under load, before the picture")
     parser.add_argument("--more", type=Path, metavar="DIRECTORY", help="a dark and a narrow picture too, into here")
     args = parser.parse_args()
-    pictures: list[tuple[Path, str, tuple[str, ...]]] = [(PICTURE, "1100,1400", ())]
+    pictures: list[tuple[Path, str, tuple[str, ...]]] = [(PICTURE, "1100,1390", ())]
     if args.more:
         pictures += [
-            (args.more / "dark.png", "1024,1500", ("--blink-settings=preferredColorScheme=0",)),
-            (args.more / "narrow.png", "500,3000", ()),
+            (args.more / "dark.png", "1024,1350", ("--blink-settings=preferredColorScheme=0",)),
+            (args.more / "narrow.png", "500,2420", ()),
         ]
     with serve_pair() as served:
         asyncio.run(photograph(served, args.seconds, pictures))
