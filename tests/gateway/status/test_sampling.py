@@ -113,11 +113,12 @@ async def test_who_was_behind_a_name_stays_with_what_it_counted_while_the_name_i
 
 async def test_look_ups_that_hang_are_not_begun_again_and_hold_up_nobody_else() -> None:
     asked: list[str] = []
-    is_released, is_healthy_asked = threading.Event(), threading.Event()
+    is_released, is_healthy_asked = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def hangs(host: str, port: int) -> Sequence[str]:
         if host == "127.0.0.1":
-            is_healthy_asked.set()
+            loop.call_soon_threadsafe(is_healthy_asked.set)
             return numeric(host, port)
         asked.append(host)
         is_released.wait(BOUND_S)
@@ -127,11 +128,14 @@ async def test_look_ups_that_hang_are_not_begun_again_and_hold_up_nobody_else() 
     with ExposedDecode() as decode:
         sampling = sampler(Clock(), [*hung, decode.address], look_up=hangs, timeout_s=BOUND_S)
         first = asyncio.create_task(sampling.sample())
-        assert await asyncio.to_thread(is_healthy_asked.wait, BOUND_S / 4)
-        first.cancel()
-        second = asyncio.create_task(sampling.sample())
-        await asyncio.sleep(0)
-        is_released.set()
+        try:
+            async with asyncio.timeout(BOUND_S / 4):
+                await is_healthy_asked.wait()
+            first.cancel()
+            second = asyncio.create_task(sampling.sample())
+            await asyncio.sleep(0)
+        finally:
+            is_released.set()
         await second
         healthy, *others = sampling.snapshot.services
         await sampling.close()
