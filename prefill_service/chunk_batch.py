@@ -14,7 +14,8 @@ from common.draft.extend import NextTokens
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling_state import SamplingBatch
-from prefill_service.prompt import Prompt
+from prefill_service.messages import ChunkComputed
+from prefill_service.prompt import Prompt, PromptPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +135,21 @@ class ChunkBatch:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+def traced_chunks(batch: ChunkBatch, *, start_s: float, end_s: float) -> list[ChunkComputed]:
+    """What is told of a forward that ended: the chunks of prompts that are traced and have not ended."""
+    return [
+        ChunkComputed(
+            call_id=chunk.prompt.call_id,
+            row=chunk.prompt.index,
+            token_start=chunk.start,
+            token_stop=chunk.stop,
+            num_batch_rows=len(batch.chunks),
+            num_batch_tokens=batch.num_tokens,
+            start_s=start_s,
+            end_s=end_s,
+        )
+        for chunk in batch.chunks
+        if chunk.prompt.is_traced and chunk.prompt.phase is not PromptPhase.ENDED
+    ]

@@ -30,11 +30,10 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.wire.handoff import PrebuiltBatch, RowFailed
-from prefill_service.chunk_batch import ChunkBatch, cut_chunks
+from prefill_service.chunk_batch import ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.messages import (
     CallDone,
     CancelCallRows,
-    ChunkComputed,
     CloseCall,
     Command,
     Drain,
@@ -299,28 +298,11 @@ class PrefillEngine:
                     self._end_call_if_done(chunk.prompt.call_id)
             return
         now_s = self._clock()
-        self._post_traced_chunks(step, now_s)
+        start_s = max(step.launched_s, self._last_end_s)
+        self._outbox += traced_chunks(step.batch, start_s=start_s, end_s=now_s)
         self._last_end_s = now_s
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
-
-    def _post_traced_chunks(self, step: _StepInFlight, now_s: float) -> None:
-        batch = step.batch
-        for chunk in batch.chunks:
-            prompt = chunk.prompt
-            if prompt.is_traced and prompt.phase is not PromptPhase.ENDED:
-                self._outbox.append(
-                    ChunkComputed(
-                        call_id=prompt.call_id,
-                        row=prompt.index,
-                        token_start=chunk.start,
-                        token_stop=chunk.stop,
-                        num_batch_rows=len(batch.chunks),
-                        num_batch_tokens=batch.num_tokens,
-                        start_s=max(step.launched_s, self._last_end_s),
-                        end_s=now_s,
-                    )
-                )
 
     def _post_first_tokens(self, step: _StepInFlight) -> None:
         batch, computed = step.batch, step.computed.get()

@@ -38,3 +38,13 @@ def seconds(span: ReadableSpan) -> float:
 
 def parent_ids(spans: Sequence[ReadableSpan]) -> set[int]:
     return {span.parent.span_id for span in spans if span.parent is not None}
+
+
+class Clock:
+    """The test's."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s

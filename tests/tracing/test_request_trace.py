@@ -8,17 +8,9 @@ from opentelemetry.trace import StatusCode
 from common.errors import EngineFault
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.messages import Stage, StageBegan
-from tests.tracing.spans import EndedSpans, parent_ids, seconds
+from tests.tracing.spans import Clock, EndedSpans, parent_ids, seconds
 
 SAMPLED = f"00-{'ab' * 16}-{'cd' * 8}-01"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

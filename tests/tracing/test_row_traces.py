@@ -14,17 +14,9 @@ from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import ChunkComputed, RowStarted
 from tests.handoff.samples import row
-from tests.tracing.spans import EndedSpans, parent_ids, seconds
+from tests.tracing.spans import Clock, EndedSpans, parent_ids, seconds
 
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
