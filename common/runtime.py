@@ -17,6 +17,7 @@ from common.draft.head import DraftHead
 from common.draft.load import load_draft
 from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
+from common.fused_forwards import start_fusing
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.model_digest import LoadedDraft, compute_fingerprint
@@ -46,17 +47,18 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # helpers of this thread would count as OpenMP threads for as long as it lives
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
-    device = open_device(
-        settings.device, num_threads=num_compute_threads(settings.num_threads, settings.share_of_cores)
-    )
+    num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
+    device = open_device(settings.device, num_threads=num_threads)
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     try:
-        model = load_target(directory, device=settings.device, dtype=settings.dtype)
+        model = load_target(directory, device=settings.device, dtype=settings.dtype, fuses=settings.fuses)
         tokenizer = TextTokenizer.from_directory(directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
     draft = _load_draft(settings, model) if settings.draft else None
+    if settings.fuses and model.torch_device.type == "cpu":
+        start_fusing(model, num_threads=num_threads)
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     return Runtime(
         model=model,

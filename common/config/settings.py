@@ -21,6 +21,11 @@ class ServiceSettings(ProcessSettings):
     share_of_cores: ClassVar[float]
     """What `num_threads = 0` takes of a CPU's cores."""
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the model's forwards are to run by one kernel, where they can."""
+        return False
+
     metrics_listen: OptionalAddress = ""
     model: str = "demo"
     draft: str = ""
@@ -70,6 +75,7 @@ class DecodeSettings(ServiceSettings):
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     adaptive_depth: bool = True
     overlap: bool = True
+    fused_forward: bool = True
     receive_budget_bytes: Positive = 64 << 20
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     max_handoff_attempts: Positive = 3
@@ -80,6 +86,10 @@ class DecodeSettings(ServiceSettings):
     prefill_tls_ca: Path | None = None
     prefill_token_file: Path | None = None
     max_request_bytes: RequestBytes = 4 << 20
+
+    @property
+    def fuses(self) -> bool:
+        return self.fused_forward
 
     @model_validator(mode="after")
     def _check_prefill(self) -> Self:

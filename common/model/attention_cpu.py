@@ -51,7 +51,7 @@ class _PagedPlan:
         self._rows = [column.to(torch.int64).contiguous().numpy() for column in columns]
         extend_lens = batch.extend_lens or (1,) * batch.req_pool_indices.shape[0]
         self._starts = np.cumsum((0, *extend_lens), dtype=np.int64)
-        self._attended, self._num_masked = _attended(batch, extend_lens)
+        self._attended, self._num_masked = attended_tokens(batch, extend_lens)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -72,7 +72,7 @@ class _PagedPlan:
         return output
 
 
-def _attended(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """[T, W], and [B] <= W: of its row's last tokens, so many of each row, which each query attends."""
     if batch.tree_mask is not None:
         mask = batch.tree_mask.contiguous().numpy()

@@ -23,13 +23,24 @@ _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
 
 
+_OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+}
+
+
 def jit(function: Kernel) -> Kernel:
     """Compile at the first call of each signature; runs without the interpreter's lock.
 
     Sums may be taken in any order; NaN and infinity keep their meaning, or a broken row would look sound.
     """
-    compiled = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})(function)
-    return cast("Kernel", compiled)
+    return cast("Kernel", numba.njit(**_OPTIONS)(function))
+
+
+def jit_cached(function: Kernel) -> Kernel:
+    """The same, kept on disk for the next process (numba's cache: by source file, CPU and signature)."""
+    return cast("Kernel", numba.njit(cache=True, **_OPTIONS)(function))
 
 
 class NumberFormat(NamedTuple):

@@ -15,6 +15,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ATTENTION_NAME, AttentionBackend
 from common.model.attention_torch import TorchAttention
 from common.model.cpu_linear import pack_linears
+from common.model.forward_program import FusedDecoder
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
@@ -22,8 +23,11 @@ from common.wire.handoff import TARGET_GROUP
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionBackend | None = None) -> TargetModel:
-    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`.
+def load_target(
+    directory: Path, *, device: str, dtype: str, backend: AttentionBackend | None = None, fuses: bool = False
+) -> TargetModel:
+    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. `fuses`: on a CPU, and where its
+    class is known, also as a program, with weights of its own.
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
@@ -35,7 +39,9 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
     model = model.to(torch_device).eval().requires_grad_(False)
     shape = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
+    decoder = None
     if torch_device.type == "cpu":
+        decoder = _fused_decoder(model) if fuses else None
         _use_cpu_kernels(model)
     return TargetModel(
         model=model,
@@ -54,7 +60,14 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
         eos_token_ids=_eos_token_ids(model.generation_config, config),
         dtype=DTYPES[dtype],
         torch_device=torch_device,
+        decoder=decoder,
     )
+
+
+def _fused_decoder(model: nn.Module) -> FusedDecoder | None:
+    from common.model.fused.decoder import can_fuse, fused_decoder  # as below
+
+    return fused_decoder(model) if can_fuse(model) else None
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
+from common.model.forward_program import ForwardProgram, FusedDecoder
 
 _FINAL = -1  # among captured states: what leaves the final norm
 
@@ -29,6 +30,7 @@ class TargetOutput:
 class TargetModel:
     """A decoder-only model whose KV lives in a pool shaped by `layer_group`.
 
+    `decoder` is the same model as a program, where there is one.
     `forward` is called from one thread at a time. `eos_token_ids` are the ids after which the model is done.
     `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` states after the final norm to logits.
     """
@@ -45,7 +47,9 @@ class TargetModel:
         eos_token_ids: tuple[int, ...],
         dtype: torch.dtype,
         torch_device: torch.device,
+        decoder: FusedDecoder | None = None,
     ) -> None:
+        self.decoder = decoder
         self._model = model
         self._backend = backend
         self.layer_group = layer_group
@@ -57,11 +61,20 @@ class TargetModel:
         self.torch_device = torch_device
         self._capture: HiddenCapture | None = None
         self._num_layers_begun = 0
+        self._program: ForwardProgram | None = None
 
     @property
     def num_layers_begun(self) -> int:
         """Over all forwards, growing while one runs (on CUDA: is enqueued). May be asked from any thread."""
-        return self._num_layers_begun
+        return self._num_layers_begun + (0 if self._program is None else self._program.num_layers_begun)
+
+    @property
+    def capture(self) -> HiddenCapture | None:
+        return self._capture
+
+    def run_program(self, program: ForwardProgram) -> None:
+        """From the next forward on, for those it takes. May be called from any thread, beside forwards."""
+        self._program = program
 
     @property
     def num_layers(self) -> int:
@@ -99,6 +112,8 @@ class TargetModel:
 
         On CUDA everything is enqueued on the current stream and nothing waits for it.
         """
+        if self._program is not None and self._program.takes(batch):
+            return TargetOutput(*self._program.forward(batch))
         every_token: int | Tensor = 0
         states: dict[int, Tensor] = {}
         output: Any = self._model(

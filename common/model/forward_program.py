@@ -1,0 +1,60 @@
+"""A model written down for one kernel, and what a TargetModel asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.model.attention import ForwardInput
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSize:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`operations` [n, fields] and `numbers` [n, 2] are what the kernel reads; `widths` are the buffers' rows, in
+    elements, `float_buffers` those of float32; `normed_width` is the widest input that is normed on the way in; `kept`
+    holds what `operations` has addresses of.
+    """
+
+    operations: NDArray[np.int64]
+    numbers: NDArray[np.float64]
+    widths: tuple[int, ...]
+    float_buffers: frozenset[int]
+    normed_width: int
+    attention: AttentionSize
+    dtype: torch.dtype
+    kept: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDecoder:
+    """A model as a program, with the rotation of every position it takes: cosines, sines [positions, head_dim]."""
+
+    program: Program
+    cosines: Tensor
+    sines: Tensor
+
+
+class ForwardProgram(Protocol):
+    """Another way to compute a model's forwards."""
+
+    @property
+    def num_layers_begun(self) -> int:
+        """Over all forwards, growing while one runs. May be asked from any thread."""
+
+    def takes(self, batch: ForwardInput) -> bool: ...
+
+    def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured."""

@@ -1,0 +1,1 @@
+"""Whole forwards on CPUs as one call: a program of few operations, run by a team of threads without the interpreter."""

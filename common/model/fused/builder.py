@@ -1,0 +1,166 @@
+"""A program as it is written down: operations over named buffers, holding the packed weights they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.model.capture import HiddenCapture
+from common.model.forward_program import AttentionSize, Program
+from common.model.fused.dot_products import PANEL_WIDTH, packed
+from common.model.fused.operations import Field, Kind, Store
+
+_MAX_ITEMS = 64  # of a LINEAR: enough to share evenly, few enough that taking them costs nothing
+
+
+def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: int) -> Program:
+    """The same, keeping the states of `capture`, side by side, of buffer `stream` in buffer `states`.
+
+    The program's layers begin with the operations that show it, and its last operation norms what leaves the last.
+    """
+    width = program.widths[stream]
+    last = len(program.operations) - 1
+    begins = [*np.flatnonzero(program.operations[:, Field.SHOWS_LAYER]).tolist(), last]
+    copies: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+    for place, layer in enumerate((*capture.layers, *((len(begins) - 1,) if capture.final else ()))):
+        fields = np.zeros(len(Field), np.int64)
+        is_normed = place == len(capture.layers)
+        for field, value in {
+            Field.KIND: Kind.NORM,
+            Field.SOURCE: stream,
+            Field.TARGET: states,
+            Field.TARGET_OFFSET: place * width,
+            Field.WIDTH: width,
+            Field.NORM: program.operations[last, Field.NORM] if is_normed else 0,
+        }.items():
+            fields[field] = value
+        copies.setdefault(begins[layer], []).append((fields, program.numbers[last]))
+    operations, numbers = [], []
+    for place, (fields, constants) in enumerate(zip(program.operations, program.numbers, strict=True)):
+        for copied, copied_constants in copies.get(place, []):
+            operations.append(copied)
+            numbers.append(copied_constants)
+        operations.append(fields)
+        numbers.append(constants)
+    widths = tuple(capture.num_states * width if buffer == states else own for buffer, own in enumerate(program.widths))
+    return replace(program, operations=np.stack(operations), numbers=np.stack(numbers), widths=widths)
+
+
+class ProgramBuilder:
+    """Buffers are numbers; weights are [outputs, inputs] in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._operations: list[list[int]] = []
+        self._numbers: list[tuple[float, float]] = []
+        self._widths: list[int] = []
+        self._float_buffers: set[int] = set()
+        self._kept: list[Tensor] = []
+        self._normed_width = 0
+        self._attention: AttentionSize | None = None
+
+    def buffer(self, width: int, *, is_float: bool = False) -> int:
+        """A buffer with a row of `width` for each token, in the model's dtype or float32."""
+        self._widths.append(width)
+        if is_float:
+            self._float_buffers.add(len(self._widths) - 1)
+        return len(self._widths) - 1
+
+    def embed(self, weight: Tensor, target: int) -> None:
+        self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
+
+    def linear(
+        self,
+        source: int,
+        target: int,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        store: Store = Store.KEEP,
+        selected_rows: bool = False,
+        shows_layer: bool = False,
+    ) -> None:
+        num_outputs, width = weight.shape
+        num_panels = -(-num_outputs // PANEL_WIDTH)
+        if norm is not None or selected_rows:
+            self._normed_width = max(self._normed_width, width)
+        fields = {
+            Field.SOURCE: source,
+            Field.TARGET: target,
+            Field.WEIGHT: self._address(packed(weight)),
+            Field.BIAS: self._address(bias),
+            Field.NORM: self._address(norm),
+            Field.WIDTH: width,
+            Field.NUM_OUTPUTS: num_outputs,
+            Field.NUM_PANELS: num_panels,
+            Field.ITEM_PANELS: -(-num_panels // _MAX_ITEMS),
+            Field.STORE: store,
+            Field.SELECTED_ROWS: selected_rows,
+            Field.SHOWS_LAYER: shows_layer,
+        }
+        self._add(Kind.LINEAR, fields, epsilon=epsilon)
+
+    def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
+        """silu(gate(x)) * up(x): each panel has half a panel of either."""
+        half = PANEL_WIDTH // 2
+        both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
+        self.linear(source, target, both.flatten(0, 2), norm=norm, epsilon=epsilon, store=Store.GATE)
+
+    def attend(
+        self,
+        source: int,
+        target: int,
+        size: AttentionSize,
+        *,
+        layer: int,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        epsilon: float = 0.0,
+    ) -> None:
+        assert self._attention in (None, size), "the layers' attention is of one size"
+        self._attention = size
+        fields = {
+            Field.SOURCE: source,
+            Field.TARGET: target,
+            Field.LAYER: layer,
+            Field.NUM_HEADS: size.num_heads,
+            Field.NUM_KV_HEADS: size.num_kv_heads,
+            Field.HEAD_DIM: size.head_dim,
+            Field.NORM: self._address(query_norm),
+            Field.KEY_NORM: self._address(key_norm),
+        }
+        self._add(Kind.ATTEND, fields, epsilon=epsilon, scaling=size.scaling)
+
+    def program(self) -> Program:
+        assert self._attention is not None
+        return Program(
+            np.array(self._operations, np.int64),
+            np.array(self._numbers, np.float64),
+            tuple(self._widths),
+            frozenset(self._float_buffers),
+            self._normed_width,
+            self._attention,
+            self._dtype,
+            tuple(self._kept),
+        )
+
+    def _add(self, kind: Kind, fields: dict[Field, int], *, epsilon: float = 0.0, scaling: float = 0.0) -> None:
+        row = [0] * len(Field)
+        row[Field.KIND] = int(kind)
+        for field, value in fields.items():
+            row[field] = int(value)
+        self._operations.append(row)
+        self._numbers.append((epsilon, scaling))
+
+    def _address(self, weight: Tensor | None) -> int:
+        if weight is None:
+            return 0
+        assert weight.dtype == self._dtype and weight.is_contiguous()
+        self._kept.append(weight)
+        return weight.data_ptr()

@@ -1,0 +1,222 @@
+"""Products of few rows with a panel of a packed weight: the one loop in which a decode step spends its time.
+
+    packed weight   [panels, steps, PANEL_WIDTH, step]   a step is what one instruction takes of a row: two bfloat16 or
+                                                         one float32
+    out [rows, PANEL_WIDTH] float32 = x [rows, steps * step] times one panel
+
+Each number of a panel is read once, in the order of memory, for up to MAX_ROWS rows, whose sums stay in registers.
+Where the CPU has no products of bfloat16 pairs they are made of float32 ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from common.model.cpu_kernel import jit
+
+PANEL_WIDTH = 32
+MAX_ROWS = 8
+_LANES = 16
+_LINES_AHEAD = 32  # of the panel, asked for before they are needed
+
+_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
+_WORD = ir.IntType(64)
+
+
+class _Bfloat16(ir.Type):  # type: ignore[misc]
+    """llvmlite has no name for it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+_BFLOATS = ir.VectorType(_Bfloat16(), 2 * _LANES)
+
+
+def step_of(dtype: torch.dtype) -> int:
+    """Numbers of a row in a step. `dtype` is bfloat16 or float32."""
+    return {torch.bfloat16: 2, torch.float32: 1}[dtype]
+
+
+def packed(weight: Tensor) -> Tensor:
+    """`weight` [outputs, inputs], whose inputs are whole steps, in panels at a multiple of 64 bytes. Missing outputs of
+    the last panel are 0.
+    """
+    num_outputs, num_inputs = weight.shape
+    step = step_of(weight.dtype)
+    assert num_inputs % step == 0
+    num_panels = -(-num_outputs // PANEL_WIDTH)
+    storage = torch.zeros(num_panels * PANEL_WIDTH * num_inputs + 64, dtype=weight.dtype)
+    start = -storage.data_ptr() % 64 // weight.element_size()
+    panels = storage[start : start + num_panels * PANEL_WIDTH * num_inputs]
+    panels = panels.view(num_panels, num_inputs // step, PANEL_WIDTH, step)
+    whole = num_outputs // PANEL_WIDTH
+    columns = weight.unflatten(1, (-1, step))
+    panels[:whole] = columns[: whole * PANEL_WIDTH].unflatten(0, (whole, PANEL_WIDTH)).transpose(1, 2)
+    if rest := num_outputs - whole * PANEL_WIDTH:
+        panels[whole, :, :rest] = columns[-rest:].transpose(0, 1)
+    return panels
+
+
+def _has_bfloat16_products() -> bool:
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+
+
+def _kernel_of(num_rows: int) -> Any:
+    @intrinsic
+    def products(_context, panel, x, x_stride, num_steps, out, like):  # type: ignore[no-untyped-def]
+        make_step = _bfloat16_step if like.dtype == types.uint16 else _float32_step
+
+        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+            _generate(builder, arguments, num_rows, make_step)
+            return target.get_dummy_value()
+
+        word = types.int64
+        return types.void(word, word, word, word, word, like), generate
+
+    return products
+
+
+def _generate(builder: Any, arguments: Any, num_rows: int, make_step: Any) -> None:
+    panel, x, x_stride, num_steps, out, _ = arguments
+    vectors = builder.inttoptr(panel, _INTS.as_pointer())
+    starts = [builder.add(x, builder.mul(x_stride, _WORD(row))) for row in range(num_rows)]
+    rows = [builder.inttoptr(start, _INT.as_pointer()) for start in starts]
+    before, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("end")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    number = builder.phi(_WORD)
+    number.add_incoming(_WORD(0), before)
+    sums = [builder.phi(_FLOATS) for _ in range(num_rows * 2)]
+    for total in sums:
+        total.add_incoming(ir.Constant(_FLOATS, [0.0] * _LANES), before)
+    place = builder.mul(number, _WORD(2))
+    weights = []
+    for half in range(2):
+        address = builder.gep(vectors, [builder.add(place, _WORD(half))])
+        _prefetch(builder, builder.gep(vectors, [builder.add(place, _WORD(half + _LINES_AHEAD))]))
+        weight = builder.load(address)
+        weight.align = 64
+        weights.append(weight)
+    multiply = make_step(builder, weights)
+    new: list[Any] = []
+    for row in range(num_rows):
+        new += multiply(builder.load(builder.gep(rows[row], [number])), sums[2 * row : 2 * row + 2])
+    following = builder.add(number, _WORD(1))
+    number.add_incoming(following, loop)
+    for total, value in zip(sums, new, strict=True):
+        total.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
+    builder.position_at_end(after)
+    results = builder.inttoptr(out, _FLOAT.as_pointer())
+    for place_of, value in enumerate(new):
+        address = builder.bitcast(builder.gep(results, [_WORD(place_of * _LANES)]), _FLOATS.as_pointer())
+        builder.store(value, address).align = 4
+
+
+def _declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    for_reading, keep, data_cache = _INT(0), _INT(3), _INT(1)
+    builder.call(function, [builder.bitcast(address, pointer), for_reading, keep, data_cache])
+
+
+def _spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
+    """One number in every lane."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    lanes = ir.Constant(ir.VectorType(_INT, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(builder.insert_element(undefined, number, _INT(0)), undefined, lanes)
+
+
+def _bfloat16_step(builder: Any, weights: list[Any]) -> Any:
+    if not _has_bfloat16_products():
+        return _bfloat16_step_of_float32(builder, weights)
+    name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
+    function = _declared(builder, name, kind)
+    pairs = [builder.bitcast(weight, _BFLOATS) for weight in weights]
+
+    def multiply(pair: Any, sums: list[Any]) -> list[Any]:
+        spread = builder.bitcast(_spread(builder, pair, _INTS), _BFLOATS)
+        return [builder.call(function, [total, weight, spread]) for total, weight in zip(sums, pairs, strict=True)]
+
+    return multiply
+
+
+def _bfloat16_step_of_float32(builder: Any, weights: list[Any]) -> Any:
+    def halves(bits: Any, kind: ir.Type, floats: ir.Type) -> list[Any]:
+        def constant(number: int) -> Any:
+            return ir.Constant(kind, [number] * _LANES) if isinstance(kind, ir.VectorType) else kind(number)
+
+        low, high = builder.shl(bits, constant(16)), builder.and_(bits, constant(0xFFFF0000))
+        return [builder.bitcast(low, floats), builder.bitcast(high, floats)]
+
+    split = [halves(weight, _INTS, _FLOATS) for weight in weights]
+
+    def multiply(pair: Any, sums: list[Any]) -> list[Any]:
+        spread = [_spread(builder, number, _FLOATS) for number in halves(pair, _INT, _FLOAT)]
+        for place, parts in enumerate(split):
+            for part, number in zip(parts, spread, strict=True):
+                sums[place] = _multiply_add(builder, part, number, sums[place])
+        return sums
+
+    return multiply
+
+
+def _float32_step(builder: Any, weights: list[Any]) -> Any:
+    floats = [builder.bitcast(weight, _FLOATS) for weight in weights]
+
+    def multiply(number: Any, sums: list[Any]) -> list[Any]:
+        spread = _spread(builder, builder.bitcast(number, _FLOAT), _FLOATS)
+        return [_multiply_add(builder, part, spread, total) for part, total in zip(floats, sums, strict=True)]
+
+    return multiply
+
+
+def _multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
+    return builder.call(_declared(builder, f"llvm.fmuladd.v{_LANES}f32", kind), [left, right, total])
+
+
+_one, _two, _three, _four, _five, _six, _seven, _eight = (_kernel_of(num_rows) for num_rows in range(1, MAX_ROWS + 1))
+
+
+@jit
+def panel_products(panel, x, x_stride, num_steps, num_rows, out, like):  # type: ignore[no-untyped-def]
+    """Of addresses: `x_stride` bytes from one row of x to the next, 1 .. MAX_ROWS rows. `like` is an array of the
+    weights' bits: uint16 for bfloat16, or float32.
+    """
+    if num_rows == 8:
+        _eight(panel, x, x_stride, num_steps, out, like)
+    elif num_rows == 1:
+        _one(panel, x, x_stride, num_steps, out, like)
+    elif num_rows == 2:
+        _two(panel, x, x_stride, num_steps, out, like)
+    elif num_rows == 3:
+        _three(panel, x, x_stride, num_steps, out, like)
+    elif num_rows == 4:
+        _four(panel, x, x_stride, num_steps, out, like)
+    elif num_rows == 5:
+        _five(panel, x, x_stride, num_steps, out, like)
+    elif num_rows == 6:
+        _six(panel, x, x_stride, num_steps, out, like)
+    else:
+        _seven(panel, x, x_stride, num_steps, out, like)

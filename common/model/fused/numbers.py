@@ -1,0 +1,57 @@
+"""Numbers of a model's dtype in kernels that are written once for all: bfloat16 is handed over as uint16."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from common.model.cpu_kernel import Kernel, exp, jit
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+_HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+@intrinsic
+def _read(_context, number):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        if number == types.float32:
+            return arguments[0]
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], _BITS), _BITS(16)), _FLOAT)
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def _rounded(_context, number, like):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return arguments[0] if like.dtype == types.float32 else _to_bfloat16(builder, arguments[0])
+
+    return like.dtype(types.float32, like), generate
+
+
+def _to_bfloat16(builder: Any, number: Any) -> Any:
+    """To the nearest, of two as near the even one; a NaN stays one."""
+    bits = builder.bitcast(number, _BITS)
+    last = builder.and_(builder.lshr(bits, _BITS(16)), _BITS(1))
+    nearest = builder.lshr(builder.add(builder.add(bits, _BITS(0x7FFF)), last), _BITS(16))
+    is_number = builder.fcmp_ordered("ord", number, number)
+    return builder.trunc(builder.select(is_number, nearest, _BITS(0x7FC0)), _HALF)
+
+
+read = cast("Kernel", _read)
+"""`read(element)` is its float32."""
+rounded = cast("Kernel", _rounded)
+"""`rounded(number, like)` is the element that an array like `like` keeps of a float32."""
+
+
+@jit
+def silu(number):  # type: ignore[no-untyped-def]
+    power = exp(-abs(number))
+    share = np.float32(1) / (np.float32(1) + power)
+    return number * (share if number >= 0 else power * share)

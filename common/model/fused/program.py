@@ -1,0 +1,111 @@
+"""A program's one kernel: take items of each operation in turn until there is none, then go on together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.model.cpu_kernel import jit, jit_cached
+from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH
+from common.model.fused.operations import (
+    ITEM_TOKENS,
+    Call,
+    Field,
+    Kind,
+    attend,
+    embed,
+    linear,
+    norm,
+    normalise_input,
+    words,
+)
+from common.model.fused.team import (
+    STOP,
+    await_operation,
+    await_run,
+    close_items,
+    end_item,
+    is_run,
+    open_items,
+    show_progress,
+    take_item,
+)
+
+NUM_FIELDS = len(Field)
+SUMS_BYTES = 4 * MAX_ROWS * PANEL_WIDTH
+"""Of a thread's scratch, for one block of a LINEAR's sums."""
+
+
+@jit
+def _num_items(call, fields):  # type: ignore[no-untyped-def]
+    kind = fields[Field.KIND]
+    if kind == Kind.LINEAR:
+        return (fields[Field.NUM_PANELS] + fields[Field.ITEM_PANELS] - 1) // fields[Field.ITEM_PANELS]
+    if kind == Kind.ATTEND:
+        return call[Call.NUM_ROWS] * fields[Field.NUM_KV_HEADS]
+    return (call[Call.NUM_TOKENS] + ITEM_TOKENS - 1) // ITEM_TOKENS
+
+
+@jit
+def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
+    num_operations = call[Call.NUM_OPERATIONS]
+    operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
+    numbers = words(call[Call.NUMBERS], num_operations * 2).view(np.float64)
+    scratch = call[Call.SCRATCH] + thread * call[Call.SCRATCH_BYTES]
+    inputs = scratch + SUMS_BYTES
+    for operation in range(num_operations):
+        fields = operations[operation * NUM_FIELDS : (operation + 1) * NUM_FIELDS]
+        epsilon, scaling = numbers[2 * operation], numbers[2 * operation + 1]
+        kind = fields[Field.KIND]
+        if thread == 0 and fields[Field.SHOWS_LAYER]:
+            show_progress(board)
+        num_items = _num_items(call, fields)
+        item = take_item(board, run, operation, num_items)
+        if item >= 0 and kind == Kind.LINEAR:
+            width = fields[Field.WIDTH]
+            num_rows = call[Call.NUM_TOKENS]
+            if fields[Field.SELECTED_ROWS]:
+                num_rows = call[Call.NUM_SELECTED]
+            x = call[Call.BUFFERS + 2 * fields[Field.SOURCE]]
+            x_stride = call[Call.BUFFERS + 2 * fields[Field.SOURCE] + 1] * like.itemsize
+            if fields[Field.NORM] or (fields[Field.SELECTED_ROWS] and call[Call.SELECTED]):
+                normalise_input(call, fields, epsilon, inputs, like)
+                x, x_stride = inputs, width * like.itemsize
+            while item >= 0:
+                linear(call, fields, item, x, x_stride, num_rows, scratch, like)
+                end_item(board, operation)
+                item = take_item(board, run, operation, num_items)
+        while item >= 0:
+            if kind == Kind.ATTEND:
+                attend(call, fields, epsilon, scaling, item, inputs, like)
+            elif kind == Kind.EMBED:
+                embed(call, fields, item, like)
+            else:
+                norm(call, fields, epsilon, item, like)
+            end_item(board, operation)
+            item = take_item(board, run, operation, num_items)
+        if not await_operation(board, run, operation, num_items):
+            return
+
+
+@jit_cached
+def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):  # type: ignore[no-untyped-def]
+    """Thread 0 leads: runs the program that `call` describes to its end, with the helpers. Another helps with every
+    program that is begun from now on, until the team stops; its `run` and `call` are scratch.
+
+    One function for both, so that it is compiled once.
+    """
+    shared = words(shared_address, call.shape[0])
+    if thread == 0:
+        close_items(board, run, call[Call.NUM_OPERATIONS])
+        shared[:] = call
+        open_items(board, run, call[Call.NUM_OPERATIONS], wake_or_sleep_fd)
+    while True:
+        if thread != 0:
+            run = await_run(board, run, wake_or_sleep_fd)
+            if run == STOP:
+                return
+            call[:] = shared
+        if thread == 0 or is_run(board, run):
+            _run(board, run, call, thread, like)
+        if thread == 0:
+            return

@@ -1,0 +1,112 @@
+"""From a decoder written down to forwards: kernels compiled once on a machine, seen to compute what the model does."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import llvmlite
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.model.attention import ForwardInput
+from common.model.capture import HiddenCapture
+from common.model.forward_program import ForwardProgram, FusedDecoder
+from common.model.fused.builder import capturing
+from common.model.fused.decoder import STATES, STREAM
+from common.model.fused.numbers import DTYPES
+from common.model.target import TargetModel
+
+_BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
+"""Of the whole difference, relative to the logits: sums are taken in another order, and rounded."""
+
+
+def kernels_key() -> str:
+    """Names what compiled kernels depend on: their source, the compiler and the CPU."""
+    digest = hashlib.sha256()
+    model = Path(__file__).parent.parent
+    for source in (model / "cpu_kernel.py", *sorted((model / "fused").glob("*.py"))):
+        digest.update(source.read_bytes())
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    for part in (numba.__version__, llvmlite.__version__, llvmlite.binding.get_host_cpu_name(), features):
+        digest.update(part.encode())
+    return digest.hexdigest()[:20]
+
+
+def load_kernels(directory: Path, dtype: torch.dtype) -> None:
+    """Compile them, or load what `directory` holds of them. The directory is the process's from then on."""
+    numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
+    from common.model.fused.program import take_part  # numba looks for its directory when it is imported
+
+    array, word = numba.types.Array, numba.types.int64
+    words, like = array(word, 1, "C"), array(numba.from_dtype(np.dtype(_BITS[dtype])), 1, "C")
+    take_part.compile((word, word, words, word, word, word, like))  # type: ignore[attr-defined]
+
+
+def new_forward(
+    decoder: FusedDecoder, capture: HiddenCapture | None, *, num_threads: int, max_tokens: int
+) -> ForwardProgram:
+    """With a team of `num_threads` of its own, and the states of `capture`. After `load_kernels`."""
+    from common.model.fused.forward import NUM_CALL_WORDS, FusedForward
+    from common.model.fused.program import take_part
+    from common.model.fused.team import Team
+
+    like = np.zeros(1, _BITS[decoder.program.dtype])
+    if capture is not None:
+        program = capturing(decoder.program, capture, stream=STREAM, states=STATES)
+        decoder = replace(decoder, program=program)
+    team = Team(
+        num_threads=num_threads,
+        max_operations=len(decoder.program.operations),
+        num_call_words=NUM_CALL_WORDS,
+        take_part=lambda *arguments: take_part(*arguments, like),
+    )
+    return FusedForward(decoder, team, max_tokens=max_tokens)
+
+
+def difference(model: TargetModel, forward: ForwardProgram) -> float:
+    """Of `forward`'s logits and states from those of `model`, which does not run it yet: the largest of a few forwards,
+    each relative to the model's.
+    """
+    generator = torch.Generator().manual_seed(0)
+    group = model.layer_group
+    kv = torch.zeros((group.num_layers, 2, 16, group.num_heads, group.head_dim), dtype=model.dtype)
+    tables = torch.tensor([[0] * 7, [3, 5, 1, 9, 11, 2, 8], [4, 6, 7, 10, 12, 13, 14]])
+    largest = 0.0
+    for prefix_len, num_tokens in ((0, 5), (5, 1), (6, 1)):
+        positions = torch.arange(prefix_len, prefix_len + num_tokens).repeat(2)
+        batch = ForwardInput(
+            input_ids=torch.randint(0, model.vocab_size, (2 * num_tokens,), generator=generator),
+            positions=positions,
+            out_cache_loc=tables[1:, prefix_len : prefix_len + num_tokens].flatten(),
+            req_to_token=tables,
+            req_pool_indices=torch.tensor([1, 2]),
+            seq_lens=torch.full((2,), prefix_len + num_tokens),
+            prefix_lens=(prefix_len,) * 2 if num_tokens > 1 else None,
+            extend_lens=(num_tokens,) * 2 if num_tokens > 1 else None,
+            max_seq_len=prefix_len + num_tokens,
+            kv=kv.clone(),
+            logits_rows=None,
+        )
+        expected = model.forward(replace(batch, kv=kv))
+        logits, states = forward.forward(batch)
+        largest = max(largest, _relative(logits, expected.logits), _relative(batch.kv, kv))
+        if expected.hidden is not None:
+            assert states is not None
+            largest = max(largest, _relative(states, expected.hidden))
+    return largest
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    assert dtype in DTYPES
+    return _TOLERANCE[dtype]
+
+
+def _relative(seen: Tensor, expected: Tensor) -> float:
+    distance, size = (seen.float() - expected.float()).norm(), expected.float().norm()
+    return float("inf") if not torch.isfinite(distance) else float(distance / size)

@@ -1,0 +1,134 @@
+"""Forwards by one kernel compute what the model's own layers do, whatever the batch, and leave the pool as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common import fused_forwards
+from common.errors import StartupError
+from common.fused_forwards import fuse
+from common.model.attention import ForwardInput
+from common.model.capture import HiddenCapture
+from common.model.forward_program import ForwardProgram
+from common.model.loader import load_target
+from common.model.target import TargetModel
+
+_NUM_SLOTS, _NUM_TOKENS = 64, 20
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+def model(request: pytest.FixtureRequest, tiny_model_dir) -> TargetModel:  # type: ignore[no-untyped-def]
+    return load_target(tiny_model_dir(request.param), device="cpu", dtype="float32", fuses=True)
+
+
+@pytest.fixture(scope="module")
+def program(model: TargetModel) -> Iterator[ForwardProgram]:
+    model.capture_hidden(HiddenCapture(layers=(0, model.num_layers), final=True))
+    fuse(model, num_threads=2)
+    assert model._program is not None
+    yield model._program
+
+
+def _batch(model: TargetModel, *, prefix_lens: list[int], num_new: list[int], tree: bool = False) -> ForwardInput:
+    """Rows in slots at random places."""
+    generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
+    group = model.layer_group
+    kv = torch.randn((group.num_layers, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator)
+    slots = torch.randperm(_NUM_SLOTS - 1, generator=generator) + 1
+    tables = torch.zeros((len(num_new) + 1, _NUM_TOKENS), dtype=torch.int64)
+    seq_lens = [before + new for before, new in zip(prefix_lens, num_new, strict=True)]
+    for row, (length, start) in enumerate(zip(seq_lens, torch.tensor([0, *seq_lens]).cumsum(0).tolist(), strict=False)):
+        tables[row + 1, :length] = slots[start : start + length]
+    windows = [(row, t) for row, new in enumerate(num_new) for t in range(seq_lens[row] - new, seq_lens[row])]
+    is_decode = set(num_new) == {1} and not tree
+    mask = None
+    if tree:
+        mask = torch.rand((len(windows), num_new[0]), generator=generator) > 0.5
+        mask |= torch.eye(num_new[0], dtype=torch.bool).repeat(len(num_new), 1)
+    return ForwardInput(
+        input_ids=torch.randint(0, model.vocab_size, (len(windows),), generator=generator),
+        positions=torch.tensor([t for _, t in windows]),
+        out_cache_loc=torch.stack([tables[row + 1, t] for row, t in windows]),
+        req_to_token=tables,
+        req_pool_indices=torch.arange(1, len(num_new) + 1),
+        seq_lens=torch.tensor(seq_lens),
+        prefix_lens=None if is_decode else tuple(prefix_lens),
+        extend_lens=None if is_decode else tuple(num_new),
+        max_seq_len=max(seq_lens),
+        kv=kv,
+        logits_rows=None,
+        tree_mask=mask,
+    )
+
+
+_SHAPES = {
+    "one row": ([6], [1]),
+    "three rows": ([6, 0, 11], [1, 1, 1]),
+    "more rows than the kernel takes at once": ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], [1] * 10),
+    "a chunk": ([0], [17]),
+    "rows of several lengths": ([4, 0, 9], [3, 1, 5]),
+    "windows": ([4, 2], [3, 3]),
+}
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_logits_states_and_kv_are_the_models(model: TargetModel, program: ForwardProgram, shape: str) -> None:
+    prefix_lens, num_new = _SHAPES[shape]
+    _assert_same(model, program, _batch(model, prefix_lens=prefix_lens, num_new=num_new))
+
+
+def test_a_tree_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
+    _assert_same(model, program, _batch(model, prefix_lens=[5, 2], num_new=[4, 4], tree=True))
+
+
+def test_only_the_logits_that_are_wanted_are_computed(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, prefix_lens=[4, 0, 9], num_new=[3, 1, 5])
+    every, _ = program.forward(batch)
+    logits, _ = program.forward(replace(batch, logits_rows=torch.tensor([2, 8])))
+    assert torch.equal(logits, every[[2, 8]])
+
+
+def test_progress_is_shown_layer_by_layer(model: TargetModel, program: ForwardProgram) -> None:
+    before = model.num_layers_begun
+    program.forward(_batch(model, prefix_lens=[6], num_new=[1]))
+    assert model.num_layers_begun == before + model.num_layers
+
+
+def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    model = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
+    assert model.decoder is not None
+    model.decoder.program.numbers[:] *= 1.5
+    with pytest.raises(StartupError, match="differ from the model's"):
+        fuse(model, num_threads=1)
+    assert model._program is None
+
+
+def test_forwards_past_the_rotation_table_are_the_models_own(model: TargetModel, program: ForwardProgram) -> None:
+    assert model.decoder is not None
+    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    assert program.takes(batch)
+    assert not program.takes(replace(batch, max_seq_len=model.decoder.cosines.shape[0] + 1))
+    many = torch.zeros(fused_forwards.MAX_FUSED_TOKENS + 1, dtype=torch.int64)
+    assert not program.takes(replace(batch, input_ids=many))
+
+
+def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    assert load_target(tiny_model_dir("phi3"), device="cpu", dtype="float32", fuses=True).decoder is None
+
+
+def _assert_same(model: TargetModel, program: ForwardProgram, batch: ForwardInput) -> None:
+    mine = replace(batch, kv=batch.kv.clone())
+    logits, states = program.forward(mine)
+    model._program = None
+    try:
+        expected = model.forward(batch)
+    finally:
+        model.run_program(program)
+    assert expected.hidden is not None and states is not None
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, expected.hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.kv, batch.kv, rtol=1e-4, atol=1e-4)
