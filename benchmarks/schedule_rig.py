@@ -351,4 +351,3 @@ def _run_at_once(live: LiveRequest) -> None:
     except StopIteration:
         return
     raise AssertionError("there was no news")
-

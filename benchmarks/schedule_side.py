@@ -128,7 +128,10 @@ def main() -> None:
         lines += table_of(name, costs)
         is_kept = costs[-1].total <= BOUND_US and exponent(costs) < 1
         is_met &= is_kept
-        lines += ["", f"At {costs[-1].batch_size} rows {costs[-1].total / BOUND_US:.2f} ms of 1 ms" + is_missed(is_kept)]
+        lines += [
+            "",
+            f"At {costs[-1].batch_size} rows {costs[-1].total / BOUND_US:.2f} ms of 1 ms" + is_missed(is_kept),
+        ]
     table = "\n".join(lines)
     print(table)
     if not args.no_save:
