@@ -2,8 +2,8 @@
 
     rig.step() ─▶ DecodeEngine.step ─▶ EventRouter.deliver ─▶ LiveRequests ─▶ each stream's reader
 
-Pieces of the forward stream set tensors that were made beforehand. They run when the engine waits for them, on the same
-thread, and `Stopwatch` stops for them: what it shows is the schedule side alone.
+Pieces of the forward stream set tensors that were made beforehand. They run as they are enqueued, on the same thread,
+and `Stopwatch` stops for them: what it shows is the schedule side alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.scripted import ScriptedDevice, run_needed
-from common.device.stream import Scope, Stream
+from common.device.cpu import CpuDevice
+from common.device.inline import InlineStream
+from common.device.stream import Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
 from common.kv.layer_group import LayerGroupSpec
 from common.load import EngineLoad
@@ -70,28 +71,29 @@ _ROW_BYTES = 4
 
 
 class Stopwatch:
-    """Seconds of named parts, without those that `stopped` takes away."""
+    """Seconds of named parts, without those that `stopped` takes away, by the wall's clock or the thread's."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
-        self._stopped_s = 0.0
+        self._stopped_s = {time.perf_counter: 0.0, time.thread_time: 0.0}
 
     def timed(self, part: str, function: Callable[..., Any], clock: Callable[[], float] = time.perf_counter) -> Any:
         seconds = self.seconds.setdefault(part, [])
 
         def measured(*arguments: Any) -> Any:
-            stopped_s, begun_s = self._stopped_s, clock()
+            stopped_s, begun_s = self._stopped_s[clock], clock()
             result = function(*arguments)
-            seconds.append(clock() - begun_s - (self._stopped_s - stopped_s))
+            seconds.append(clock() - begun_s - (self._stopped_s[clock] - stopped_s))
             return result
 
         return measured
 
     def stopped(self, function: Callable[..., Any]) -> Any:
         def unmeasured(*arguments: Any) -> Any:
-            begun_s = time.perf_counter()
+            begun = [(clock, clock()) for clock in self._stopped_s]
             result = function(*arguments)
-            self._stopped_s += time.perf_counter() - begun_s
+            for clock, begun_s in reversed(begun):
+                self._stopped_s[clock] += clock() - begun_s
             return result
 
         return unmeasured
@@ -99,6 +101,26 @@ class Stopwatch:
     def forget(self) -> None:
         for seconds in self.seconds.values():
             seconds.clear()
+
+
+class _UncountedStream(InlineStream):
+    """Runs each piece as it is enqueued, while the watch is stopped."""
+
+    def __init__(self, name: str, watch: Stopwatch) -> None:
+        super().__init__(name, wait_timeout_s=1.0)
+        self._enqueue = watch.stopped(super().enqueue)
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        self._enqueue(work, scope)
+
+
+class _UncountedDevice(CpuDevice):
+    def __init__(self, watch: Stopwatch) -> None:
+        super().__init__(num_threads=1)
+        self._watch = watch
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+        return _UncountedStream(name, self._watch)
 
 
 class PresetWorker:
@@ -210,7 +232,7 @@ class _Transport:
 
 
 class ScheduleRig:
-    """`num_rows` requests, half of them greedy and half sampled; with `output_tokens` each ends after so many, the first
+    """`num_rows` requests, half of them greedy; with `output_tokens` each ends after so many, the first
     ones one after the other, and another takes its place. `watch` gets `total`, which is `step`, with
     parts of its own, and `deliver`, the handing over of events; `cpu`, the thread's time for both; and `edge`, what the
     edge's thread does with the events before gRPC.
@@ -226,7 +248,7 @@ class ScheduleRig:
         self._decoder = byte_level()
         self._readers: dict[str, LiveRequest] = {}
         groups = [_group(TARGET_GROUP), *([_group(DRAFT_GROUP)] if spec_info else [])]
-        self._device = ScriptedDevice(on_synchronize=self.watch.stopped(run_needed))
+        self._device = _UncountedDevice(self.watch)
         self._engine = self._new_engine(groups, spec_info)
         registry = CollectorRegistry()
         self._live = LiveRequests(
@@ -287,7 +309,6 @@ class ScheduleRig:
         """One of the engine's, and what its events bring about."""
         commands, self._port.posted = self._port.posted, []
         self._iterate(commands)
-        self._device.stream("landing").run_all()
         if self._loop.due:
             self._turn_edge()
         for request_id in [id for id, live in self._readers.items() if live.ending is not None]:

@@ -3,10 +3,10 @@
 python -m benchmarks.schedule_side
 
 The engine's thread, alone: requests, rows, slots, launching, results, events; then what the edge's thread does with a
-step's tokens before gRPC. In turn without and with drafts (chains of 4, of which a random number is accepted), with rows
-that stay and with rows of which each ends after 128 tokens and is replaced. Writes a dated table into benchmarks/results.
-Exit status 1 when a step at the largest batch takes more than 1 ms of the engine's thread, in the median, or the cost
-does not grow less than linearly.
+step's tokens before gRPC. In turn without and with drafts (chains of 4, of which a random number is accepted), with
+rows that stay and with rows of which each ends after 128 tokens and is replaced. Writes a dated table into
+benchmarks/results. Exit status 1 when, with rows that stay, a step at the largest batch takes more than 1 ms of the
+engine's thread, in the median, or does not grow less than linearly with the batch.
 """
 
 from __future__ import annotations
@@ -126,21 +126,16 @@ def main() -> None:
         spec_info, output_tokens = SCENARIOS[name]
         costs = [measure(size, spec_info, output_tokens, args.steps) for size in batch_sizes]
         lines += table_of(name, costs)
-        is_kept = costs[-1].total <= BOUND_US and exponent(costs) < 1
-        is_met &= is_kept
-        lines += [
-            "",
-            f"At {costs[-1].batch_size} rows {costs[-1].total / BOUND_US:.2f} ms of 1 ms" + is_missed(is_kept),
-        ]
+        if output_tokens is None:
+            is_kept = costs[-1].total <= BOUND_US and exponent(costs) < 1
+            is_met &= is_kept
+            verdict = "met" if is_kept else "MISSED"
+            lines += ["", f"{costs[-1].total / 1e3:.2f} ms at {costs[-1].batch_size} rows, at most 1 ms: {verdict}."]
     table = "\n".join(lines)
     print(table)
     if not args.no_save:
         run.save("schedule-side", table)
     sys.exit(0 if is_met else 1)
-
-
-def is_missed(is_kept: bool) -> str:
-    return "." if is_kept else ": MISSED."
 
 
 if __name__ == "__main__":
