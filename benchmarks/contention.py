@@ -4,8 +4,8 @@ python -m benchmarks.contention
 
 A pair on the demo model, driven through its client; the decode service tells what its threads did
 (benchmarks/watched_decode.py). Only the time in which all requests decode counts: from the last one's first token to
-the first one's end. Writes a dated table into benchmarks/results. Exit status 1 when the forward stream is busy for less
-than 95% of the time at 8 requests.
+the first one's end. Writes a dated table into benchmarks/results. Exit status 1 when the forward stream is busy for
+less than 95% of the time at 8 requests.
 """
 
 from __future__ import annotations

@@ -232,10 +232,11 @@ class _Transport:
 
 
 class ScheduleRig:
-    """`num_rows` requests, half of them greedy; with `output_tokens` each ends after so many, the first
-    ones one after the other, and another takes its place. `watch` gets `total`, which is `step`, with
-    parts of its own, and `deliver`, the handing over of events; `cpu`, the thread's time for both; and `edge`, what the
-    edge's thread does with the events before gRPC.
+    """`num_rows` requests, half of them greedy; with `output_tokens` each ends after so many, the first ones one after
+    the other, and another takes its place.
+
+    `watch` gets `total`, which is `step`, with parts of its own, and `deliver`, the handing over of events; `cpu`, the
+    thread's time for both; and `edge`, what the edge's thread does with the events before gRPC.
     """
 
     def __init__(self, *, num_rows: int, spec_info: SpecInfo | None, output_tokens: int | None) -> None:

@@ -1,7 +1,9 @@
-"""The decode service as users start it, with a look at its threads: `python -m benchmarks.watched_decode --watch=FILE ...`
+"""The decode service as users start it, with a look at its threads.
 
-Twenty times a second a line of FILE says, as JSON, what the forward stream and the engine's thread have done by then, in
-seconds since the start. `--switch-interval=SECONDS` sets how long a thread keeps the interpreter that another waits for.
+python -m benchmarks.watched_decode --watch=FILE [--switch-interval=SECONDS] [settings]
+
+Twenty times a second a line of FILE says, as JSON, what the forward stream and the engine's thread have done by then,
+in seconds since the start. The switch interval is how long a thread keeps the interpreter that another waits for.
 """
 
 from __future__ import annotations

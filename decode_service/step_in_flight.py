@@ -104,7 +104,9 @@ class StepInFlight:
         if self.batch.spec_info is None:
             return None
         begin, drafted, verified, extended = self.output.marks
-        accept_lens = np.delete(self.host.get().accept_lens.numpy(), self.batch.undrafted)
+        accept_lens = self.host.get().accept_lens.numpy()
+        if self.batch.undrafted:
+            accept_lens = np.delete(accept_lens, self.batch.undrafted)
         return SpeculationStats(
             num_levels=self.batch.spec_info.num_steps,
             accept_lens=tuple(accept_lens.tolist()),

@@ -149,7 +149,7 @@ class KvPool:
         start = 0
         for row, stop in zip(rows.tolist(), stops.tolist(), strict=True):
             if stop > start:
-                self._held[row].slots += slots[start:stop]
+                self._held[row].slots.extend(slots[start:stop])
                 start = stop
         self._columns.num_slots[rows] += missing
         self.rows.write_each(np.repeat(rows, missing), positions, np.array(slots))
