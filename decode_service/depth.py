@@ -15,6 +15,7 @@ which is soon where the head has to catch up anyway for want of room.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -132,11 +133,12 @@ class AdaptiveDepth:
             self._num_probes += 1
 
     def observe(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
+        num_rows = Counter(stats.accept_lens)
         for level in range(spec_info.num_steps):
-            reached = [accept_len for accept_len in stats.accept_lens if accept_len > level]
-            if reached:
-                rate = sum(accept_len > level + 1 for accept_len in reached) / len(reached)
-                weight = 1 - (1 - _ACCEPTANCE_WEIGHT) ** (len(reached) * self._stale_steps[level])
+            num_reached = sum(num for accept_len, num in num_rows.items() if accept_len > level)
+            if num_reached:
+                rate = 1 - num_rows[level + 1] / num_reached
+                weight = 1 - (1 - _ACCEPTANCE_WEIGHT) ** (num_reached * self._stale_steps[level])
                 self._acceptance[level] += weight * (rate - self._acceptance[level])
                 self._stale_steps[level] = 0
         self._stale_steps = [min(steps + 1, _MAX_STALE_STEPS) for steps in self._stale_steps]

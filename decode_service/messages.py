@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -132,11 +133,23 @@ class StageBegan:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New output tokens of one request, in order; `logprobs` has one entry per token, or none at all."""
+    """New output tokens of some requests, as columns: the next `num_tokens[i]` of `token_ids` are of `request_ids[i]`.
 
-    request_id: str
+    `logprobs` has one entry per token, None of requests that want none; it is empty where nobody wants any.
+    """
+
+    request_ids: tuple[str, ...]
+    num_tokens: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+    def each(self) -> Iterator[tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]]:
+        """Request by request: its id, its tokens, and a log-probability of each or none at all."""
+        stop = 0
+        for request_id, num_tokens in zip(self.request_ids, self.num_tokens, strict=True):
+            start, stop = stop, stop + num_tokens
+            logprobs = tuple(entry for entry in self.logprobs[start:stop] if entry is not None)
+            yield request_id, self.token_ids[start:stop], logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.kv.pool import RowLease
 from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import RowSeed
-from common.telemetry.step_stats import SpeculationStats
 from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts, Submit
-from decode_service.spec_info import SpecInfo
 
 
 class Phase(Enum):
@@ -51,43 +50,47 @@ class SpeculationTally:
     verify_s: float = 0.0
     extend_s: float = 0.0
 
-    def add(self, spec_info: SpecInfo, *, num_accepted: int, stats: SpeculationStats) -> None:
-        self.num_verify_steps += 1
-        self.num_drafted_tokens += spec_info.num_draft_tokens
-        _count_up_to(self.drafted_at, spec_info.num_steps)
-        _count_up_to(self.accepted_at, num_accepted)
-        self.draft_s += stats.draft_s
-        self.verify_s += stats.verify_s
-        self.extend_s += stats.extend_s
+    def add(
+        self,
+        *,
+        num_verify_steps: int,
+        num_drafted_tokens: int,
+        drafted_at: Sequence[int],
+        accepted_at: Sequence[int],
+        parts_s: Mapping[str, float],
+    ) -> None:
+        """What came of steps since the last call. `drafted_at` and `accepted_at` may end with levels never drafted."""
+        self.num_verify_steps += num_verify_steps
+        self.num_drafted_tokens += num_drafted_tokens
+        self.drafted_at = _sum_of(self.drafted_at, drafted_at)
+        self.accepted_at = _sum_of(self.accepted_at, accepted_at)
+        for part, seconds in parts_s.items():
+            setattr(self, part, getattr(self, part) + seconds)
 
     def counts(self) -> SpeculationCounts | None:
         if not self.num_verify_steps:
             return None
-        never = [0] * (len(self.drafted_at) - len(self.accepted_at))
+        depth = sum(num > 0 for num in self.drafted_at)
         return SpeculationCounts(
             num_verify_steps=self.num_verify_steps,
             num_drafted_tokens=self.num_drafted_tokens,
             num_accepted_tokens=sum(self.accepted_at),
-            drafted_at=tuple(self.drafted_at),
-            accepted_at=(*self.accepted_at, *never),
+            drafted_at=tuple(self.drafted_at[:depth]),
+            accepted_at=tuple(self.accepted_at[:depth]),
             draft_s=self.draft_s,
             verify_s=self.verify_s,
             extend_s=self.extend_s,
         )
 
 
-def _count_up_to(counts: list[int], num_levels: int) -> None:
-    counts += [0] * (num_levels - len(counts))
-    for level in range(num_levels):
-        counts[level] += 1
+def _sum_of(counts: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [sum(pair) for pair in itertools.zip_longest(counts, more, fillvalue=0)]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`token_ids` is prompt and output; its length past `prompt_len` is the output so far.
-
-    `num_in_flight` counts launched steps whose results are not taken; each adds one token at least. `arrival` orders
-    requests by age.
+    """`token_ids` is prompt and output; its length past `prompt_len` is the output so far, but for that of a request
+    whose row is in RunningRows. `arrival` orders requests by age.
     """
 
     request_id: str
@@ -103,7 +106,6 @@ class Request:
     is_traced: bool = False
     phase: Phase = Phase.WAITING
     lease: RowLease | None = None
-    num_in_flight: int = 0
     num_attempts: int = 0
     num_failures: int = 0
     num_retractions: int = 0
@@ -135,20 +137,6 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_len
-
-    @property
-    def wants_launch(self) -> bool:
-        """Whether a further decode step can still add a token."""
-        return self.phase is Phase.RUNNING and self.num_output + self.num_in_flight < self.sampling.max_tokens
-
-    def has_room_after(self, seq_len: int) -> bool:
-        """The same where `seq_len` tokens have committed KV, those of steps in flight included."""
-        return seq_len + 1 - self.prompt_len < self.sampling.max_tokens
-
-    @property
-    def row_seed(self) -> RowSeed:
-        assert self.lease is not None
-        return RowSeed(self.lease.row, self.sampling, self.choice_index, tuple(self.token_ids), self.prompt_len)
 
     def ending(self) -> tuple[FinishReason, int | None] | None:
         """Why the output ends at its last token, with the stop token's id; None when it goes on."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from common.kv.pool import KvPool
 from decode_service.dispatcher import PrefillDispatcher
 from decode_service.request import Phase, Request
+from decode_service.running_rows import RunningRows
 from decode_service.schedule_batch import ScheduleBatch
 from decode_service.stages import StageLog
 
@@ -15,12 +16,20 @@ class Retraction:
     """Only the engine thread calls it."""
 
     def __init__(
-        self, *, pool: KvPool, dispatcher: PrefillDispatcher, stages: StageLog, clock: Callable[[], float]
+        self,
+        *,
+        pool: KvPool,
+        rows: RunningRows,
+        dispatcher: PrefillDispatcher,
+        stages: StageLog,
+        clock: Callable[[], float],
     ) -> None:
         self._pool = pool
+        self._rows = rows
         self._dispatcher = dispatcher
         self._stages = stages
         self._clock = clock
+        self._leaving: list[Request] = []  # a step in flight carries them
         self.num_retractions = 0
 
     def secure_slots(self, running: ScheduleBatch, requests: Collection[Request]) -> bool:
@@ -34,9 +43,16 @@ class Retraction:
             self._retract_youngest(running, requests)
         return True
 
-    def requeue(self, req: Request) -> None:
-        """A retracted request that no step in flight carries any more."""
+    def requeue_left(self) -> None:
+        """Behind the results of the step that was in flight at the last `secure_slots`."""
+        leaving, self._leaving = self._leaving, []
+        for req in leaving:
+            if req.phase is Phase.RETRACTING:
+                self._requeue(req)
+
+    def _requeue(self, req: Request) -> None:
         now_s = self._clock()
+        self._rows.leave(req)
         req.clock.close("decode_s", now_s)
         self._stages.waits_again(req, now_s, was_retracted=True)
         self._dispatcher.requeue(req)
@@ -62,5 +78,8 @@ class Retraction:
             return
         running.filter_batch([i for i, other in enumerate(running.reqs) if other is not req])
         req.phase = Phase.RETRACTING
-        if not req.num_in_flight:
-            self.requeue(req)
+        assert req.lease is not None
+        if self._rows.num_in_flight[req.lease.row]:
+            self._leaving.append(req)
+        else:
+            self._requeue(req)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.kv.pool import KvPool, RowLease
-from common.model.sampling_state import SamplingBatch
+from common.kv.pool import KvPool
+from common.model.sampling_state import SamplingBatch, sampling_needs
 from common.wire.handoff import PrebuiltBatch
 from decode_service.request import Request
 from decode_service.spec_info import SpecInfo
@@ -42,6 +43,7 @@ class ScheduleBatch:
     `req_pool_indices`, `seq_lens` [B] int64 on the device, `*_cpu` their twins on the host, which never share storage
     with them. A tensor here is replaced, never written in place: a forward in flight may read it. `spec_info` is None
     without speculation. `draft_lag` [B]: how many tokens the draft head has not read, those of launched steps included.
+    What follows from which requests there are is made when it is asked for, and again when entries come or go.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ScheduleBatch:
         seq_lens_cpu: Tensor,
         draft_lag: list[int],
         forward_mode: ForwardMode,
+        sampling_needs: NDArray[np.int64],
     ) -> None:
         self.reqs = reqs
         self.req_pool_indices = req_pool_indices
@@ -61,6 +64,7 @@ class ScheduleBatch:
         self.seq_lens = seq_lens
         self.seq_lens_cpu = seq_lens_cpu
         self.draft_lag = draft_lag
+        self.sampling_needs = sampling_needs
         self.forward_mode = forward_mode
         self.out_cache_loc: Tensor | None = None
         self.spec_info: SpecInfo | None = None
@@ -79,6 +83,7 @@ class ScheduleBatch:
             seq_lens_cpu=nothing(host),
             draft_lag=[],
             forward_mode=ForwardMode.DECODE,
+            sampling_needs=sampling_needs([]),
         )
 
     @classmethod
@@ -96,6 +101,7 @@ class ScheduleBatch:
             seq_lens_cpu=seq_lens_cpu,
             draft_lag=[0] * len(reqs),
             forward_mode=ForwardMode.PREBUILT,
+            sampling_needs=sampling_needs([req.sampling for req in reqs]),
         )
 
     @property
@@ -107,9 +113,29 @@ class ScheduleBatch:
         return len(self.reqs)
 
     @property
+    def rows(self) -> NDArray[np.int64]:
+        """`req_pool_indices_cpu`, for columns that are no tensors."""
+        rows: NDArray[np.int64] = self.req_pool_indices_cpu.numpy()
+        return rows
+
+    @cached_property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple([req.request_id for req in self.reqs])
+
+    @cached_property
+    def undrafted(self) -> tuple[int, ...]:
+        """Entries that want no drafts."""
+        return tuple([i for i, req in enumerate(self.reqs) if not req.wants_drafts])
+
+    @cached_property
     def sampling(self) -> SamplingBatch:
         """What the entries need of sampling; their parameters are on the device, by row."""
-        return SamplingBatch.of([req.sampling for req in self.reqs])
+        return SamplingBatch.of_needs(self.sampling_needs)
+
+    def _forget_what_follows(self) -> None:
+        self.out_cache_loc = None
+        for name in ("request_ids", "undrafted", "sampling"):
+            self.__dict__.pop(name, None)
 
     def set_seq_lens(self, seq_lens: Tensor) -> None:
         """Replace the lengths on the device and the CPU together. `seq_lens` [B] int64 is copied to the host."""
@@ -123,7 +149,7 @@ class ScheduleBatch:
 
     def num_slots_needed(self, pool: KvPool) -> int:
         """Slots that `prepare_for_decode` takes from the pool."""
-        return sum(pool.num_missing(self._leases(), self._wanted_tokens()))
+        return int(pool.num_missing(self.rows, self._wanted_tokens()).sum())
 
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Slots for what the next step writes of each entry, in order of position.
@@ -132,7 +158,7 @@ class ScheduleBatch:
         forward itself finds out by how much they grow, and what it does not commit is overwritten by the next.
         False, and nothing changed, when the pool has too few slots.
         """
-        if not pool.grow(self._leases(), self._wanted_tokens()):
+        if not pool.grow(self.rows, self._wanted_tokens()):
             return False
         window = torch.arange(self.num_step_slots, device=self.seq_lens.device)
         positions = self.seq_lens.unsqueeze(1) + window
@@ -143,25 +169,26 @@ class ScheduleBatch:
         self.forward_mode = ForwardMode.DECODE
         return True
 
-    def _leases(self) -> list[RowLease]:
-        return [req.lease for req in self.reqs if req.lease is not None]
+    def _wanted_tokens(self) -> NDArray[np.int64]:
+        wanted: NDArray[np.int64] = self.seq_lens_cpu.numpy() + self.num_step_slots
+        return wanted
 
-    def _wanted_tokens(self) -> list[int]:
-        return [length + self.num_step_slots for length in self.seq_lens_cpu.tolist()]
-
-    def filter_batch(self, keep: Sequence[int]) -> None:
+    def filter_batch(self, keep: Sequence[int] | NDArray[np.int64]) -> None:
         """Keep the entries at these indices, ascending."""
         if len(keep) == len(self.reqs):
             return
-        keep_cpu = torch.tensor(keep, dtype=torch.int64)
+        keep = np.array(keep, dtype=np.int64)
+        keep_cpu = torch.from_numpy(keep)
         keep_device = _device_copy(keep_cpu, self.seq_lens.device)
-        self.reqs = [self.reqs[i] for i in keep]
+        kept = keep.tolist()
+        self.reqs = [self.reqs[i] for i in kept]
         self.req_pool_indices = self.req_pool_indices[keep_device]
         self.req_pool_indices_cpu = self.req_pool_indices_cpu[keep_cpu]
         self.seq_lens = self.seq_lens[keep_device]
         self.seq_lens_cpu = self.seq_lens_cpu[keep_cpu]
-        self.draft_lag = [self.draft_lag[i] for i in keep]
-        self.out_cache_loc = None
+        self.draft_lag = [self.draft_lag[i] for i in kept]
+        self.sampling_needs = self.sampling_needs[keep]
+        self._forget_what_follows()
 
     def merge_batch(self, other: ScheduleBatch) -> None:
         """Append the other batch's entries after this one's."""
@@ -171,7 +198,8 @@ class ScheduleBatch:
         self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
         self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
         self.draft_lag = [*self.draft_lag, *other.draft_lag]
-        self.out_cache_loc = None
+        self.sampling_needs = np.concatenate([self.sampling_needs, other.sampling_needs])
+        self._forget_what_follows()
 
     def check_lengths(self) -> None:
         """I1, by AssertionError. Synchronises with the device: for debug builds and tests."""
@@ -208,11 +236,11 @@ class ForwardBatch:
         assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
         num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
         num_ahead = num_tokens if batch.spec_info is not None and batch.spec_info.has_drafts else 0
-        seq_lens_cpu = tuple(length + num_ahead for length in batch.seq_lens_cpu.tolist())
+        seq_lens_cpu = tuple((batch.seq_lens_cpu + num_ahead).tolist())
         seq_lens = batch.seq_lens + num_ahead
         prefix_lens = seq_lens - num_tokens
         window = torch.arange(num_tokens, device=seq_lens.device)
-        assert all(seq_len > 0 for seq_len in seq_lens_cpu), f"a length is not positive: {seq_lens_cpu}"
+        assert min(seq_lens_cpu, default=1) > 0, f"a length is not positive: {seq_lens_cpu}"
         return cls(
             req_pool_indices=batch.req_pool_indices.clone(),
             seq_lens=seq_lens,
@@ -223,7 +251,7 @@ class ForwardBatch:
             out_cache_loc=batch.out_cache_loc.clone(),
             sampling=batch.sampling,
             spec_info=batch.spec_info,
-            undrafted=tuple(i for i, req in enumerate(batch.reqs) if not req.wants_drafts),
+            undrafted=batch.undrafted,
             draft_lag=tuple(batch.draft_lag),
             forward_mode=batch.forward_mode,
         )

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from common.device.errors import PieceFailed
 from common.device.stream import Device, Scope
 from common.draft.head import DraftHead
@@ -37,14 +39,15 @@ from decode_service.messages import (
     ReplicasChanged,
     Stage,
     Submit,
-    Tokens,
 )
 from decode_service.request import Phase, Request
+from decode_service.result_taker import ResultTaker
 from decode_service.retraction import Retraction
+from decode_service.running_rows import RunningRows
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
 from decode_service.spec_info import SpecInfo
 from decode_service.stages import StageLog
-from decode_service.step_in_flight import RowResult, StepInFlight, first_token_payload
+from decode_service.step_in_flight import StepInFlight, first_token_payload, first_tokens
 from decode_service.worker_factory import new_worker
 
 _STEP_TIMEOUT_S = 300.0
@@ -132,7 +135,17 @@ class DecodeEngine:
             stages=self._stages,
             fail=self._fail,
         )
-        self._retraction = Retraction(pool=self.pool, dispatcher=self._dispatcher, stages=self._stages, clock=clock)
+        self._rows = RunningRows(
+            max_rows=max_rows,
+            max_context_tokens=max_context_tokens,
+            max_depth=0 if spec_info is None else spec_info.num_steps,
+        )
+        self._retraction = Retraction(
+            pool=self.pool, rows=self._rows, dispatcher=self._dispatcher, stages=self._stages, clock=clock
+        )
+        self._taker = ResultTaker(
+            rows=self._rows, stages=self._stages, clock=clock, post=self._post, end=self._end, fail=self._fail
+        )
         self._requests: dict[str, Request] = {}
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
@@ -171,7 +184,7 @@ class DecodeEngine:
     def idle_timeout_s(self) -> float:
         if self._in_flight is not None:
             return 0.0
-        if any(req.wants_launch for req in self._running.reqs):
+        if self._rows.want_launch(self._running.rows).any():
             return _COPY_WAIT_S if self._is_stalled else 0.0
         if self._dispatcher.is_landing or self.pool.has_quarantined:
             return _COPY_WAIT_S
@@ -234,6 +247,7 @@ class DecodeEngine:
         req = self._requests.get(command.request_id)
         if req is None:
             return
+        self._leave(req)
         self._stages.began(req, Stage.DELIVERY, self._clock())
         self._post(req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string))
         self._end(req)
@@ -243,10 +257,10 @@ class DecodeEngine:
     def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
         """The batch to launch, prepared; None when there is none, or its slots come free only later."""
         running = self._running
-        running.filter_batch([i for i, req in enumerate(running.reqs) if req.wants_launch])
+        running.filter_batch(np.flatnonzero(self._rows.want_launch(running.rows)))
         self.future_map.resolve_seq_lens(running)
-        lengths = running.seq_lens_cpu.tolist()
-        running.filter_batch([i for i, req in enumerate(running.reqs) if req.has_room_after(lengths[i])])
+        lengths = running.seq_lens_cpu.numpy()
+        running.filter_batch(np.flatnonzero(self._rows.have_room_after(running.rows, lengths)))
         if ready:
             self._merge_prebuilt(ready)
         running.spec_info = self._choose_depth()
@@ -262,7 +276,7 @@ class DecodeEngine:
         running = self._running
         if self._depth is None or running.is_empty:
             return None
-        num_wanted = sum(req.wants_drafts for req in running.reqs)
+        num_wanted = running.batch_size - len(running.undrafted)
         running.spec_info = self._depth.choose(draft_lag=running.draft_lag, num_wanted=num_wanted)
         if running.num_slots_needed(self.pool) > self.pool.num_free_slots:
             return running.spec_info.at_depth(0)
@@ -272,24 +286,22 @@ class DecodeEngine:
         prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)
         payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
         self.future_map.bootstrap(prebuilt, payload)
-        self._process_prebuilt(ready)
-        prebuilt.filter_batch([i for i, req in enumerate(prebuilt.reqs) if req.wants_launch])
+        self._process_prebuilt(prebuilt, ready)
+        prebuilt.filter_batch(np.flatnonzero(self._rows.want_launch(prebuilt.rows)))
         self._unseeded += prebuilt.reqs
         self._running.merge_batch(prebuilt)
 
-    def _process_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
+    def _process_prebuilt(self, prebuilt: ScheduleBatch, ready: Sequence[ReadyRows]) -> None:
         """Deliver the first tokens; requests that end with theirs never enter the batch."""
-        for part in ready:
-            tokens = part.columns.first_token_ids[part.entries].tolist()
-            for req, entry, token in zip(part.reqs, part.entries.tolist(), tokens, strict=True):
-                assert req.lease is not None
-                req.phase = Phase.RUNNING
-                req.lease.state = LeaseState.RUNNING
-                logprobs = part.columns.first_token_logprobs[entry]
-                self._append(req, RowResult((token,), logprobs=(logprobs,) if logprobs else ()))
-                if req.phase is Phase.RUNNING:
-                    stage = Stage.DECODE if req.has_decoded else Stage.FIRST_DECODE
-                    self._stages.began(req, stage, self._clock())
+        for req in prebuilt.reqs:
+            assert req.lease is not None
+            req.phase = Phase.RUNNING
+            req.lease.state = LeaseState.RUNNING
+            self._rows.enter(req)
+        self._taker.take_first_tokens(prebuilt, first_tokens(ready))
+        for req in prebuilt.reqs:
+            if req.phase is Phase.RUNNING:
+                self._stages.began(req, Stage.DECODE if req.has_decoded else Stage.FIRST_DECODE, self._clock())
 
     # ---- launching and finishing --------------------------------------------------------------------------------
 
@@ -298,7 +310,7 @@ class DecodeEngine:
         forward_batch = ForwardBatch.snapshot(batch)
         batch.draft_lag = forward_batch.draft_lag_after
         self._forward_stream.wait(self._device.schedule_stream.record())
-        if seeds := [req.row_seed for req in self._unseeded if req.phase is Phase.RUNNING]:
+        if seeds := [self._rows.row_seed(req) for req in self._unseeded if req.phase is Phase.RUNNING]:
             self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
         self._unseeded.clear()
         on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
@@ -312,16 +324,17 @@ class DecodeEngine:
             scope=scope,
             batch=forward_batch,
             reqs=tuple(batch.reqs),
+            request_ids=batch.request_ids,
+            rows=batch.rows,
+            serials=self._rows.serials[batch.rows],
             output=output,
             launched_s=self._clock(),
             previous=self._in_flight,
         )
         if self._depth is not None and forward_batch.spec_info is not None:
             self._depth.launched(forward_batch.spec_info)
-        for req in batch.reqs:
-            assert req.lease is not None
-            req.lease.use_until(step.end, self._forward_stream)
-            req.num_in_flight += 1
+        self.pool.use_until(batch.rows, step.end, self._forward_stream)
+        self._rows.num_in_flight[batch.rows] += 1
         return step
 
     def _finish(self, step: StepInFlight | None) -> None:
@@ -333,49 +346,16 @@ class DecodeEngine:
         except PieceFailed as failure:
             if failure.is_of_device:
                 raise  # and no step can be better: the engine ends, and all its requests
-            for req, lease in zip(step.reqs, step.leases, strict=True):
-                if req.lease is lease:
-                    self._fail(req, EngineFault(f"a decode step failed: {failure.__cause__}"))
+            for i in np.flatnonzero(self._taker.still_held(step)).tolist():
+                self._fail(step.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
-        for req, lease, result in zip(step.reqs, step.leases, step.results(), strict=True):
-            if req.lease is not lease:
-                continue
-            req.num_in_flight -= 1
-            self._append(req, result, step)
-            if req.phase is Phase.RETRACTING:
-                self._retraction.requeue(req)
+        self._taker.take(step)
+        self._retraction.requeue_left()
         spec_info, speculation = step.batch.spec_info, step.speculation
         if self._depth is not None and spec_info is not None and speculation is not None:
             self._depth.observe(spec_info, draft_lag=step.batch.draft_lag, stats=speculation)
         num_tokens = len(step.reqs) * step.batch.num_tokens
         self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
-
-    def _append(self, req: Request, result: RowResult, step: StepInFlight | None = None) -> None:
-        """Give a running or retracting request its next tokens, of a step or handed over; end it where they do."""
-        if result.is_invalid:
-            self._fail(req, EngineFault("a decode step relayed or produced no valid token"))
-            return
-        now_s = self._clock()
-        if step is not None:
-            req.clock.close("decode_s" if req.has_decoded else "first_decode_s", now_s)
-            if not req.has_decoded:
-                self._stages.began(req, Stage.DECODE, now_s)
-            req.has_decoded = True
-        num_before = req.num_output
-        ending = None
-        for token_id in result.token_ids:
-            req.token_ids.append(token_id)
-            if (ending := req.ending()) is not None:
-                break
-        num_new = req.num_output - num_before
-        if step is not None and result.was_drafted_for and step.batch.spec_info and step.speculation:
-            req.speculation.add(step.batch.spec_info, num_accepted=num_new - 1, stats=step.speculation)
-        self._post(Tokens(req.request_id, result.token_ids[:num_new], result.logprobs[:num_new]))
-        if ending is not None:
-            reason, stop_token_id = ending
-            self._stages.began(req, Stage.DELIVERY, now_s)
-            self._post(req.finished(reason, req.num_output, stop_token_id=stop_token_id))
-            self._end(req)
 
     def _post(self, event: Event) -> None:
         self._outbox.append(event)
@@ -392,9 +372,14 @@ class DecodeEngine:
         """The one owner of release: whatever the request held is given up, wherever it was. Idempotent."""
         if req.phase is Phase.ENDED:
             return
+        self._leave(req)
         req.phase = Phase.ENDED
         del self._requests[req.request_id]
         self._dispatcher.forget(req)
         if req.lease is not None:
             self.pool.release(req.lease)
             req.lease = None
+
+    def _leave(self, req: Request) -> None:
+        if req.phase in (Phase.RUNNING, Phase.RETRACTING):
+            self._rows.leave(req)

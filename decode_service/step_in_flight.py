@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Scope, Stream
-from common.kv.pool import RowLease
 from common.model.logprobs import unpack_logprobs
 from common.model.sampling import Sampled, sampled_to_host
 from common.model.sampling_params import TokenLogprobs
@@ -24,16 +24,17 @@ from decode_service.worker import WorkerOutput
 
 
 @dataclass(frozen=True, slots=True)
-class RowResult:
-    """One row's outcome of a step: the tokens it commits, with a log-probability each or none at all.
+class RowResults:
+    """Outcomes of rows, as columns: of `token_ids` [B, W] int64 each commits its first `accept_lens` [B].
 
-    `is_invalid`: its relayed input or its logits were not usable. `was_drafted_for`: its drafts counted.
+    `are_invalid` [B] bool: rows whose relayed input or logits were not usable. `logprobs`: one entry per token, row
+    after row, None of rows that want none; empty where nobody wants any.
     """
 
-    token_ids: tuple[int, ...]
-    is_invalid: bool = False
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    was_drafted_for: bool = False
+    token_ids: NDArray[np.int64]
+    accept_lens: NDArray[np.int64]
+    are_invalid: NDArray[np.bool_]
+    logprobs: Sequence[TokenLogprobs | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,15 @@ class _HostResults:
 class StepInFlight:
     """Holds every tensor and cell handed to the stream until `end`, after stash and the results' copy to the host.
 
-    `leases[i]` is the row `reqs[i]` ran with: a request that no longer holds it has no part in the results.
-    `previous_end` is that of the step in flight at the launch.
+    `rows` and `serials` [B]: the rows that `reqs` ran with, and as whose: a request that has left its row since has no
+    part in the results. `previous_end` is that of the step in flight at the launch.
     """
 
     batch: ForwardBatch
     reqs: tuple[Request, ...]
-    leases: tuple[RowLease, ...]
+    request_ids: tuple[str, ...]
+    rows: NDArray[np.int64]
+    serials: NDArray[np.int64]
     output: WorkerOutput
     host: Cell[_HostResults]
     end: Event
@@ -69,6 +72,9 @@ class StepInFlight:
         scope: Scope,
         batch: ForwardBatch,
         reqs: tuple[Request, ...],
+        request_ids: tuple[str, ...],
+        rows: NDArray[np.int64],
+        serials: NDArray[np.int64],
         output: WorkerOutput,
         launched_s: float,
         previous: StepInFlight | None,
@@ -87,10 +93,10 @@ class StepInFlight:
             )
 
         stream.enqueue(copy_results, scope)
-        leases = tuple(req.lease for req in reqs if req.lease is not None)
-        assert len(leases) == len(reqs)
         previous_end = None if previous is None else previous.end
-        return cls(batch, reqs, leases, output, host, stream.record(scope), launched_s, previous_end)
+        return cls(
+            batch, reqs, request_ids, rows, serials, output, host, stream.record(scope), launched_s, previous_end
+        )
 
     @cached_property
     def speculation(self) -> SpeculationStats | None:
@@ -98,43 +104,58 @@ class StepInFlight:
         if self.batch.spec_info is None:
             return None
         begin, drafted, verified, extended = self.output.marks
-        accept_lens = self.host.get().accept_lens.tolist()
+        accept_lens = self.host.get().accept_lens.numpy()
+        if self.batch.undrafted:
+            accept_lens = np.delete(accept_lens, self.batch.undrafted)
         return SpeculationStats(
             num_levels=self.batch.spec_info.num_steps,
-            accept_lens=tuple(accept_lens[i] for i in range(len(self.reqs)) if i not in self.batch.undrafted),
+            accept_lens=tuple(accept_lens.tolist()),
             draft_s=drafted.seconds_since(begin),
             verify_s=verified.seconds_since(drafted),
             extend_s=extended.seconds_since(verified),
             idle_s=None if self.previous_end is None else begin.seconds_since(self.previous_end),
         )
 
-    def results(self) -> list[RowResult]:
+    def results(self) -> RowResults:
         """Behind `end` only."""
         host = self.host.get()
         width = self.batch.max_accept_len
-        wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
-        logprobs = unpack_logprobs(host.sampled, self.batch.sampling.repeated(width), wanted)
-        tokens = host.sampled.token_ids.tolist()
-        results = []
-        for i, (num_accepted, is_invalid) in enumerate(
-            zip(host.accept_lens.tolist(), host.is_invalid.tolist(), strict=True)
-        ):
-            run = slice(i * width, i * width + num_accepted)
-            entries = tuple(entry for entry in logprobs[run] if entry is not None)
-            was_drafted_for = self.batch.spec_info is not None and i not in self.batch.undrafted
-            results.append(RowResult(tuple(tokens[run]), is_invalid, entries, was_drafted_for))
-        return results
+        logprobs: Sequence[TokenLogprobs | None] = ()
+        if self.batch.sampling.with_logprobs:
+            wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
+            logprobs = unpack_logprobs(host.sampled, self.batch.sampling.repeated(width), wanted)
+        return RowResults(
+            token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
+            accept_lens=host.accept_lens.numpy(),
+            are_invalid=host.is_invalid.numpy(),
+            logprobs=logprobs,
+        )
+
+
+def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
+    """The tokens that came with the rows of `parts`, in their order, as a step's results would have."""
+    token_ids = _first_token_ids(parts)
+    logprobs = [part.columns.first_token_logprobs[entry] for part in parts for entry in part.entries.tolist()]
+    return RowResults(
+        token_ids=token_ids.reshape(-1, 1),
+        accept_lens=np.ones_like(token_ids),
+        are_invalid=np.zeros(token_ids.shape, dtype=np.bool_),
+        logprobs=logprobs if any(logprobs) else (),
+    )
 
 
 def first_token_payload(
     parts: Sequence[ReadyRows], seeds: Mapping[str, Tensor], torch_device: torch.device
 ) -> RelayPayload:
     """What bootstrap writes for the rows of `parts`, in their order: first tokens and seed columns."""
-    tokens = np.concatenate([part.columns.first_token_ids[part.entries] for part in parts])
     columns = {
         name: torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts]))
         .view(buffer.dtype)  # numpy has no bfloat16: the column holds its bits
         .to(torch_device)
         for name, buffer in seeds.items()
     }
-    return RelayPayload(torch.from_numpy(tokens).to(torch_device), columns)
+    return RelayPayload(torch.from_numpy(_first_token_ids(parts)).to(torch_device), columns)
+
+
+def _first_token_ids(parts: Sequence[ReadyRows]) -> NDArray[np.int64]:
+    return np.concatenate([part.columns.first_token_ids[part.entries] for part in parts])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -14,7 +16,15 @@ def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, torch_de
     On CUDA the copy leaves from pinned memory, which torch keeps until the copy is done: a copy from pageable memory
     would make the caller wait for everything enqueued before it.
     """
-    host = torch.tensor(values, dtype=dtype)
+    return _upload(torch.tensor(values, dtype=dtype), torch_device)
+
+
+def upload_array(values: NDArray[np.int64], torch_device: torch.device) -> Tensor:
+    """The same of an array that nobody writes to any more, which a CPU's tensor shares."""
+    return _upload(torch.from_numpy(values), torch_device)
+
+
+def _upload(host: Tensor, torch_device: torch.device) -> Tensor:
     if torch_device.type == "cpu":
         return host
     return host.pin_memory().to(torch_device, non_blocking=True)

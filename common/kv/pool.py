@@ -9,27 +9,21 @@ Only an engine's own thread calls this. Nothing here blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.stream import Event, Stream
 from common.kv.layer_group import LayerGroupSpec
+from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator
 from common.load import PoolCounts
 
-_Weight = Callable[["RowLease"], int]
-
-
-class LeaseState(Enum):
-    RESERVED = "reserved"
-    TRANSFERRING = "transferring"
-    RUNNING = "running"
-    QUARANTINED = "quarantined"
-    FREE = "free"
+__all__ = ["KvPool", "LeaseState", "RowLease"]
 
 
 class RowLease:
@@ -39,15 +33,25 @@ class RowLease:
     engine.
     """
 
-    def __init__(self, row: int, slots: list[int]) -> None:
+    def __init__(self, row: int, slots: list[int], columns: RowColumns) -> None:
         self.row = row
         self.slots = slots
+        self._columns = columns
+        columns.num_slots[row] = len(slots)
         self.state = LeaseState.RESERVED
-        self._used_until: dict[Stream, Event] = {}  # of each stream the last, behind which are all the others
 
     @property
     def num_tokens(self) -> int:
         return len(self.slots)
+
+    @property
+    def state(self) -> LeaseState:
+        return self._state
+
+    @state.setter
+    def state(self, state: LeaseState) -> None:
+        self._state = state
+        self._columns.set_state(self.row, state)
 
     @property
     def is_held(self) -> bool:
@@ -55,11 +59,12 @@ class RowLease:
 
     def use_until(self, event: Event, stream: Stream) -> None:
         """Work that reads or writes this row or its slots ends with `event`, recorded on `stream`."""
-        self._used_until[stream] = event
+        self._columns.use_until(self.row, event, stream)
 
     @property
     def is_in_use(self) -> bool:
-        return not all(event.is_done() for event in self._used_until.values())
+        """Until it is reclaimed."""
+        return self._columns.is_in_use(self.row)
 
 
 class KvPool:
@@ -88,6 +93,7 @@ class KvPool:
         }
         self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
         self._slots = SlotAllocator(max_kv_tokens)
+        self._columns = RowColumns(max_rows + 1)
         self._held: dict[int, RowLease] = {}
         self._quarantined: dict[int, RowLease] = {}
 
@@ -117,30 +123,41 @@ class KvPool:
         row = self.rows.take()
         assert row is not None
         self.rows.write(row, 0, slots)
-        lease = RowLease(row, slots)
+        lease = RowLease(row, slots, self._columns)
         self._held[row] = lease
         return lease
 
-    def num_missing(self, leases: Sequence[RowLease], num_tokens: Sequence[int]) -> list[int]:
-        """The slots that `grow` would give to each."""
-        return [max(0, wanted - lease.num_tokens) for lease, wanted in zip(leases, num_tokens, strict=True)]
+    def num_missing(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots that `grow` would give to each. Shapes: all [B]."""
+        missing: NDArray[np.int64] = np.maximum(num_tokens - self._columns.num_slots[rows], 0)
+        return missing
 
-    def grow(self, leases: Sequence[RowLease], num_tokens: Sequence[int]) -> bool:
-        """Give each lease slots for at least so many tokens, and write them into the table: all, or none and False."""
-        missing = self.num_missing(leases, num_tokens)
-        slots = self._slots.take(sum(missing))
+    def grow(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> bool:
+        """Give each row slots for at least so many tokens, and write them into the table: all, or none and False.
+
+        Shapes: both [B]; the rows are held and distinct.
+        """
+        missing = self.num_missing(rows, num_tokens)
+        slots = self._slots.take(int(missing.sum()))
         if slots is None:
             return False
-        rows: list[int] = []
-        positions: list[int] = []
-        for lease, num_missing in zip(leases, missing, strict=True):
-            assert lease.is_held
-            rows += [lease.row] * num_missing
-            positions += range(lease.num_tokens, lease.num_tokens + num_missing)
-            lease.slots += slots[len(rows) - num_missing : len(rows)]
-        if slots:
-            self.rows.write_each(rows, positions, slots)
+        if not slots:
+            return True
+        stops = missing.cumsum()
+        first_positions = self._columns.num_slots[rows] - stops + missing
+        positions = np.repeat(first_positions, missing) + np.arange(len(slots))
+        start = 0
+        for row, stop in zip(rows.tolist(), stops.tolist(), strict=True):
+            if stop > start:
+                self._held[row].slots.extend(slots[start:stop])
+                start = stop
+        self._columns.num_slots[rows] += missing
+        self.rows.write_each(np.repeat(rows, missing), positions, np.array(slots))
         return True
+
+    def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
+        """Work that touches these rows [B] or their slots ends with `event`, recorded on `stream`."""
+        self._columns.use_until(rows, event, stream)
 
     def release(self, lease: RowLease) -> None:
         """Give a row and its slots up. They stay in quarantine while stream work that uses them is left. Idempotent."""
@@ -156,28 +173,16 @@ class KvPool:
         for lease in done:
             del self._quarantined[lease.row]
             lease.state = LeaseState.FREE
+            self._columns.clear(lease.row)
             self._slots.give_back(lease.slots)
             self.rows.give_back(lease.row)
         return len(done)
 
     def row_counts(self) -> PoolCounts:
-        return self._counts(self.rows.max_rows, self.rows.num_free, lambda lease: 1)
+        return _counts(self.rows.max_rows, self.rows.num_free, self._columns.rows_by_state())
 
     def slot_counts(self) -> PoolCounts:
-        return self._counts(self.num_slots, self.num_free_slots, lambda lease: lease.num_tokens)
-
-    def _counts(self, total: int, free: int, weight: _Weight) -> PoolCounts:
-        by_state = dict.fromkeys(LeaseState, 0)
-        for lease in (*self._held.values(), *self._quarantined.values()):
-            by_state[lease.state] += weight(lease)
-        return PoolCounts(
-            total=total,
-            free=free,
-            reserved=by_state[LeaseState.RESERVED],
-            transferring=by_state[LeaseState.TRANSFERRING],
-            running=by_state[LeaseState.RUNNING],
-            quarantined=by_state[LeaseState.QUARANTINED],
-        )
+        return _counts(self.num_slots, self.num_free_slots, self._columns.slots_by_state())
 
     def check_conservation(self) -> None:
         """Every row and slot is in exactly one place (AssertionError otherwise). O(slots)."""
@@ -192,3 +197,15 @@ class KvPool:
         for lease in leases:
             table = self.rows.req_to_token[lease.row, : lease.num_tokens].tolist()
             assert table == lease.slots, f"row {lease.row}: the table disagrees with the lease"
+            assert self._columns.num_slots[lease.row] == lease.num_tokens, f"row {lease.row}: slots are counted wrongly"
+
+
+def _counts(total: int, free: int, by_state: dict[LeaseState, int]) -> PoolCounts:
+    return PoolCounts(
+        total=total,
+        free=free,
+        reserved=by_state[LeaseState.RESERVED],
+        transferring=by_state[LeaseState.TRANSFERRING],
+        running=by_state[LeaseState.RUNNING],
+        quarantined=by_state[LeaseState.QUARANTINED],
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from common.device.upload import upload
+from common.device.upload import upload, upload_array
 
 PADDING_ROW = 0
 
@@ -40,8 +42,7 @@ class ReqToTokenPool:
         table = self.req_to_token
         table[row, start : start + len(slots)] = upload(slots, torch.int64, table.device)
 
-    def write_each(self, rows: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
-        """Write slots[i] at positions[i] of rows[i]."""
-        device = self.req_to_token.device
-        where = (upload(rows, torch.int64, device), upload(positions, torch.int64, device))
-        self.req_to_token[where] = upload(slots, torch.int64, device)
+    def write_each(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Write slots[i] at positions[i] of rows[i]. Shapes: all [N]."""
+        entries = upload_array(np.stack([rows, positions, slots]), self.req_to_token.device)
+        self.req_to_token[entries[0], entries[1]] = entries[2]

@@ -7,9 +7,11 @@ follows a row's place in a batch, so merges and filters have nothing to keep ali
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.upload import upload
@@ -126,18 +128,16 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, params: Sequence[ResolvedSampling]) -> SamplingBatch:
-        def entries(flags: Sequence[bool]) -> tuple[int, ...]:
-            return tuple(i for i, flag in enumerate(flags) if flag)
+        return cls.of_needs(sampling_needs(params))
 
-        return cls(
-            sampled=entries([not p.is_greedy for p in params]),
-            truncated=entries([not p.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params]),
-            penalised=entries([p.has_penalties for p in params]),
-            biased=entries([bool(p.logit_bias) for p in params]),
-            min_length=entries([p.min_tokens > 0 and bool(p.end_token_ids) for p in params]),
-            with_logprobs=entries([p.num_logprobs is not None for p in params]),
-            num_top_logprobs=max((p.num_logprobs or 0 for p in params), default=0),
+    @classmethod
+    def of_needs(cls, needs: NDArray[np.int64]) -> SamplingBatch:
+        """Of a batch whose entries' `sampling_needs` are the rows of `needs` [B, NUM_NEEDS]."""
+        sampled, truncated, penalised, biased, min_length, with_logprobs = (
+            tuple(np.flatnonzero(needs[:, part]).tolist()) for part in range(NUM_NEEDS - 1)
         )
+        num_top_logprobs = int(needs[:, -1].max(initial=0))
+        return cls(sampled, truncated, penalised, biased, min_length, with_logprobs, num_top_logprobs)
 
     def repeated(self, num_times: int) -> SamplingBatch:
         """Of a batch in which each entry appears `num_times`, one beside the other."""
@@ -154,6 +154,26 @@ class SamplingBatch:
             with_logprobs=entries(self.with_logprobs),
             num_top_logprobs=self.num_top_logprobs,
         )
+
+
+NUM_NEEDS = len(fields(SamplingBatch))
+
+
+def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
+    """[B, NUM_NEEDS]: whether each request needs each part, in SamplingBatch's order; top logprobs last."""
+    needs = [
+        (
+            not p.is_greedy,
+            not p.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0),
+            p.has_penalties,
+            bool(p.logit_bias),
+            p.min_tokens > 0 and bool(p.end_token_ids),
+            p.num_logprobs is not None,
+            p.num_logprobs or 0,
+        )
+        for p in params
+    ]
+    return np.array(needs, dtype=np.int64).reshape(-1, NUM_NEEDS)
 
 
 NO_SAMPLING = SamplingBatch.of([])

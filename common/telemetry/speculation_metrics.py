@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
 from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from common.telemetry.buckets import TOKEN_S
 from common.telemetry.step_stats import StepStats
+
+ACCEPT_LENGTH = range(1, 17)
 
 
 class SpeculationMetrics:
@@ -15,9 +22,8 @@ class SpeculationMetrics:
         self._levels = Histogram(
             "baton_draft_levels", "Tokens ahead that a step drafted.", buckets=range(17), registry=registry
         )
-        self._accept_length = Histogram(
-            "baton_accept_length", "Tokens that a step committed of a row.", buckets=range(1, 17), registry=registry
-        )
+        self._accept_lengths = _AcceptLengths()
+        registry.register(self._accept_lengths)
         self._parts = {
             part: Histogram(f"baton_{part}_seconds", f"{part} of a step.", buckets=TOKEN_S, registry=registry)
             for part in ("draft", "verify", "extend")
@@ -27,7 +33,31 @@ class SpeculationMetrics:
         if (speculation := stats.speculation) is None:
             return
         self._levels.observe(speculation.num_levels)
-        for accept_len in speculation.accept_lens if speculation.num_levels else ():
-            self._accept_length.observe(accept_len)
+        if speculation.num_levels:
+            self._accept_lengths.add(speculation.accept_lens)
         for part, histogram in self._parts.items():
             histogram.observe(getattr(speculation, f"{part}_s"))
+
+
+class _AcceptLengths(Collector):
+    """A histogram that takes all rows of a step at once: one `observe` a row would cost the engine's thread more than
+    the rest of the step.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows: Counter[int] = Counter()
+
+    def add(self, accept_lens: Sequence[int]) -> None:
+        self._num_rows.update(accept_lens)
+
+    def collect(self) -> Iterator[Metric]:
+        num_rows = dict(self._num_rows)  # one look: the engine's thread goes on counting
+        buckets = [(str(float(bound)), float(_num_within(num_rows, bound))) for bound in ACCEPT_LENGTH]
+        buckets.append(("+Inf", float(sum(num_rows.values()))))
+        family = HistogramMetricFamily("baton_accept_length", "Tokens that a step committed of a row.")
+        family.add_metric([], buckets, sum_value=sum(length * num for length, num in num_rows.items()))
+        yield family
+
+
+def _num_within(num_rows: dict[int, int], bound: int) -> int:
+    return sum(num for length, num in num_rows.items() if length <= bound)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
+from common.model.sampling_params import TokenLogprobs
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
-from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts, Tokens
+from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts
 from decode_service.output import OutputPiece, OutputProcessor, StopMatch
 
 
@@ -61,11 +63,11 @@ class LiveRequest:
     def ending(self) -> Ending | BatonError | None:
         return self._ending
 
-    def add_tokens(self, tokens: Tokens) -> StopMatch | None:
-        """Returns the stop string's match, once, when these tokens complete one."""
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> StopMatch | None:
+        """With a log-probability each, or none. Returns the stop string's match, once, when these complete one."""
         if self._ending is not None or self._output is None or self._output.match is not None:
             return None
-        self._pending += self._output.push(tokens.token_ids, tokens.logprobs)
+        self._pending += self._output.push(token_ids, logprobs)
         if self._pending:
             self._has_news.set()
         return self._output.match

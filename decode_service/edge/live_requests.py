@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 
 from common.engine_thread import EnginePort
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
-from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from decode_service.edge.live_request import LiveRequest
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
@@ -112,14 +113,16 @@ class LiveRequests:
 
     def dispatch(self, event: RequestEvent) -> None:
         """One of the engine's events, in their order. Those of requests that are gone are dropped."""
-        live = self._by_engine_id.get(event.request_id)
-        if live is None:
-            return
-        try:
-            self._apply(live, event)
-        except Exception as error:  # one request's text must not keep the others' events
-            _log.exception("output_failed", request_id=live.request_id)
-            live.fail(EngineFault(f"output: {type(error).__name__}: {error}"))
+        match event:
+            case Tokens():
+                for request_id, token_ids, logprobs in event.each():
+                    self._apply(request_id, partial(self._add_tokens, token_ids=token_ids, logprobs=logprobs))
+            case StageBegan():
+                self._apply(event.request_id, lambda live: live.trace.on_stage(event))
+            case Finished():
+                self._apply(event.request_id, lambda live: live.finish(event))
+            case Failed():
+                self._apply(event.request_id, lambda live: live.fail_by_engine(event.error))
 
     def fail_all(self, error: BatonError) -> None:
         """End every live stream with `error`."""
@@ -133,20 +136,19 @@ class LiveRequests:
     async def wait_idle(self) -> None:
         await self._is_idle.wait()
 
-    def _apply(self, live: LiveRequest, event: RequestEvent) -> None:
-        match event:
-            case StageBegan():
-                live.trace.on_stage(event)
-            case Tokens():
-                self._add_tokens(live, event)
-            case Finished():
-                live.finish(event)
-            case Failed():
-                live.fail_by_engine(event.error)
+    def _apply(self, request_id: str, change: Callable[[LiveRequest], None]) -> None:
+        live = self._by_engine_id.get(request_id)
+        if live is None:
+            return
+        try:
+            change(live)
+        except Exception as error:  # one request's text must not keep the others' events
+            _log.exception("output_failed", request_id=live.request_id)
+            live.fail(EngineFault(f"output: {type(error).__name__}: {error}"))
 
-    def _add_tokens(self, live: LiveRequest, tokens: Tokens) -> None:
+    def _add_tokens(self, live: LiveRequest, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         num_before = live.num_output_tokens
-        match = live.add_tokens(tokens)
+        match = live.add_tokens(token_ids, logprobs)
         self._observer.on_tokens(live, live.num_output_tokens - num_before)
         if match is not None:
             self._engine.post(FinishAtStop(live.engine_id, match.num_output_tokens, match.stop_string))

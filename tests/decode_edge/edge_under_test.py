@@ -16,6 +16,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.model.sampling_params import TokenLogprobs
 from common.serving import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.tracing import NO_TRACER
@@ -27,7 +28,7 @@ from decode_service.edge.observer import RequestObserver
 from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
-from decode_service.messages import FinishReason, Replica, ReplicasChanged
+from decode_service.messages import FinishReason, Replica, ReplicasChanged, Tokens
 from tests.decode_edge.fake_engine import FakeEngine
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
 
@@ -144,6 +145,11 @@ async def running_edge(
     follower.cancel()
     await server.stop(0)
     executor.shutdown()
+
+
+def tokens_of(request_id: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Tokens:
+    """One request's, as the engine's thread delivers them."""
+    return Tokens((request_id,), (len(token_ids),), tuple(token_ids), tuple(logprobs))
 
 
 class AloneContext:

@@ -10,7 +10,16 @@ from common.errors import PrefillUnavailable
 from common.model.sampling_params import TokenLogprobs
 from decode_service.messages import Abort, Failed, Finished, FinishReason, RequestTimings, Submit, Tokens
 from decode_service.output import OutputProcessor
-from tests.decode_edge.edge_under_test import MAX_LIVE, AloneContext, Edge, error_of, events_of, ids_in, text_of
+from tests.decode_edge.edge_under_test import (
+    MAX_LIVE,
+    AloneContext,
+    Edge,
+    error_of,
+    events_of,
+    ids_in,
+    text_of,
+    tokens_of,
+)
 from tests.decode_edge.fake_engine import BOUND_S, until
 from tests.decode_edge.tokenizers_for_tests import eos_id
 
@@ -29,8 +38,8 @@ def sampling(**fields: object) -> types_pb2.SamplingParams:
 async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None:
     call = edge.generate(request_id="r1", sampling=sampling(seed=7, max_tokens=3))
     submit = await edge.engine.submitted()
-    edge.deliver(Tokens(submit.request_id, (A, B)))
-    edge.deliver(Tokens(submit.request_id, (C,)), finished(submit.request_id, 3))
+    edge.deliver(tokens_of(submit.request_id, (A, B)))
+    edge.deliver(tokens_of(submit.request_id, (C,)), finished(submit.request_id, 3))
 
     events = await events_of(call)
 
@@ -110,10 +119,10 @@ async def test_a_stop_string_ends_ids_logprobs_and_usage_at_the_token_that_compl
     call = edge.generate(request_id="r1", sampling=sampling(stop=["bc"], logprobs=1))
     submit = await edge.engine.submitted()
     logprobs = tuple(TokenLogprobs(-float(index), (A,), (-0.5,)) for index in range(5))
-    edge.deliver(Tokens(submit.request_id, (A, B, C, A, A), logprobs))
+    edge.deliver(tokens_of(submit.request_id, (A, B, C, A, A), logprobs))
 
     stop = await edge.engine.stopped()
-    edge.deliver(Tokens(submit.request_id, (A,), logprobs[:1]), finished(submit.request_id, 6))
+    edge.deliver(tokens_of(submit.request_id, (A,), logprobs[:1]), finished(submit.request_id, 6))
     events = await events_of(call)
 
     assert (stop.num_output_tokens, stop.stop_string) == (3, "bc")
@@ -135,7 +144,7 @@ async def test_an_ending_token_is_in_ids_and_usage_and_not_in_the_text(edge: Edg
     call = edge.generate(sampling=sampling(stop_token_ids=[C]))
     submit = await edge.engine.submitted()
     edge.deliver(
-        Tokens(submit.request_id, (A, C)), finished(submit.request_id, 2, FinishReason.STOP_TOKEN, stop_token_id=C)
+        tokens_of(submit.request_id, (A, C)), finished(submit.request_id, 2, FinishReason.STOP_TOKEN, stop_token_id=C)
     )
 
     events = await events_of(call)
@@ -148,7 +157,7 @@ async def test_an_ending_token_is_in_ids_and_usage_and_not_in_the_text(edge: Edg
 async def test_text_held_back_comes_before_the_end(edge: Edge) -> None:
     call = edge.generate(sampling=sampling(stop=["abc"]))
     submit = await edge.engine.submitted()
-    edge.deliver(Tokens(submit.request_id, (A, B)), finished(submit.request_id, 2))
+    edge.deliver(tokens_of(submit.request_id, (A, B)), finished(submit.request_id, 2))
 
     assert text_of(await events_of(call)) == "ab"
 
@@ -156,7 +165,7 @@ async def test_text_held_back_comes_before_the_end(edge: Edge) -> None:
 async def test_a_resumed_stream_sends_only_what_is_new_and_counts_everything(edge: Edge) -> None:
     call = edge.generate(generated_token_ids=[A, B], sampling=sampling(stop=["cc"], max_tokens=5))
     submit = await edge.engine.submitted()
-    edge.deliver(Tokens(submit.request_id, (C, C)))
+    edge.deliver(tokens_of(submit.request_id, (C, C)))
 
     stop = await edge.engine.stopped()
     edge.deliver(finished(submit.request_id, 4, FinishReason.STOP_STRING))
@@ -171,7 +180,7 @@ async def test_what_a_slow_client_has_not_read_is_merged(edge: Edge) -> None:
     live = edge.live_requests.admit("slow")
     live.begin(OutputProcessor(decoder=edge.tokenizer), 3)
     for token_id in (A, B, C):
-        edge.live_requests.dispatch(Tokens(live.engine_id, (token_id,)))
+        edge.live_requests.dispatch(tokens_of(live.engine_id, (token_id,)))
 
     piece = await live.read()
 
@@ -210,7 +219,7 @@ async def test_an_aborted_requests_events_never_reach_its_successor_with_the_sam
     second = edge.generate(request_id="r1")
     new = await edge.engine.submitted(2)
 
-    edge.deliver(Tokens(old.request_id, (A,)), Tokens(new.request_id, (B,)), finished(new.request_id, 1))
+    edge.deliver(tokens_of(old.request_id, (A,)), tokens_of(new.request_id, (B,)), finished(new.request_id, 1))
 
     assert ids_in(await events_of(second)) == [B]
 
@@ -239,7 +248,7 @@ async def test_a_request_refused_for_its_fields_takes_no_place(edge: Edge) -> No
 async def test_dropping_the_stream_aborts_exactly_once(edge: Edge, num_tokens: int) -> None:
     call = edge.generate()
     submit = await edge.engine.submitted()
-    edge.deliver(Tokens(submit.request_id, (A,) * num_tokens))
+    edge.deliver(tokens_of(submit.request_id, (A,) * num_tokens))
     for _ in range(2 if num_tokens else 1):
         await call.read()
 
@@ -306,7 +315,7 @@ async def test_one_requests_broken_output_fails_alone(edge: Edge, monkeypatch: p
     outputs = edge.live_requests._by_request_id
     monkeypatch.setattr(outputs["bad"]._output, "push", None)
 
-    edge.deliver(Tokens(by_id["bad"], (A,)), Tokens(by_id["good"], (B,)), finished(by_id["good"], 1))
+    edge.deliver(Tokens((by_id["bad"], by_id["good"]), (1, 1), (A, B)), finished(by_id["good"], 1))
 
     assert (await error_of(bad))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
     assert ids_in(await events_of(good)) == [B]
@@ -321,7 +330,7 @@ async def test_while_draining_nothing_is_admitted_and_what_runs_goes_on(edge: Ed
 
     assert (await error_of(edge.generate()))[:2] == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     idle = asyncio.create_task(edge.live_requests.wait_idle())
-    edge.deliver(Tokens(submit.request_id, (A,)), finished(submit.request_id, 1))
+    edge.deliver(tokens_of(submit.request_id, (A,)), finished(submit.request_id, 1))
     assert ids_in(await events_of(call)) == [A]
     await asyncio.wait_for(idle, BOUND_S)
 
@@ -329,7 +338,7 @@ async def test_while_draining_nothing_is_admitted_and_what_runs_goes_on(edge: Ed
 async def test_one_line_and_one_count_for_each_request(edge: Edge) -> None:
     call = edge.generate(request_id="r1")
     submit = await edge.engine.submitted()
-    edge.deliver(Tokens(submit.request_id, (A, B)), finished(submit.request_id, 2, FinishReason.EOS))
+    edge.deliver(tokens_of(submit.request_id, (A, B)), finished(submit.request_id, 2, FinishReason.EOS))
     await events_of(call)
     await until(lambda: any(line["event"] == "request_finished" for line in edge.log))
 

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 
 from baton.v1 import inference_pb2
 from common.errors import EngineFault
-from decode_service.messages import Failed, Finished, FinishReason, RequestTimings, SpeculationCounts, Tokens
-from tests.decode_edge.edge_under_test import AloneContext, Edge, events_of, running_edge
+from decode_service.messages import Failed, Finished, FinishReason, RequestTimings, SpeculationCounts
+from tests.decode_edge.edge_under_test import AloneContext, Edge, events_of, running_edge, tokens_of
 from tests.decode_edge.fake_engine import until
 from tests.tracing.spans import EndedSpans
 
@@ -65,7 +65,7 @@ async def test_a_finished_requests_span_says_what_it_took(traced: Edge, spans: E
     submit = await traced.engine.submitted()
     timings = RequestTimings(kv_bytes=77, num_handoff_attempts=2, num_retractions=1)
     traced.deliver(
-        Tokens(submit.request_id, (5,)),
+        tokens_of(submit.request_id, (5,)),
         Finished(submit.request_id, FinishReason.LENGTH, 2, 1, timings, speculation=COUNTS),
     )
     await events_of(call)

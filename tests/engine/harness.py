@@ -284,14 +284,18 @@ class ScriptedEngine:
                 self._open_rows[call_id] = len(rows)
                 for index, row in enumerate(rows):
                     self.handoffs[row.request_id] = Handoff(call_id, index, row.token_ids, row.prompt_len, row.sampling)
-            case Tokens(request_id, token_ids):
-                self.outcomes[request_id].token_ids.extend(token_ids)
+            case Tokens():
+                for request_id, token_ids, _ in event.each():
+                    self._note_tokens(request_id, token_ids)
             case Finished():
                 self.outcomes[event.request_id].finished = event
             case Failed(request_id, error):
                 self.outcomes[request_id].error = error
             case _:
                 pass
+
+    def _note_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.outcomes[request_id].token_ids.extend(token_ids)
 
 
 def refuses(action: Callable[[], object]) -> bool:

@@ -13,6 +13,7 @@ from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import Scope
 from common.kv.pool import KvPool
 from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_state import sampling_needs
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.messages import Submit
@@ -34,6 +35,7 @@ def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:
         seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int64),
         draft_lag=[0] * len(rows),
         forward_mode=ForwardMode.DECODE,
+        sampling_needs=sampling_needs([sampling] * len(rows)),
     )
 
 

@@ -35,7 +35,11 @@ def check_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
     assert batch.seq_lens.tolist() == lengths, "seq_lens are not the requests'"
     assert batch.seq_lens_cpu.tolist() == lengths, "seq_lens_cpu are not the requests'"
     assert batch.draft_lag == rows, "draft_lag are not the requests'"
-    assert len(batch.sampling.sampled) == 0 and batch.batch_size == len(rows)
+    assert batch.sampling_needs[:, 0].tolist() == [row % 2 for row in rows], "sampling_needs are not the requests'"
+    assert batch.sampling.sampled == tuple(i for i, row in enumerate(rows) if row % 2), "sampling outlived its batch"
+    assert batch.request_ids == tuple(f"row {row}" for row in rows), "request_ids outlived their batch"
+    assert batch.undrafted == tuple(i for i, row in enumerate(rows) if row % 3 == 0), "undrafted outlived its batch"
+    assert batch.batch_size == len(rows)
 
 
 def check_slots(out_cache_loc: torch.Tensor | None, rows: list[int]) -> None:
@@ -54,6 +58,9 @@ def check_columns_follow_the_requests(operations: list[Operation]) -> None:
             next_row += argument
             merged = make_batch(new, [length_of(row) for row in new])
             merged.draft_lag = list(new)
+            merged.sampling_needs[:, 0] = [row % 2 for row in new]
+            for req in merged.reqs:
+                req.wants_drafts = req.arrival % 3 > 0
             batch.merge_batch(merged)
             rows = [*rows, *new]
         else:
@@ -75,6 +82,7 @@ def test_columns_follow_the_requests() -> None:
         (check_columns_follow_the_requests, batches.merge_reorders, "the order of requests"),
         (check_columns_follow_the_requests, batches.filter_reorders, "the order of requests"),
         (check_columns_follow_the_requests, batches.filter_keeps_old_slots, "out_cache_loc outlived"),
+        (check_columns_follow_the_requests, batches.what_follows_is_kept, "sampling outlived"),
         *(
             (check_columns_follow_the_requests, batches.forgetful(operation, column), f"{column} are not")
             for operation in ("filter_batch", "merge_batch")

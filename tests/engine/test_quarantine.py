@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 
+import numpy as np
 import pytest
 
 from common.device.scripted import ScriptedDevice, run_needed
@@ -150,7 +151,7 @@ def check_a_live_rows_table_only_grows() -> None:
     table = pool.rows.req_to_token[lease.row]
     before = table[:3].tolist()
     for length in (4, 5, 6):
-        assert pool.grow([lease], [length])
+        assert pool.grow(np.array([lease.row]), np.array([length]))
         assert table[:3].tolist() == before == lease.slots[:3], "a live row's table was rewritten"
         pool.check_conservation()
 

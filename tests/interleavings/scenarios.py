@@ -6,7 +6,7 @@ so whatever was read too early, too late or from another request shows as a wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,13 +120,23 @@ class ExploredEngine(ScriptedEngine):
         self.run(advance=self._rest)
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, Tokens | Finished | Failed):
-            outcome = self.outcomes[event.request_id]
-            has_ended = outcome.finished is not None or outcome.error is not None
-            assert not has_ended, f"{event.request_id} has ended, and then came {event}"
+        match event:
+            case Tokens(request_ids):
+                self._check_live(event, request_ids)
+            case Finished(request_id) | Failed(request_id):
+                self._check_live(event, [request_id])
         super()._note(event)
-        if isinstance(event, Tokens) and event.request_id in self._to_abort:
-            self.abort_some_time(event.request_id, after_tokens=self._to_abort[event.request_id])
+
+    def _note_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
+        super()._note_tokens(request_id, token_ids)
+        if request_id in self._to_abort:
+            self.abort_some_time(request_id, after_tokens=self._to_abort[request_id])
+
+    def _check_live(self, event: Event, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            outcome = self.outcomes[request_id]
+            has_ended = outcome.finished is not None or outcome.error is not None
+            assert not has_ended, f"{request_id} has ended, and then came {event}"
 
     def _is_over(self) -> bool:
         self._look_into_the_inbox()

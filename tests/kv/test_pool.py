@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -50,7 +51,7 @@ def make_pool(*, max_rows: int = MAX_ROWS, max_kv_tokens: int = MAX_TOKENS) -> K
 
 
 def grow(pool: KvPool, lease: RowLease, num_more: int = 1) -> bool:
-    return pool.grow([lease], [lease.num_tokens + num_more])
+    return pool.grow(np.array([lease.row]), np.array([lease.num_tokens + num_more]))
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -17,9 +17,9 @@ from common import health
 from common.rpc_requests import MAX_REQUEST_FIELDS
 from common.serving import ServerLimits, channel_credentials, server_credentials
 from common.wire.codec_commands import encode_prefill_batch
-from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit, Tokens
+from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit
 from prefill_service.edge.servicer import HandoffLimits
-from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_edge
+from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_edge, tokens_of
 from tests.decode_edge.fake_engine import BOUND_S
 from tests.handoff.samples import FINGERPRINT, prebuilt, row
 from tests.security.certificates import Authority
@@ -97,7 +97,7 @@ async def is_served(edge: Edge) -> None:
     num_before = len(edge.engine.of_type(Submit))
     call = edge.generate(timeout=BOUND_S)
     request_id = (await edge.engine.submitted(num_before + 1)).request_id
-    edge.deliver(Tokens(request_id, (97,)), Finished(request_id, FinishReason.LENGTH, 3, 1, RequestTimings()))
+    edge.deliver(tokens_of(request_id, (97,)), Finished(request_id, FinishReason.LENGTH, 3, 1, RequestTimings()))
     assert [event.WhichOneof("event") async for event in call] == ["started", "delta", "finished"]
     await edge.stub.GetLoad(inference_pb2.GetInferenceLoadRequest(), timeout=BOUND_S)
     checked = await health_pb2_grpc.HealthStub(edge.channel).Check(
@@ -225,7 +225,7 @@ async def test_what_a_slow_reader_has_not_taken_is_kept_once(edge: Edge, connect
     stream = slow.open(GENERATE, REQUEST)
     request_id = (await edge.engine.submitted()).request_id
     for _ in range(40):
-        edge.deliver(Tokens(request_id, (97,)))
+        edge.deliver(tokens_of(request_id, (97,)))
     edge.deliver(Finished(request_id, FinishReason.LENGTH, 3, 40, RequestTimings()))
 
     for _ in range(200):

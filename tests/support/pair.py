@@ -344,14 +344,17 @@ class InProcessPair:
                 self._deliver(event)
 
     def _deliver(self, event: decode.StageBegan | decode.Tokens | decode.Finished | decode.Failed) -> None:
-        assert event.request_id not in self._aborted, f"an event after the abort: {event}"
+        if not isinstance(event, decode.Tokens):
+            assert event.request_id not in self._aborted, f"an event after the abort: {event}"
         match event:
             case decode.StageBegan():
                 self.outcomes[event.request_id].stages.append(event)
-            case decode.Tokens(request_id, token_ids, logprobs):
-                self.outcomes[request_id].token_ids.extend(token_ids)
-                self.outcomes[request_id].num_deliveries += 1
-                self.outcomes[request_id].logprobs.extend(logprobs)
+            case decode.Tokens():
+                for request_id, token_ids, logprobs in event.each():
+                    assert request_id not in self._aborted, f"tokens after the abort: {event}"
+                    self.outcomes[request_id].token_ids.extend(token_ids)
+                    self.outcomes[request_id].num_deliveries += 1
+                    self.outcomes[request_id].logprobs.extend(logprobs)
             case decode.Finished():
                 assert not self.outcomes[event.request_id].has_ended, "a second terminal event"
                 self.outcomes[event.request_id].finished = event

@@ -12,7 +12,8 @@ from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.request_metrics import RequestMetrics
-from common.telemetry.step_stats import StepStats
+from common.telemetry.speculation_metrics import SpeculationMetrics
+from common.telemetry.step_stats import SpeculationStats, StepStats
 from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import FinishReason
 
@@ -68,6 +69,17 @@ def test_steps_fill_the_histograms(registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("baton_batch_size_bucket", {"le": "2.0"}) == 1
     assert registry.get_sample_value("baton_step_tokens_sum") == 49
     assert registry.get_sample_value("baton_step_seconds_sum") == 0.5
+
+
+def test_a_speculative_steps_rows_are_counted_by_what_they_committed(registry: CollectorRegistry) -> None:
+    metrics = SpeculationMetrics(registry)
+    for num_levels, accept_lens in ((4, (1, 3, 3, 5)), (0, (1, 1))):
+        stats = SpeculationStats(num_levels, accept_lens, draft_s=0.1, verify_s=0.1, extend_s=0.1)
+        metrics.on_step(StepStats(4, 20, 0.3, stats))
+    buckets = [registry.get_sample_value("baton_accept_length_bucket", {"le": le}) for le in ("1.0", "3.0", "+Inf")]
+    assert buckets == [1, 3, 4], "steps that drafted nothing do not count"
+    assert registry.get_sample_value("baton_accept_length_sum") == 12
+    assert registry.get_sample_value("baton_accept_length_count") == 4
 
 
 def test_a_prefill_counts_rows_by_outcome_and_bytes(registry: CollectorRegistry) -> None:

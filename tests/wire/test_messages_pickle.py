@@ -47,7 +47,7 @@ SAMPLES: tuple[object, ...] = (
     decode.CallEnded("call", FingerprintMismatch("algorithm", "eagle", "none")),
     decode.StageBegan("id", decode.Stage.PREFILL, 1.5, replica="a:1", attempt=1),
     decode.StageBegan("id", decode.Stage.QUEUE, 1.5, lost="why", was_retracted=True),
-    decode.Tokens("id", (1,), (TokenLogprobs(-0.5, (1,), (-0.5,)),)),
+    decode.Tokens(("id", "other"), (1, 2), (1, 2, 3), (TokenLogprobs(-0.5, (1,), (-0.5,)), None, None)),
     decode.Finished("id", decode.FinishReason.EOS, 2, 1, decode.RequestTimings(queue_s=1.0), stop_token_id=2),
     decode.Failed("id", EngineFault("broken")),
     decode.Failed("id", InvalidRequest("prompt", "is empty")),

@@ -15,7 +15,7 @@ def merge_reorders(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: ScheduleBatch, other: ScheduleBatch) -> None:
         merge(other, self)
-        self.__dict__.update(other.__dict__)
+        self.__dict__ = other.__dict__
 
     patch.setattr(ScheduleBatch, "merge_batch", mutant)
 
@@ -31,7 +31,7 @@ def _forgets(patch: pytest.MonkeyPatch, operation: str, column: str) -> None:
     patch.setattr(ScheduleBatch, operation, mutant)
 
 
-COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu", "draft_lag")
+COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu", "draft_lag", "sampling_needs")
 
 
 def forgetful(operation: str, column: str) -> Mutant:
@@ -46,6 +46,11 @@ def forgetful(operation: str, column: str) -> Mutant:
 
 def filter_keeps_old_slots(patch: pytest.MonkeyPatch) -> None:
     _forgets(patch, "filter_batch", "out_cache_loc")
+
+
+def what_follows_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """What a batch needs of sampling, and its requests' names, are those that were asked for first."""
+    patch.setattr(ScheduleBatch, "_forget_what_follows", lambda self: setattr(self, "out_cache_loc", None))
 
 
 def filter_reorders(patch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from common.kv.row_table import ReqToTokenPool
 from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 from decode_service.speculative_worker import SpeculativeWorker
-from decode_service.step_in_flight import RowResult, StepInFlight
+from decode_service.step_in_flight import RowResults, StepInFlight
 from decode_service.worker import OnPublish, PlainWorker, Worker, WorkerOutput
 
 
@@ -70,6 +71,7 @@ def _at(batch: ScheduleBatch, rows: Tensor) -> ScheduleBatch:
         seq_lens_cpu=batch.seq_lens_cpu,
         draft_lag=batch.draft_lag,
         forward_mode=batch.forward_mode,
+        sampling_needs=batch.sampling_needs,
     )
 
 
@@ -173,8 +175,9 @@ def consumed_rows_not_poisoned(patch: pytest.MonkeyPatch) -> None:
 def row_flag_dropped(patch: pytest.MonkeyPatch) -> None:
     results = StepInFlight.results
 
-    def mutant(self: StepInFlight) -> list[RowResult]:
-        return [dataclasses.replace(row, is_invalid=False) for row in results(self)]
+    def mutant(self: StepInFlight) -> RowResults:
+        found = results(self)
+        return dataclasses.replace(found, are_invalid=np.zeros_like(found.are_invalid))
 
     patch.setattr(StepInFlight, "results", mutant)
 

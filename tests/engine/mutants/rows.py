@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 
 from common.device.stream import Event, Stream
 from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.row_columns import RowColumns
 from decode_service.landing import LandingZone, _LandingRow
+from decode_service.running_rows import Rows
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 from decode_service.scheduler import DecodeEngine
 from decode_service.step_in_flight import StepInFlight
@@ -32,13 +33,13 @@ def quarantine_ends_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _use_not_noted(patch: pytest.MonkeyPatch, stream_name: str) -> None:
-    use_until = RowLease.use_until
+    use_until = RowColumns.use_until
 
-    def mutant(self: RowLease, event: Event, stream: Stream) -> None:
+    def mutant(self: RowColumns, rows: int | Rows, event: Event, stream: Stream) -> None:
         if stream.name != stream_name:
-            use_until(self, event, stream)
+            use_until(self, rows, event, stream)
 
-    patch.setattr(RowLease, "use_until", mutant)
+    patch.setattr(RowColumns, "use_until", mutant)
 
 
 def launch_does_not_hold_its_rows(patch: pytest.MonkeyPatch) -> None:
@@ -126,10 +127,10 @@ def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:
     """Growing a row also moves its first two tokens to each other's slots, in the lease and in the table."""
     grow = KvPool.grow
 
-    def mutant(self: KvPool, leases: Sequence[RowLease], num_tokens: Sequence[int]) -> bool:
-        for lease in leases:
+    def mutant(self: KvPool, rows: Rows, num_tokens: Rows) -> bool:
+        for lease in [self._held[row] for row in rows.tolist()]:
             lease.slots[:2] = lease.slots[:2][::-1]
             self.rows.write(lease.row, 0, lease.slots[:2])
-        return grow(self, leases, num_tokens)
+        return grow(self, rows, num_tokens)
 
     patch.setattr(KvPool, "grow", mutant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from common.device.cell import Cell
 from common.device.stream import Scope
 from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.landing import LandingZone, _LandingRow
+from decode_service.running_rows import Rows
 from decode_service.schedule_batch import ScheduleBatch
 from decode_service.scheduler import DecodeEngine
 from decode_service.step_in_flight import StepInFlight
@@ -49,8 +51,8 @@ def an_earlier_steps_fence_stays_armed(patch: pytest.MonkeyPatch) -> None:
 def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
     """A step takes the one slot that decoding without drafts needs."""
 
-    def mutant(self: ScheduleBatch) -> list[int]:
-        return [length + 1 for length in self.seq_lens_cpu.tolist()]
+    def mutant(self: ScheduleBatch) -> Rows:
+        return self.seq_lens_cpu.numpy() + 1
 
     patch.setattr(ScheduleBatch, "_wanted_tokens", mutant)
 
@@ -58,8 +60,9 @@ def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
 def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
     """Those of rejected drafts are never used again."""
 
-    def mutant(self: ScheduleBatch) -> list[int]:
-        return [lease.num_tokens + self.num_step_slots for lease in self._leases()]
+    def mutant(self: ScheduleBatch) -> Rows:
+        held = [req.lease.num_tokens for req in self.reqs if req.lease]
+        return np.array(held, dtype=np.int64) + self.num_step_slots
 
     patch.setattr(ScheduleBatch, "_wanted_tokens", mutant)
 
@@ -72,9 +75,10 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
         finish(self, step)
         for req in self._running.reqs:
             if req.lease is not None:
-                num_committed = len(req.token_ids) - 1
+                num_committed = len(self._rows.row_seed(req).token_ids) - 1
                 self.pool._slots.give_back(req.lease.slots[num_committed:])
                 del req.lease.slots[num_committed:]
+                self.pool._columns.num_slots[req.lease.row] = num_committed
 
     patch.setattr(DecodeEngine, "_finish", mutant)
 

@@ -13,14 +13,15 @@ from common.device.stream import Scope, Work
 from common.model import noise, sampling
 from decode_service.schedule_batch import ScheduleBatch
 from decode_service.scheduler import DecodeEngine
-from decode_service.step_in_flight import RowResult, StepInFlight
+from decode_service.step_in_flight import RowResults, StepInFlight
 
 
 def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
     results = StepInFlight.results
 
-    def mutant(self: StepInFlight) -> list[RowResult]:
-        return results(self)[::-1]
+    def mutant(self: StepInFlight) -> RowResults:
+        found = results(self)
+        return RowResults(found.token_ids[::-1], found.accept_lens[::-1], found.are_invalid[::-1])
 
     patch.setattr(StepInFlight, "results", mutant)
 

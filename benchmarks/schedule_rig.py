@@ -1,0 +1,375 @@
+"""The decode engine and its edge with everything else taken away: no model, no prefill, no network, no second thread.
+
+    rig.step() ─▶ DecodeEngine.step ─▶ EventRouter.deliver ─▶ LiveRequests ─▶ each stream's reader
+
+Pieces of the forward stream set tensors that were made beforehand. They run as they are enqueued, on the same thread,
+and `Stopwatch` stops for them: what it shows is the schedule side alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.cpu import CpuDevice
+from common.device.inline import InlineStream
+from common.device.stream import Scope, Stream, StreamKind, Work
+from common.draft.head import DraftHead
+from common.kv.layer_group import LayerGroupSpec
+from common.load import EngineLoad
+from common.model.sampling import Sampled
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.speculation_metrics import SpeculationMetrics
+from common.telemetry.step_stats import StepStats
+from common.wire.fingerprint import SeedColumnSpec
+from common.wire.handoff import DRAFT_GROUP, TARGET_GROUP, HandoffRow, KvSegment, PrebuiltBatch
+from decode_service import scheduler
+from decode_service.edge.event_router import EventRouter
+from decode_service.edge.live_request import Ending, LiveRequest
+from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.observer import RequestObserver
+from decode_service.edge.replicas import ReplicaBoard
+from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.handoff.transport import HandoffTransport
+from decode_service.messages import (
+    CallEnded,
+    Command,
+    Event,
+    FinishReason,
+    FrameArrived,
+    Replica,
+    ReplicasChanged,
+    StartHandoff,
+)
+from decode_service.output import OutputProcessor
+from decode_service.schedule_batch import ForwardBatch
+from decode_service.spec_info import SpecInfo
+from decode_service.worker import OnPublish, WorkerOutput
+from tests.decode_edge.tokenizers_for_tests import byte_level
+
+PROMPT_TOKENS = 64
+CONTEXT_TOKENS = 4096
+VOCAB_SIZE = 256
+NUM_VARIANTS = 61  # of what a forward brings, one after the other
+_REPLICA = "replica"
+_ROW_BYTES = 4
+
+
+class Stopwatch:
+    """Seconds of named parts, without those that `stopped` takes away, by the wall's clock or the thread's."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._stopped_s = {time.perf_counter: 0.0, time.thread_time: 0.0}
+
+    def timed(self, part: str, function: Callable[..., Any], clock: Callable[[], float] = time.perf_counter) -> Any:
+        seconds = self.seconds.setdefault(part, [])
+
+        def measured(*arguments: Any) -> Any:
+            stopped_s, begun_s = self._stopped_s[clock], clock()
+            result = function(*arguments)
+            seconds.append(clock() - begun_s - (self._stopped_s[clock] - stopped_s))
+            return result
+
+        return measured
+
+    def stopped(self, function: Callable[..., Any]) -> Any:
+        def unmeasured(*arguments: Any) -> Any:
+            begun = [(clock, clock()) for clock in self._stopped_s]
+            result = function(*arguments)
+            for clock, begun_s in reversed(begun):
+                self._stopped_s[clock] += clock() - begun_s
+            return result
+
+        return unmeasured
+
+    def forget(self) -> None:
+        for seconds in self.seconds.values():
+            seconds.clear()
+
+
+class _UncountedStream(InlineStream):
+    """Runs each piece as it is enqueued, while the watch is stopped."""
+
+    def __init__(self, name: str, watch: Stopwatch) -> None:
+        super().__init__(name, wait_timeout_s=1.0)
+        self._enqueue = watch.stopped(super().enqueue)
+
+    def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        self._enqueue(work, scope)
+
+
+class _UncountedDevice(CpuDevice):
+    def __init__(self, watch: Stopwatch) -> None:
+        super().__init__(num_threads=1)
+        self._watch = watch
+
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+        return _UncountedStream(name, self._watch)
+
+
+class PresetWorker:
+    """A Worker whose forward brings what was drawn beforehand: tokens, and with drafts how many count."""
+
+    seed_columns: tuple[SeedColumnSpec, ...] = ()
+
+    def __init__(self, *, max_rows: int, spec_info: SpecInfo | None, stream: Stream) -> None:
+        self.relays_lengths = spec_info is not None
+        self._stream = stream
+        numbers = torch.Generator().manual_seed(0)
+        width = 1 if spec_info is None else spec_info.max_accept_len
+        # Printable, and no stop string: the edge decodes them as it would text.
+        self._tokens = torch.randint(97, 123, (NUM_VARIANTS, max_rows, width), generator=numbers)
+        self._accept_lens = torch.randint(1, width + 1, (NUM_VARIANTS, max_rows), generator=numbers)
+        self._steps = itertools.cycle(range(NUM_VARIANTS))
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput:
+        step, num_rows = next(self._steps), batch.batch_size
+        relayed: Cell[RelayedInputs] = Cell()
+        new_seq_lens: Cell[Tensor] = Cell()
+        output = WorkerOutput.empty()
+        tokens = self._tokens[step, :num_rows, : batch.max_accept_len]
+        accept_lens = self._accept_lens[step, :num_rows].clamp(max=batch.max_accept_len)
+
+        def resolve() -> None:
+            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False))
+
+        def verify() -> None:
+            output.sampled.set(Sampled(tokens.flatten(), torch.zeros(tokens.numel(), dtype=torch.bool)))
+            output.accept_lens.set(accept_lens)
+            output.is_invalid.set(relayed.get().is_invalid)
+            new_seq_lens.set(batch.prefix_lens + accept_lens)
+
+        def extend() -> None:
+            output.payload.set(RelayPayload(tokens[:, 0].clone()))
+
+        marks = [self._stream.record(scope)]
+        self._stream.enqueue(resolve, scope)
+        marks.append(self._stream.record(scope))
+        self._stream.enqueue(verify, scope)
+        if batch.has_drafts:
+            on_publish(new_seq_lens)
+        marks.append(self._stream.record(scope))
+        self._stream.enqueue(extend, scope)
+        marks.append(self._stream.record(scope))
+        return WorkerOutput(output.payload, output.sampled, output.accept_lens, output.is_invalid, tuple(marks))
+
+
+@dataclass
+class _Port:
+    """An EnginePort of a rig."""
+
+    posted: list[Command] = field(default_factory=list)
+    is_alive: bool = True
+
+    def post(self, command: Command) -> None:
+        self.posted.append(command)
+
+    @property
+    def load(self) -> EngineLoad:
+        raise NotImplementedError
+
+
+@dataclass
+class _Loop:
+    """Of an event loop what the router uses: the rig says when it turns."""
+
+    due: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *arguments: Any) -> None:
+        self.due.append((callback, arguments))
+
+
+@dataclass
+class _Transport:
+    """Answers a handoff at the engine's next step: all KV of each row, and its PrebuiltBatch entry."""
+
+    port: _Port
+    groups: Sequence[str]
+
+    def start(self, handoff: StartHandoff) -> None:
+        for index, row in enumerate(handoff.rows):
+            for frame in self._frames(index, row):
+                self.port.post(FrameArrived(handoff.call_id, frame))
+        self.port.post(CallEnded(handoff.call_id, None))
+
+    def landed(self, event: object) -> None:
+        pass
+
+    def _frames(self, index: int, row: HandoffRow) -> Sequence[KvSegment | PrebuiltBatch]:
+        num_tokens = len(row.token_ids)
+        kv = bytes(_ROW_BYTES * num_tokens)
+        prebuilt = PrebuiltBatch(
+            rows=np.array([index]),
+            seq_lens=np.array([num_tokens]),
+            first_token_ids=np.array([97]),
+            bytes_sent={group: np.array([len(kv)]) for group in self.groups},
+            queue_s=np.zeros(1),
+            compute_s=np.zeros(1),
+            first_token_logprobs=(None,),
+        )
+        return [*(KvSegment(index, group, 0, 1, 0, num_tokens, kv) for group in self.groups), prebuilt]
+
+
+class ScheduleRig:
+    """`num_rows` requests, half of them greedy; with `output_tokens` each ends after so many, the first ones one after
+    the other, and another takes its place.
+
+    `watch` gets `total`, which is `step`, with parts of its own, and `deliver`, the handing over of events; `cpu`, the
+    thread's time for both; and `edge`, what the edge's thread does with the events before gRPC.
+    """
+
+    def __init__(self, *, num_rows: int, spec_info: SpecInfo | None, output_tokens: int | None) -> None:
+        self.watch = Stopwatch()
+        self.num_tokens = 0
+        self._num_rows = num_rows
+        self._output_tokens = output_tokens
+        self._numbers = itertools.count()
+        self._port, self._loop = _Port(), _Loop()
+        self._decoder = byte_level()
+        self._readers: dict[str, LiveRequest] = {}
+        groups = [_group(TARGET_GROUP), *([_group(DRAFT_GROUP)] if spec_info else [])]
+        self._device = _UncountedDevice(self.watch)
+        self._engine = self._new_engine(groups, spec_info)
+        registry = CollectorRegistry()
+        self._live = LiveRequests(
+            engine=self._port,
+            max_live=2 * num_rows,
+            observer=RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason)),
+        )
+        self._router = EventRouter(
+            loop=cast(asyncio.AbstractEventLoop, self._loop),
+            live_requests=self._live,
+            transport=cast(HandoffTransport, _Transport(self._port, [group.name for group in groups])),
+            replicas=ReplicaBoard(),
+        )
+        self._port.post(ReplicasChanged((Replica(_REPLICA, True),)))
+        for name in ("_next_batch", "_launch", "_finish"):
+            setattr(self._engine, name, self.watch.timed(name.strip("_"), getattr(self._engine, name)))
+        self._step = self.watch.timed("step", self._step_engine)
+        self._deliver = self.watch.timed("deliver", self._router.deliver)
+        self._iterate = self.watch.timed("total", self.watch.timed("cpu", self._step_and_deliver, time.thread_time))
+        self._turn_edge = self.watch.timed("edge", self._turn)
+
+    def _new_engine(self, groups: Sequence[LayerGroupSpec], spec_info: SpecInfo | None) -> scheduler.DecodeEngine:
+        def preset(*, stream: Stream, **_: object) -> PresetWorker:
+            return PresetWorker(max_rows=self._num_rows, spec_info=spec_info, stream=stream)
+
+        registry = CollectorRegistry()
+        engine_metrics, speculation_metrics = EngineMetrics(registry), SpeculationMetrics(registry)
+
+        def on_step(stats: StepStats) -> None:
+            self.num_tokens += stats.batch_size
+            engine_metrics.on_step(stats)
+            speculation_metrics.on_step(stats)
+
+        with mock.patch.object(scheduler, "new_worker", preset):
+            return scheduler.DecodeEngine(
+                model=cast(TargetModel, SimpleNamespace(layer_group=groups[0], vocab_size=VOCAB_SIZE)),
+                draft=cast(DraftHead, SimpleNamespace(layer_group=groups[1])) if spec_info else None,
+                spec_info=spec_info,
+                device=self._device,
+                max_rows=self._num_rows,
+                max_kv_tokens=self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS,
+                max_context_tokens=CONTEXT_TOKENS,
+                on_step=on_step,
+            )
+
+    def start(self) -> None:
+        """Until every row runs, or where they are replaced until all have been once."""
+        for number in range(self._num_rows):
+            share = (number + 1) / self._num_rows
+            self._submit(CONTEXT_TOKENS - PROMPT_TOKENS if self._output_tokens is None else self._output_tokens * share)
+        for _ in range(self._output_tokens or 0):
+            self.step()
+        while self._output_tokens is None and self._engine.load().num_running < self._num_rows:
+            self.step()
+        self.watch.forget()
+
+    def step(self) -> None:
+        """One of the engine's, and what its events bring about."""
+        commands, self._port.posted = self._port.posted, []
+        self._iterate(commands)
+        if self._loop.due:
+            self._turn_edge()
+        for request_id in [id for id, live in self._readers.items() if live.ending is not None]:
+            live = self._readers.pop(request_id)
+            assert isinstance(live.ending, Ending), live.ending
+            self._live.release(live)
+            self._submit(self._output_tokens or 0)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _step_and_deliver(self, commands: Sequence[Command]) -> None:
+        """What `EngineThread` does over and over."""
+        if events := self._step(commands):
+            self._deliver(events)
+
+    def _step_engine(self, commands: Sequence[Command]) -> Sequence[Event]:
+        events = self._engine.step(commands)
+        self._engine.load()
+        return events
+
+    def _turn(self) -> None:
+        """The event loop's turn: events to their streams, and each stream reads what is new."""
+        due, self._loop.due = self._loop.due, []
+        for callback, arguments in due:
+            callback(*arguments)
+        for live in self._readers.values():
+            if live._has_news.is_set():
+                _run_at_once(live)
+
+    def _submit(self, max_tokens: float) -> None:
+        number = next(self._numbers)
+        live = self._live.admit(None)
+        self._readers[live.request_id] = live
+        self._live.submit(
+            live,
+            output=OutputProcessor(decoder=self._decoder),
+            prompt_token_ids=range(97, 97 + PROMPT_TOKENS),
+            generated_token_ids=(),
+            sampling=ResolvedSampling(
+                seed=number,
+                max_tokens=max(2, int(max_tokens)),
+                temperature=float(number % 2),
+                eos_token_ids=(1,),
+                stop_token_ids=(2, 3),
+            ),
+            choice_index=0,
+            deadline_unix_ms=0,
+            wants_drafts=True,
+        )
+
+
+def _group(name: str) -> LayerGroupSpec:
+    return LayerGroupSpec(name=name, num_layers=1, num_planes=1, num_heads=1, head_dim=1, dtype="float32")
+
+
+def _run_at_once(live: LiveRequest) -> None:
+    """A reader that finds news there does not wait."""
+    try:
+        live.read().send(None)
+    except StopIteration:
+        return
+    raise AssertionError("there was no news")

@@ -1,0 +1,142 @@
+"""What a decode step costs beside its forward, by batch size: the engine with a worker that computes nothing.
+
+python -m benchmarks.schedule_side
+
+The engine's thread, alone: requests, rows, slots, launching, results, events; then what the edge's thread does with a
+step's tokens before gRPC. In turn without and with drafts (chains of 4, of which a random number is accepted), with
+rows that stay and with rows of which each ends after 128 tokens and is replaced. Writes a dated table into
+benchmarks/results. Exit status 1 when, with rows that stay, a step at the largest batch takes more than 1 ms of the
+engine's thread, in the median, or does not grow less than linearly with the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from baton.load_generator import percentile
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.schedule_rig import ScheduleRig
+from decode_service.spec_info import SpecInfo
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BOUND_US = 1000.0
+OUTPUT_TOKENS = 128
+CHAIN = SpecInfo.chain(4)
+PARTS = ("next_batch", "launch", "finish", "other", "deliver")
+SCENARIOS = {
+    "plain": (None, None),
+    "plain, rows replaced": (None, OUTPUT_TOKENS),
+    "drafts": (CHAIN, None),
+    "drafts, rows replaced": (CHAIN, OUTPUT_TOKENS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Medians in microseconds; `num_running`: rows in a step, on average. `total` is the step's and its delivery's."""
+
+    batch_size: int
+    num_running: float
+    total: float
+    p99: float
+    cpu: float
+    parts: dict[str, float]
+    edge: float
+
+
+def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | None, num_steps: int) -> Cost:
+    rig = ScheduleRig(num_rows=batch_size, spec_info=spec_info, output_tokens=output_tokens)
+    rig.start()
+    for _ in range(num_steps // 4):
+        rig.step()
+    rig.watch.forget()
+    rig.num_tokens = 0
+    for _ in range(num_steps):
+        rig.step()
+    num_running = rig.num_tokens / num_steps
+    rig.close()
+    seconds = rig.watch.seconds
+    parts = {part: median_us(seconds[part]) for part in ("next_batch", "launch", "finish", "deliver")}
+    parts["other"] = median_us(seconds["step"]) - parts["next_batch"] - parts["launch"] - parts["finish"]
+    return Cost(
+        batch_size=batch_size,
+        num_running=num_running,
+        total=median_us(seconds["total"]),
+        p99=1e6 * percentile(seconds["total"], 99),
+        cpu=median_us(seconds["cpu"]),
+        parts=parts,
+        edge=median_us(seconds["edge"]),
+    )
+
+
+def median_us(seconds: list[float]) -> float:
+    return 1e6 * statistics.median(seconds)
+
+
+def exponent(costs: list[Cost]) -> float:
+    """Of the batch size in the cost, from the smallest batch to the largest: 1 is linear."""
+    first, last = costs[0], costs[-1]
+    return math.log(last.total / first.total) / math.log(last.batch_size / first.batch_size)
+
+
+def table_of(name: str, costs: list[Cost]) -> list[str]:
+    lines = [
+        "",
+        f"**{name}**: growth exponent {exponent(costs):.2f}",
+        "",
+        "| batch | rows in a step | schedule side, µs | p99 | CPU | "
+        + " | ".join(PARTS)
+        + " | µs a row | edge, µs a token event |",
+        "|" + "---|" * (len(PARTS) + 7),
+    ]
+    for cost in costs:
+        figures = [cost.total, cost.p99, cost.cpu, *(cost.parts[part] for part in PARTS)]
+        lines.append(
+            f"| {cost.batch_size} | {cost.num_running:.1f} | "
+            + " | ".join(f"{figure:.0f}" for figure in figures)
+            + f" | {cost.total / cost.num_running:.2f} | {cost.edge / cost.num_running:.1f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-sizes", default=",".join(map(str, BATCH_SIZES)))
+    parser.add_argument("--scenarios", default=";".join(SCENARIOS), help="names, separated by semicolons")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    batch_sizes = [int(size) for size in args.batch_sizes.split(",")]
+    gc.freeze()  # as the services do behind their imports; the collector stays on
+    torch.set_num_threads(1)
+    run = BenchmarkRun.of("schedule_side")
+    lines = run.heading(
+        "The schedule side of a decode step",
+        f"one thread; a worker that computes nothing; half of the requests greedy; medians of {args.steps} steps.",
+    )
+    is_met = True
+    for name in args.scenarios.split(";"):
+        spec_info, output_tokens = SCENARIOS[name]
+        costs = [measure(size, spec_info, output_tokens, args.steps) for size in batch_sizes]
+        lines += table_of(name, costs)
+        if output_tokens is None:
+            is_kept = costs[-1].total <= BOUND_US and exponent(costs) < 1
+            is_met &= is_kept
+            verdict = "met" if is_kept else "MISSED"
+            lines += ["", f"{costs[-1].total / 1e3:.2f} ms at {costs[-1].batch_size} rows, at most 1 ms: {verdict}."]
+    table = "\n".join(lines)
+    print(table)
+    if not args.no_save:
+        run.save("schedule-side", table)
+    sys.exit(0 if is_met else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What the engine knows of the requests in its batch, as columns addressed by pool row: a step asks all at once.
+
+Submit ─▶ Request ──enter──▶ columns, step after step ──leave──▶ Request: tokens, seconds and counts added up
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.model.sampling_params import MAX_END_TOKEN_IDS
+from common.model.sampling_state import RowSeed
+from common.telemetry.step_stats import SpeculationStats
+from decode_service.request import Request
+from decode_service.spec_info import SpecInfo
+
+Rows = NDArray[np.int64]
+_NO_TOKEN = -1
+_PARTS = ("draft_s", "verify_s", "extend_s")
+
+
+class RunningRows:
+    """Of requests in RUNNING and RETRACTING. Only the engine thread calls it.
+
+    Between `enter` and `leave` a Request's own `token_ids`, `clock`, `has_decoded` and `speculation` are as they were
+    when it entered. `serials` [rows]: whose a row is, by a number that no other request gets, nor the same one later; 0
+    where it is nobody's. `num_in_flight` [rows]: launched steps whose results are not taken; each adds one token at
+    least. `max_depth`: levels that are ever drafted.
+    """
+
+    def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
+        rows = max_rows + 1
+
+        def column(*shape: int) -> Rows:
+            return np.zeros((rows, *shape), dtype=np.int64)
+
+        self.serials = column()
+        self.num_in_flight = column()
+        self._next_serials = itertools.count(1)
+        self._num_tokens = column()  # prompt and output
+        self._limits = column()  # what `_num_tokens` ends at
+        self._end_ids = column(MAX_END_TOKEN_IDS)
+        self._num_end_ids = column()
+        self._num_new = column()  # output since it entered
+        self._new_ids = np.empty((rows, max_context_tokens), dtype=np.int32)
+        self._has_decoded = np.zeros(rows, dtype=np.bool_)
+        self._decoded_at_s = np.zeros(rows)
+        self._num_verify_steps = column()
+        self._num_drafted = column()
+        self._drafted_at = column(max_depth)
+        self._accepted_at = column(max_depth)
+        self._parts_s = np.zeros((rows, len(_PARTS)))
+
+    def enter(self, req: Request) -> None:
+        assert req.lease is not None
+        row, end_ids = req.lease.row, req.sampling.end_token_ids
+        self.serials[row] = next(self._next_serials)
+        self.num_in_flight[row] = 0
+        self._num_tokens[row] = len(req.token_ids)
+        self._limits[row] = req.prompt_len + req.sampling.max_tokens
+        self._end_ids[row] = _NO_TOKEN
+        self._end_ids[row, : len(end_ids)] = end_ids
+        self._num_end_ids[row] = len(end_ids)
+        self._num_new[row] = 0
+        self._has_decoded[row] = req.has_decoded
+        self._decoded_at_s[row] = req.clock.since_s
+        for tally in (self._num_verify_steps, self._num_drafted, self._drafted_at, self._accepted_at, self._parts_s):
+            tally[row] = 0
+
+    def leave(self, req: Request) -> None:
+        """The request knows again what became of it. Nothing of a step in flight reaches it any more."""
+        assert req.lease is not None
+        row = req.lease.row
+        if not self.serials[row]:
+            return
+        self.serials[row] = 0
+        req.token_ids += self._new_tokens(row)
+        if self._has_decoded[row]:
+            req.has_decoded = True
+            req.clock.close("decode_s", float(self._decoded_at_s[row]))
+        req.speculation.add(
+            num_verify_steps=int(self._num_verify_steps[row]),
+            num_drafted_tokens=int(self._num_drafted[row]),
+            drafted_at=self._drafted_at[row].tolist(),
+            accepted_at=self._accepted_at[row].tolist(),
+            parts_s=dict(zip(_PARTS, self._parts_s[row].tolist(), strict=True)),
+        )
+
+    def row_seed(self, req: Request) -> RowSeed:
+        """What its sampling starts from: with its tokens until now."""
+        assert req.lease is not None
+        row = req.lease.row
+        token_ids = (*req.token_ids, *self._new_tokens(row))
+        return RowSeed(row, req.sampling, req.choice_index, token_ids, req.prompt_len)
+
+    def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
+        """[B]: whether a further decode step can still add a token."""
+        wanted: NDArray[np.bool_] = self._num_tokens[rows] + self.num_in_flight[rows] < self._limits[rows]
+        wanted &= self.serials[rows] != 0
+        return wanted
+
+    def have_room_after(self, rows: Rows, seq_lens: Rows) -> NDArray[np.bool_]:
+        """[B]: the same where `seq_lens` [B] tokens have committed KV, those of steps in flight included."""
+        has_room: NDArray[np.bool_] = seq_lens + 1 < self._limits[rows]
+        return has_room
+
+    def append(self, rows: Rows, token_ids: Rows, num_offered: Rows) -> tuple[Rows, NDArray[np.bool_]]:
+        """Add to each of `rows` [B], distinct, the first `num_offered` [B] of `token_ids` [B, W], up to one that ends.
+
+        Returns how many that were, and whether it ended: [B].
+        """
+        places = np.arange(token_ids.shape[1])
+        num_end_ids = int(self._num_end_ids[rows].max(initial=0))
+        is_end = (token_ids[:, :, None] == self._end_ids[rows, None, :num_end_ids]).any(axis=2)
+        num_left = self._limits[rows] - self._num_tokens[rows]
+        is_last = (is_end | (places + 1 >= num_left[:, None])) & (places < num_offered[:, None])
+        has_ended = is_last.any(axis=1)
+        num_added = np.where(has_ended, is_last.argmax(axis=1) + 1, num_offered)
+        counted = places < num_added[:, None]
+        positions = self._num_new[rows, None] + places
+        self._new_ids[np.repeat(rows, num_added), positions[counted]] = token_ids[counted]
+        self._num_new[rows] += num_added
+        self._num_tokens[rows] += num_added
+        return num_added, has_ended
+
+    def decode(self, rows: Rows, now_s: float) -> Rows:
+        """A step of `rows` [B] has ended. Returns which of them had not decoded before: indices."""
+        are_first = np.flatnonzero(~self._has_decoded[rows])
+        self._has_decoded[rows] = True
+        self._decoded_at_s[rows] = now_s
+        return are_first
+
+    def count_drafts(self, rows: Rows, spec_info: SpecInfo, *, num_accepted: Rows, stats: SpeculationStats) -> None:
+        """A step drafted for `rows` [B], of which `num_accepted` [B] drafts each were accepted."""
+        self._num_verify_steps[rows] += 1
+        self._num_drafted[rows] += spec_info.num_draft_tokens
+        levels = np.arange(spec_info.num_steps)
+        self._drafted_at[rows, : spec_info.num_steps] += 1
+        self._accepted_at[rows, : spec_info.num_steps] += levels < num_accepted[:, None]
+        self._parts_s[rows] += [getattr(stats, part) for part in _PARTS]
+
+    def _new_tokens(self, row: int) -> list[int]:
+        tokens: list[int] = self._new_ids[row, : self._num_new[row]].tolist()
+        return tokens
