@@ -81,7 +81,7 @@ class Recording:
 
     def tracks(self) -> list[RecordedTrack]:
         """Each track's events in the order in which they ended. Takes a while where there are many."""
-        return [_read(name, ring) for name, ring in self._rings.items()]
+        return [_read(name, ring, self.end_ns) for name, ring in self._rings.items()]
 
 
 class _NotRecorded(AbstractContextManager[None]):
@@ -211,8 +211,9 @@ class _Span(AbstractContextManager[None]):
         )
 
 
-def _read(name: str, ring: Ring) -> RecordedTrack:
-    """A writer that was inside a span at the stop may still add it: what is there now is what counts."""
-    events = list(ring.events.copy())
-    resolved = (event if isinstance(event, TimelineEvent) else event.resolve() for event in events)
-    return RecordedTrack(name, [event for event in resolved if event is not None], ring.num_added - len(events))
+def _read(name: str, ring: Ring, end_ns: int) -> RecordedTrack:
+    """A writer that was inside a span at `end_ns` may have added it since."""
+    kept = list(ring.events.copy())
+    resolved = (event if isinstance(event, TimelineEvent) else event.resolve() for event in kept)
+    events = [event for event in resolved if event is not None and event.start_ns + event.duration_ns <= end_ns]
+    return RecordedTrack(name, events, ring.num_added - len(kept))

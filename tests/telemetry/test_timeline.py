@@ -55,15 +55,18 @@ def test_nothing_is_kept_before_between_and_after_recordings(timeline: Timeline,
         timeline.start(max_events=10)
         with track.span("inside"):
             pass
-        assert [event.name for event in stopped(timeline)] == ["inside"]
+        recording = timeline.stop()
+        assert track.ring is None
+        assert [[event.name for event in each.events] for each in recording.tracks()] == [["inside"]]
 
 
 def test_a_span_that_has_not_ended_is_in_no_recording(timeline: Timeline, track: Track) -> None:
     timeline.start(max_events=10)
     with track.span("long"):
-        assert stopped(timeline) == []
+        first = timeline.stop()
         timeline.start(max_events=10)
     assert stopped(timeline) == []
+    assert [each.events for each in first.tracks()] == [[]]
 
 
 def test_a_span_that_fails_is_kept(timeline: Timeline, track: Track) -> None:
