@@ -91,8 +91,8 @@ def span_ns(*, recording: bool) -> float:
         for _ in range(NUM_SPANS):
             pass
 
-    each_s = [min(timeit.repeat(work, timer=time.thread_time, number=1, repeat=5)) / NUM_SPANS for work in (spans, nothing)]
-    return 1e9 * (each_s[0] - each_s[1])
+    spans_s, nothing_s = (min(timeit.repeat(work, timer=time.thread_time, number=1)) for work in (spans, nothing))
+    return 1e9 * (spans_s - nothing_s) / NUM_SPANS
 
 
 def main() -> int:

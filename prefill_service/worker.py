@@ -67,7 +67,8 @@ class PrefillWorker:
             seeds = {name: self._device.to_host(column) for name, column in columns.items()}
             computed.set(Computed(sampled_to_host(self._device, first), seeds))
 
-        figures = {"chunks": len(batch.chunks), "tokens": batch.num_tokens}
+        num_attended = sum(chunk.num_attended for chunk in batch.chunks)
+        figures = {"chunks": len(batch.chunks), "tokens": batch.num_tokens, "attended": num_attended}
         self._stream.enqueue(Measured(forward, figures), scope)
         return computed
 

@@ -153,8 +153,9 @@ def test_a_forward_says_what_it_is_of(trace: dict[str, Any]) -> None:
     contexts = {span["args"]["context_tokens"] for span in decodes}
     assert contexts == set(range(min(contexts), min(contexts) + NEW_TOKENS - 1))
     (prefill, *_) = [span for span in spans["baton.v1.Prefill", "forward"] if span["name"] == "forward"]
-    assert prefill["args"]["tokens"] > 0
-    assert prefill["args"]["chunks"] == 1
+    num_tokens = prefill["args"]["tokens"]
+    assert num_tokens > 1
+    assert (prefill["args"]["chunks"], prefill["args"]["attended"]) == (1, num_tokens * (num_tokens + 1) // 2)
 
 
 def test_loads_are_counters(trace: dict[str, Any]) -> None:
