@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,11 +23,9 @@ class _Anchor:
     at_ns: int
 
     @classmethod
-    def of_now(cls, device: torch.device) -> _Anchor:
-        """Recorded on a stream of its own: one that is at work would reach it late."""
-        cuda_event = torch.cuda.Event(enable_timing=True)
-        cuda_event.record(torch.cuda.Stream(device))
-        return cls(cuda_event, time.monotonic_ns())
+    def of_now(cls, idle_stream: torch.cuda.Stream) -> _Anchor:
+        """A stream that is at work would reach it late."""
+        return cls(_recorded_on(idle_stream), time.monotonic_ns())
 
     def ns_of(self, event: torch.cuda.Event) -> int:
         return self.at_ns + round(float(self.cuda_event.elapsed_time(event)) * 1e6)
@@ -53,10 +51,13 @@ class _TimedPiece:
 
 
 class CudaTimer:
-    """Only the stream's enqueuer calls it. Nothing here waits for the device."""
+    """Only the stream's enqueuer calls it. Nothing here waits for the device, or raises what the device faulted with:
+    the engine hears of that by its own events.
+    """
 
     def __init__(self, cuda_stream: torch.cuda.Stream, track: Track) -> None:
         self._cuda_stream = cuda_stream
+        self._idle_stream = torch.cuda.Stream(cuda_stream.device)
         self._track = track
         self._anchored: tuple[Ring, _Anchor] | None = None  # of the recording that the ring is of
 
@@ -73,14 +74,21 @@ class CudaTimer:
 
     @contextmanager
     def _between_events(self, ring: Ring, name: str, detail: str, figures: Mapping[str, int]) -> Iterator[None]:
-        anchor = self._anchor(ring)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record(self._cuda_stream)
+        begun: tuple[_Anchor, torch.cuda.Event] | None = None
+        with suppress(RuntimeError):
+            begun = (self._anchor(ring), _recorded_on(self._cuda_stream))
         yield
-        end.record(self._cuda_stream)
-        ring.add(_TimedPiece(name, detail, figures, anchor, begin, end))
+        if begun is not None:
+            with suppress(RuntimeError):
+                ring.add(_TimedPiece(name, detail, figures, *begun, _recorded_on(self._cuda_stream)))
 
     def _anchor(self, ring: Ring) -> _Anchor:
         if self._anchored is None or self._anchored[0] is not ring:
-            self._anchored = (ring, _Anchor.of_now(self._cuda_stream.device))
+            self._anchored = (ring, _Anchor.of_now(self._idle_stream))
         return self._anchored[1]
+
+
+def _recorded_on(cuda_stream: torch.cuda.Stream) -> torch.cuda.Event:
+    cuda_event = torch.cuda.Event(enable_timing=True)
+    cuda_event.record(cuda_stream)
+    return cuda_event
