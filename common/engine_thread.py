@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from common.load import EngineLoad
+from common.telemetry.timeline import ENGINE, Timeline
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
@@ -58,7 +59,7 @@ class EngineThread(EnginePort[CommandT]):
     """Runs an engine's loop on a thread of its own.
 
     `deliver` is called on that thread with a step's events; it must only hand them over. `on_death` is called once when
-    the loop ends by an exception: the engine answers nothing any more.
+    the loop ends by an exception: the engine answers nothing any more. Steps and loads are on `timeline`.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class EngineThread(EnginePort[CommandT]):
         deliver: Callable[[Sequence[EventT]], None],
         on_death: Callable[[BaseException], None],
         name: str,
+        timeline: Timeline | None = None,
     ) -> None:
         self._engine = engine
+        self._track = (timeline or Timeline()).track(ENGINE)
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
         self._load = engine.load()
@@ -119,10 +122,15 @@ class EngineThread(EnginePort[CommandT]):
                 commands = self._drain(engine.idle_timeout_s())
                 self._num_steps_begun += 1
                 self._is_stepping = True
-                events = engine.step(commands)
-                self._load = engine.load()
+                with self._track.span("step"):
+                    events = engine.step(commands)
+                self._load, before = engine.load(), self._load
+                if self._load != before:
+                    self._track.count("rows", running=self._load.num_running, queued=self._load.num_queued)
+                    self._track.count("slots", free=self._load.slots.free)
                 if events:
-                    deliver(events)
+                    with self._track.span("deliver", events=len(events)):
+                        deliver(events)
                 self._is_stepping = False
             engine.close()
         except BaseException as error:

@@ -5,6 +5,7 @@ BatonError
 │   └── ContextExceeded    prompt and output do not fit the context
 ├── DuplicateRequest       the request id is live
 ├── Overloaded             admission is full
+├── RecordingInProgress    somebody else records the service's timeline
 ├── Unauthenticated        the caller showed no token that is known here
 ├── DeadlineExceeded       the request's deadline passed
 ├── RequestCancelled       the client left, or asked for it
@@ -87,6 +88,11 @@ class Overloaded(BatonError):
     reason = "QUEUE_FULL"
 
 
+class RecordingInProgress(BatonError):
+    code = "RESOURCE_EXHAUSTED"
+    reason = "RECORDING_IN_PROGRESS"
+
+
 class Unauthenticated(BatonError):
     code = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
@@ -163,12 +169,13 @@ class DraftMismatch(StartupError):
 
 
 def request_reasons() -> list[str]:
-    """Every reason that a request may end with: those of the tree above, without what is raised before serving."""
+    """Every reason that a request may end with: those of the tree above, without what no request is about."""
 
     def below(kind: type[BatonError]) -> list[type[BatonError]]:
         return [kind, *(each for child in kind.__subclasses__() for each in below(child))]
 
-    return sorted({kind.reason for kind in below(BatonError) if not issubclass(kind, StartupError)})
+    unrelated = (StartupError, RecordingInProgress)
+    return sorted({kind.reason for kind in below(BatonError) if not issubclass(kind, unrelated)})
 
 
 def shortened(text: str, max_bytes: int = MAX_QUOTED_BYTES) -> str:

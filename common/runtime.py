@@ -1,4 +1,4 @@
-"""What a service needs before it can serve: its model, device, fingerprint and tokenizer, from its settings."""
+"""What a service needs before it can serve: its model, device, fingerprint and the like, from its settings."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from common.model.target import TargetModel
 from common.model_digest import LoadedDraft, compute_fingerprint
 from common.model_source import resolve_model
 from common.openmp import num_compute_threads
+from common.telemetry.timeline import Timeline
 from common.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 
@@ -36,6 +37,7 @@ class Runtime:
     model: TargetModel
     draft: DraftHead | None
     device: Device
+    timeline: Timeline
     tokenizer: TextTokenizer
     fingerprint: Fingerprint
     architecture: str
@@ -47,8 +49,9 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # helpers of this thread would count as OpenMP threads for as long as it lives
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
+    timeline = Timeline()
     num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
-    device = open_device(settings.device, num_threads=num_threads)
+    device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     try:
@@ -64,6 +67,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         model=model,
         draft=draft.head if draft else None,
         device=device,
+        timeline=timeline,
         tokenizer=tokenizer,
         fingerprint=compute_fingerprint(directory, model, draft=draft),
         architecture=_architecture(directory),

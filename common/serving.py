@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
+from baton.v1 import timeline_pb2_grpc
 from common.addresses import host_and_port
 from common.bearer_tokens import TokenCheck, read_tokens
 from common.config.settings import ServiceSettings
@@ -23,6 +24,7 @@ from common.errors import ConfigError
 from common.health import HealthServicer
 from common.rpc_limits import StreamLimit
 from common.rpc_requests import BoundedRequests
+from common.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
 from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 
 READINESS_INTERVAL_S = 0.1
@@ -48,7 +50,8 @@ class ServerLimits:
 
 
 class ServiceServer:
-    """A gRPC server with health and reflection; add servicers to `grpc_server` before `start`.
+    """A gRPC server with health and reflection, and with `timeline` where one is kept; add other servicers to
+    `grpc_server` before `start`.
 
     Health tells "" (the process is alive) from `service_name` (requests are served: `set_ready`). With `tokens`, every
     call but health must show one of them.
@@ -61,6 +64,7 @@ class ServiceServer:
         credentials: grpc.ServerCredentials | None = None,
         tokens: Sequence[str] = (),
         limits: ServerLimits | None = None,
+        timeline: TimelineServicer | None = None,
     ) -> None:
         limits = limits or ServerLimits()
         self._service_name = service_name
@@ -82,7 +86,10 @@ class ServiceServer:
             ),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
-        names = (service_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        names = [service_name, HEALTH_SERVICE, reflection.SERVICE_NAME]
+        if timeline is not None:
+            timeline_pb2_grpc.add_TimelineServicer_to_server(timeline, self.grpc_server)
+            names.append(TIMELINE_SERVICE)
         reflection.enable_server_reflection(names, self.grpc_server)
 
     async def start(self, address: str) -> int:

@@ -92,10 +92,10 @@ class FutureMap:
         if req_pool_indices.shape[0] == 0:
             return
 
-        def write() -> None:
+        def publish_lengths() -> None:
             self.new_seq_lens_buf[req_pool_indices] = new_seq_lens.get()
 
-        self._forward_stream.enqueue(write, scope)
+        self._forward_stream.enqueue(publish_lengths, scope)
         self.publish_ready = self._forward_stream.record(scope)
 
     def publish_nothing(self) -> None:
@@ -111,13 +111,13 @@ class FutureMap:
         if req_pool_indices.shape[0] == 0:
             return
 
-        def write() -> None:
+        def stash_payload() -> None:
             values = payload.get()
             self.output_tokens[req_pool_indices] = values.tokens
             for name, column in values.seeds.items():
                 self.seeds[name][req_pool_indices] = column
 
-        self._forward_stream.enqueue(write, scope)
+        self._forward_stream.enqueue(stash_payload, scope)
 
     def resolve_seq_lens(self, batch: ScheduleBatch) -> None:
         """Give the batch the lengths the last verify published, on the device and the CPU together.

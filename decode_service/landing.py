@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.device.stream import Device, Event, Scope, StreamKind
+from common.device.stream import Device, Event, Measured, Scope, StreamKind
 from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
     BatonError,
@@ -24,7 +24,8 @@ from common.errors import (
     error_for_row_failure,
 )
 from common.kv.pool import KvPool, LeaseState, RowLease
-from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed
+from common.telemetry.timeline import FLOW
+from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, segment_flow
 from decode_service.request import Request
 from decode_service.schedule_batch import ReadyRows
 
@@ -226,7 +227,9 @@ class LandingZone:
             self._copy_in(segment, slots)
 
         self._stream.wait(self._device.schedule_stream.record())
-        self._stream.enqueue(land, row.scope)
+        attempt = row.req.num_attempts - 1
+        flow = segment_flow(row.req.request_id, attempt, segment.layer_group, segment.layer_start, segment.token_start)
+        self._stream.enqueue(Measured(land, {"bytes": segment.num_bytes, FLOW: flow}), row.scope)
         event = self._stream.record(row.scope)
         row.last_copy = event
         row.lease.use_until(event, self._stream)

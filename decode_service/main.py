@@ -35,6 +35,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
+from common.timeline_rpc import TimelineServicer
 from common.watchdog import Watchdog
 from common.wire.grpc_options import Metadata
 from decode_service.edge.event_router import EventRouter
@@ -82,7 +83,11 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             speculation_metrics.on_step(stats)
 
     thread: EngineThread[Command] = EngineThread(
-        engine=_engine(settings, process, on_step), deliver=deliver, on_death=on_death, name="decode-engine"
+        engine=_engine(settings, process, on_step),
+        deliver=deliver,
+        on_death=on_death,
+        name="decode-engine",
+        timeline=runtime.timeline,
     )
 
     def post_report(report: TransportReport) -> None:
@@ -91,7 +96,10 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
 
     transport = _transport(settings, process, post_report)
     live_requests = LiveRequests(
-        engine=thread, max_live=settings.max_rows + settings.max_queued_requests, observer=observer
+        engine=thread,
+        max_live=settings.max_rows + settings.max_queued_requests,
+        observer=observer,
+        timeline=runtime.timeline,
     )
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
@@ -104,6 +112,9 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             max_message_bytes=settings.max_request_bytes,
             max_streams=settings.max_streams,
             connection_age_s=_CONNECTION_AGE_S,
+        ),
+        timeline=TimelineServicer(
+            timeline=runtime.timeline, service=INFERENCE_SERVICE, instance_id=process.instance_id
         ),
     )
     watchdog = Watchdog(
@@ -129,6 +140,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             executor=executor,
             client_stall_timeout_s=settings.client_stall_timeout_s,
             tracer=process.tracer,
+            timeline=runtime.timeline,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
         engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)
@@ -183,6 +195,7 @@ def _engine(settings: DecodeSettings, process: Process, on_step: OnStep) -> Deco
         max_handoff_attempts=settings.max_handoff_attempts,
         prefill_timeout_s=settings.prefill_timeout_s,
         on_step=on_step,
+        timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
     )
 
@@ -206,4 +219,5 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         credentials=credentials,
         metadata=metadata,
         look_up=look_up,
+        timeline=process.runtime.timeline,
     )

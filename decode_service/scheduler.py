@@ -22,6 +22,7 @@ from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.timeline import ENGINE, Timeline, recorded
 from decode_service.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.dispatcher import PrefillDispatcher
 from decode_service.future_map import FutureMap
@@ -80,12 +81,14 @@ class DecodeEngine:
         prefill_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
+        timeline: Timeline | None = None,
         debug_checks: bool = False,
     ) -> None:
         self._device = device
         self._overlap = overlap
         self._clock = clock
         self._on_step = on_step
+        self.track = (timeline or Timeline()).track(ENGINE)
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
         assert (draft is None) == (spec_info is None)
@@ -162,7 +165,8 @@ class DecodeEngine:
         """One overlap iteration: launch the next batch, then finish the previous one."""
         for command in commands:
             self._apply(command)
-        ready = self._dispatcher.collect()
+        with self.track.span("collect"):
+            ready = self._dispatcher.collect()
         self.pool.reclaim()
         self._dispatcher.hand_off()
         batch = self._next_batch(ready)
@@ -210,6 +214,7 @@ class DecodeEngine:
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
+    @recorded("apply")
     def _apply(self, command: Command) -> None:
         match command:
             case Submit():
@@ -254,11 +259,13 @@ class DecodeEngine:
 
     # ---- scheduling ---------------------------------------------------------------------------------------------
 
+    @recorded("next_batch")
     def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
         """The batch to launch, prepared; None when there is none, or its slots come free only later."""
         running = self._running
         running.filter_batch(np.flatnonzero(self._rows.want_launch(running.rows)))
-        self.future_map.resolve_seq_lens(running)
+        with self.track.span("resolve_seq_lens"):
+            self.future_map.resolve_seq_lens(running)
         lengths = running.seq_lens_cpu.numpy()
         running.filter_batch(np.flatnonzero(self._rows.have_room_after(running.rows, lengths)))
         if ready:
@@ -305,6 +312,7 @@ class DecodeEngine:
 
     # ---- launching and finishing --------------------------------------------------------------------------------
 
+    @recorded("launch")
     def _launch(self, batch: ScheduleBatch) -> StepInFlight:
         scope = Scope(f"step {self._num_steps}")
         forward_batch = ForwardBatch.snapshot(batch)
@@ -337,12 +345,14 @@ class DecodeEngine:
         self._rows.num_in_flight[batch.rows] += 1
         return step
 
+    @recorded("finish")
     def _finish(self, step: StepInFlight | None) -> None:
         """Wait for the step's end and hand its results to the requests that still hold the rows they ran with."""
         if step is None:
             return
         try:
-            step.end.synchronize(_STEP_TIMEOUT_S)
+            with self.track.span("wait"):
+                step.end.synchronize(_STEP_TIMEOUT_S)
         except PieceFailed as failure:
             if failure.is_of_device:
                 raise  # and no step can be better: the engine ends, and all its requests

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.stream import Scope, Stream
+from common.device.stream import Measured, Scope, Stream
 from common.device.upload import upload
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
@@ -30,7 +30,7 @@ from decode_service.draft_tree import DraftTree
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
 from decode_service.spec_info import SpecInfo
-from decode_service.worker import OnPublish, WorkerOutput, window_input
+from decode_service.worker import OnPublish, WorkerOutput, step_figures, window_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class SpeculativeWorker(ABC):
         if batch.has_drafts:
             self._stream.enqueue(draft, scope)
             drafted_at = self._stream.record(scope)
-        self._stream.enqueue(verify, scope)
+        self._stream.enqueue(Measured(verify, step_figures(batch)), scope)
         if batch.has_drafts:
             on_publish(new_seq_lens)
         extended_at = verified_at = self._stream.record(scope)

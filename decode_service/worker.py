@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.stream import Event, Scope, Stream
+from common.device.stream import Event, Measured, Scope, Stream
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
@@ -93,8 +93,14 @@ class PlainWorker:
                 output.payload.set(RelayPayload(sampled.token_ids))
 
         self._stream.enqueue(resolve, scope)
-        self._stream.enqueue(decode, scope)
+        self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
         return output
+
+
+def step_figures(batch: ForwardBatch) -> dict[str, int]:
+    """What its forward is of, for the timeline: rows, tokens of all of them, tokens that they attend."""
+    num_tokens = batch.batch_size * batch.num_tokens
+    return {"rows": batch.batch_size, "tokens": num_tokens, "context_tokens": batch.seq_lens_sum}
 
 
 def window_input(

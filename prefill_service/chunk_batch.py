@@ -31,6 +31,11 @@ class Chunk:
         return self.stop - self.start
 
     @property
+    def num_attended(self) -> int:
+        """Pairs of a token and one that it attends, itself included."""
+        return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
+
+    @property
     def is_last(self) -> bool:
         return self.stop == self.prompt.num_tokens
 

@@ -19,9 +19,10 @@ from common.service_main import Process
 from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
+from common.timeline_rpc import TimelineServicer
 from common.watchdog import Watchdog
 from prefill_service.edge.row_checks import ModelLimits
-from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import Command, Drain, Event, FrameReady
 from prefill_service.scheduler import PrefillEngine
@@ -55,6 +56,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         max_segment_bytes=settings.max_segment_bytes,
         max_queued_rows=settings.max_queued_rows,
         on_step=engine_metrics.on_step,
+        timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
     )
 
@@ -66,7 +68,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         servicer.engine_died(error)
 
     thread: EngineThread[Command] = EngineThread(
-        engine=engine, deliver=deliver, on_death=on_death, name="prefill-engine"
+        engine=engine, deliver=deliver, on_death=on_death, name="prefill-engine", timeline=runtime.timeline
     )
     servicer = PrefillServicer(
         engine=thread,
@@ -75,12 +77,14 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         instance_id=process.instance_id,
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
         tracer=process.tracer,
+        timeline=runtime.timeline,
     )
     server = PrefillServer(
         servicer=servicer,
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
         tokens=server_tokens(settings),
         limits=ServerLimits(max_streams=settings.max_streams),
+        timeline=TimelineServicer(timeline=runtime.timeline, service=PREFILL_SERVICE, instance_id=process.instance_id),
     )
     engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)
     watchdog = Watchdog(

@@ -29,6 +29,7 @@ from common.model.logprobs import unpack_logprobs
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import PrebuiltBatch, RowFailed
 from prefill_service.chunk_batch import ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.messages import (
@@ -91,6 +92,7 @@ class PrefillEngine:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         on_step: OnStep = lambda stats: None,
+        timeline: Timeline | None = None,
         debug_checks: bool = False,
     ) -> None:
         self._layer_group = model.layer_group.name
@@ -104,6 +106,7 @@ class PrefillEngine:
         self._clock = clock
         self._wall_clock = wall_clock
         self._on_step = on_step
+        self.track = (timeline or Timeline()).track(ENGINE)
         self._debug_checks = debug_checks
         self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
         self.pool = KvPool(
@@ -189,6 +192,7 @@ class PrefillEngine:
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
+    @recorded("apply")
     def _apply(self, command: Command) -> None:
         match command:
             case OpenCall():
@@ -230,6 +234,7 @@ class PrefillEngine:
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
+    @recorded("admit")
     def _admit(self) -> None:
         now_unix_ms = self._wall_clock() * 1000
         for prompt in list(self._queued):
@@ -249,6 +254,7 @@ class PrefillEngine:
             self._computing[prompt] = None
             self._unseeded[prompt] = None
 
+    @recorded("launch")
     def _launch(self) -> _StepInFlight | None:
         chunks = cut_chunks(
             list(self._computing),
@@ -288,6 +294,7 @@ class PrefillEngine:
         if self._in_flight and self._clock() - self._in_flight[0].launched_s > _STEP_TIMEOUT_S:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
 
+    @recorded("finish")
     def _finish(self, step: _StepInFlight) -> None:
         if (error := step.end.error) is not None:
             if is_of_device(error):
@@ -347,6 +354,7 @@ class PrefillEngine:
 
     # ---- sending ------------------------------------------------------------------------------------------------
 
+    @recorded("send")
     def _send(self) -> None:
         self._sender.start_copies()
         for sent in self._sender.poll():

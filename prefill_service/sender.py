@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from common.device.cell import Cell
-from common.device.stream import Device, Event, Scope, StreamKind
+from common.device.stream import Device, Event, Measured, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
-from common.wire.handoff import KvSegment
+from common.telemetry.timeline import FLOW
+from common.wire.handoff import KvSegment, segment_flow
 from prefill_service.prompt import Prompt
 
 
@@ -188,7 +189,9 @@ class KvSender:
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.computed)
-        self._stream.enqueue(copy_out, scope)
+        row = piece.prompt.row
+        flow = segment_flow(row.request_id, row.attempt, piece.group.name, piece.layer_start, piece.token_start)
+        self._stream.enqueue(Measured(copy_out, {"bytes": piece.num_bytes, FLOW: flow}), scope)
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
         self._copying.append(_Copy(piece, scope, payload, done))

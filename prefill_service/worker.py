@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.stream import Device, Scope, Stream
+from common.device.stream import Device, Measured, Scope, Stream
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import Seed
@@ -67,7 +67,9 @@ class PrefillWorker:
             seeds = {name: self._device.to_host(column) for name, column in columns.items()}
             computed.set(Computed(sampled_to_host(self._device, first), seeds))
 
-        self._stream.enqueue(forward, scope)
+        num_attended = sum(chunk.num_attended for chunk in batch.chunks)
+        figures = {"chunks": len(batch.chunks), "tokens": batch.num_tokens, "attended": num_attended}
+        self._stream.enqueue(Measured(forward, figures), scope)
         return computed
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
-from common.device.piece import close_all, failure_of, raise_failure, run_piece
+from common.device.piece import close_all, failure_of, piece_span, raise_failure, run_piece
 from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
+from common.telemetry.timeline import Timeline, Track
 
 _ABANDON_POLL_S = 0.1
 
@@ -74,7 +75,11 @@ class CpuStream(Stream):
     Pieces start with torch's defaults: grad mode and inference mode are thread-local, and nobody sets them here.
     """
 
-    def __init__(self, name: str, *, num_threads: int, kind: StreamKind = StreamKind.COMPUTE) -> None:
+    def __init__(
+        self, name: str, *, num_threads: int, kind: StreamKind = StreamKind.COMPUTE, track: Track | None = None
+    ) -> None:
+        """What it runs and waits for is on `track`."""
+        self._track = track or Track(name)
         self._scope = Scope(name)
         self._kind = kind
         self._num_enqueued = 0  # written by the enqueuer alone, the next two by the stream's thread alone
@@ -129,12 +134,15 @@ class CpuStream(Stream):
             while (operation := self._queue.get()) is not None:
                 match operation:
                     case _Piece(work, scope):
-                        run_piece(work, scope, self._scope)
+                        with piece_span(self._track, work, scope):
+                            run_piece(work, scope, self._scope)
                         del work, scope
                     case CpuEvent():
                         operation.reach()
                     case _Wait(event):
-                        self._block_until_done(event)
+                        if not event.is_done():
+                            with self._track.span("wait"):
+                                self._block_until_done(event)
                         del event
                 self._num_done += 1
                 del operation  # or the next get() would keep it alive for as long as the stream is idle
@@ -169,7 +177,8 @@ class CpuDevice(Device):
     `wait_timeout_s` bounds what the schedule stream waits for another stream.
     """
 
-    def __init__(self, *, num_threads: int, wait_timeout_s: float = 60.0) -> None:
+    def __init__(self, *, num_threads: int, wait_timeout_s: float = 60.0, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline()
         self._num_threads = num_threads
         self._torch_device = torch.device("cpu")
         self._schedule_stream = InlineStream("schedule", wait_timeout_s=wait_timeout_s)
@@ -184,7 +193,8 @@ class CpuDevice(Device):
         return self._schedule_stream
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
-        stream = CpuStream(name, num_threads=1 if kind is StreamKind.COPY else self._num_threads, kind=kind)
+        num_threads = 1 if kind is StreamKind.COPY else self._num_threads
+        stream = CpuStream(name, num_threads=num_threads, kind=kind, track=self._timeline.track(name))
         self._streams.append(stream)
         return stream
 

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.device.cuda_timing import CudaTimer
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
-from common.device.piece import close_all, failure_of, raise_failure, run_piece
+from common.device.piece import close_all, failure_of, figures_of, piece_name, raise_failure, run_piece
 from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
+from common.telemetry.timeline import Timeline, Track
 
 _FIRST_POLL_S = 20e-6
 _LONGEST_POLL_S = 500e-6
@@ -61,7 +63,16 @@ class CudaEvent(Event):
 class CudaStream(Stream):
     """Tensors that cross streams stay referenced until the step's end event: a block's allocator knows one stream."""
 
-    def __init__(self, name: str, cuda_stream: torch.cuda.Stream, *, kind: StreamKind = StreamKind.COMPUTE) -> None:
+    def __init__(
+        self,
+        name: str,
+        cuda_stream: torch.cuda.Stream,
+        *,
+        kind: StreamKind = StreamKind.COMPUTE,
+        track: Track | None = None,
+    ) -> None:
+        """What it runs and waits for is on `track`."""
+        self._timer = CudaTimer(cuda_stream, track or Track(name))
         self._scope = Scope(name)
         self._kind = kind
         self._cuda_stream = cuda_stream
@@ -88,7 +99,11 @@ class CudaStream(Stream):
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._check_open()
         with torch.cuda.stream(self._cuda_stream):
-            run_piece(work, scope, self._scope)
+            if not self._timer.is_recording:
+                run_piece(work, scope, self._scope)
+                return
+            with self._timer.timed(piece_name(work), "" if scope is None else scope.name, figures_of(work)):
+                run_piece(work, scope, self._scope)
 
     def record(self, scope: Scope | None = None) -> Event:
         self._check_open()
@@ -98,7 +113,8 @@ class CudaStream(Stream):
         self._check_open()
         assert isinstance(event, CudaEvent), "an event of another device"
         try:
-            self._cuda_stream.wait_event(event.cuda_event)
+            with self._timer.timed("wait"):
+                self._cuda_stream.wait_event(event.cuda_event)
         except RuntimeError as error:
             self._scope.fail(_lost(error))
 
@@ -131,7 +147,8 @@ class CudaStream(Stream):
 class CudaDevice(Device):
     """Built on the thread that schedules: `schedule_stream` is the stream current there."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline()
         self._torch_device = torch.device("cuda", index)
         self._schedule_stream = CudaStream("schedule", torch.cuda.current_stream(self._torch_device))
         self._streams: list[CudaStream] = []
@@ -145,7 +162,8 @@ class CudaDevice(Device):
         return self._schedule_stream
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
-        stream = CudaStream(name, torch.cuda.Stream(self._torch_device), kind=kind)
+        cuda_stream = torch.cuda.Stream(self._torch_device)
+        stream = CudaStream(name, cuda_stream, kind=kind, track=self._timeline.track(name))
         self._streams.append(stream)
         return stream
 

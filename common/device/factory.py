@@ -8,10 +8,16 @@ from common.device.cpu import CpuDevice
 from common.device.cuda import CudaDevice
 from common.device.stream import Device
 from common.errors import ConfigError
+from common.telemetry.timeline import Timeline
 
 
-def open_device(name: str, *, num_threads: int, wait_timeout_s: float = 300.0) -> Device:
-    """`name` is "cpu", "cuda" or "cuda:<index>"; the other arguments are for the CPU. Raises ConfigError."""
+def open_device(
+    name: str, *, num_threads: int, wait_timeout_s: float = 300.0, timeline: Timeline | None = None
+) -> Device:
+    """`name` is "cpu", "cuda" or "cuda:<index>"; `num_threads` and `wait_timeout_s` are for the CPU.
+
+    What its streams do is on `timeline`, each on the track of its name. Raises ConfigError.
+    """
     try:
         torch_device = torch.device(name)
     except RuntimeError as error:
@@ -19,10 +25,10 @@ def open_device(name: str, *, num_threads: int, wait_timeout_s: float = 300.0) -
     if torch_device.type == "cpu":
         if num_threads < 1:
             raise ConfigError(f"num_threads: {num_threads} is less than 1")
-        return CpuDevice(num_threads=num_threads, wait_timeout_s=wait_timeout_s)
+        return CpuDevice(num_threads=num_threads, wait_timeout_s=wait_timeout_s, timeline=timeline)
     if torch_device.type != "cuda":
         raise ConfigError(f"device: {name!r} is neither cpu nor cuda")
     index = torch_device.index or 0
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device: {name!r} is not there; {torch.cuda.device_count()} CUDA devices are")
-    return CudaDevice(index)
+    return CudaDevice(index, timeline=timeline)

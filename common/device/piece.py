@@ -1,19 +1,32 @@
-"""What every stream does alike: run a piece, keep its failure, end."""
+"""What every stream does alike: run a piece, keep its failure, tell the timeline, end."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 
 from common.device.errors import DeviceTimeout, PieceFailed
-from common.device.stream import Scope, Stream, Work
+from common.device.stream import Measured, Scope, Stream, Work
+from common.telemetry.timeline import NOT_RECORDED, Track
 
 
 def piece_name(work: Work) -> str:
-    while isinstance(work, functools.partial):
-        work = work.func
+    while isinstance(work, functools.partial | Measured):
+        work = work.func if isinstance(work, functools.partial) else work.work
     return getattr(work, "__name__", type(work).__name__)
+
+
+def figures_of(work: Work) -> Mapping[str, int]:
+    return work.figures if isinstance(work, Measured) else {}
+
+
+def piece_span(track: Track, work: Work, scope: Scope | None) -> AbstractContextManager[None]:
+    """Around a piece that runs on the calling thread, of which `track` is."""
+    if track.ring is None:
+        return NOT_RECORDED
+    return track.span(piece_name(work), "" if scope is None else scope.name, **figures_of(work))
 
 
 def run_piece(work: Work, scope: Scope | None, stream_scope: Scope) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -21,6 +21,17 @@ from torch import Tensor
 
 Work = Callable[[], object]
 """What it returns is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A piece with figures for its span on the timeline."""
+
+    work: Work
+    figures: Mapping[str, int]
+
+    def __call__(self) -> object:
+        return self.work()
 
 
 class Scope:

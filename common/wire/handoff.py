@@ -6,13 +6,16 @@ to `baton.v1` messages one to one; the in-process handoff passes them as they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import RowFailure
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.telemetry.timeline import FLOW
 
 MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
@@ -91,4 +94,23 @@ class RowFailed:
     message: str = ""
 
 
+def segment_flow(request_id: str, attempt: int, layer_group: str, layer_start: int, token_start: int) -> int:
+    """The number of a segment on the timelines of both services; below 2**48."""
+    name = "\0".join((request_id, str(attempt), layer_group, str(layer_start), str(token_start)))
+    return int.from_bytes(blake2b(name.encode(), digest_size=6).digest())
+
+
 Frame = Accepted | KvSegment | PrebuiltBatch | RowFailed
+
+
+def frame_figures(frame: Frame, row_of: Callable[[int], HandoffRow]) -> dict[str, int]:
+    """What a timeline says of a frame beside its bytes. `row_of` knows the rows by the frame's numbers."""
+    match frame:
+        case KvSegment():
+            row = row_of(frame.row)
+            flow = segment_flow(row.request_id, row.attempt, frame.layer_group, frame.layer_start, frame.token_start)
+            return {"row": frame.row, "tokens": frame.num_tokens, FLOW: flow}
+        case PrebuiltBatch():
+            return {"rows": len(frame.rows)}
+        case _:
+            return {}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 import structlog
@@ -17,6 +17,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.engine_thread import EnginePort
 from common.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, RequestCancelled
 from common.rpc_errors import abort_with
+from common.telemetry.timeline import EDGE, REQUESTS, TOKENIZE, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.tokenizer import PromptEncoder, TokenDecoder
 from decode_service.edge.brought_output import ending_of_brought
@@ -43,6 +44,7 @@ _log = structlog.get_logger(__name__)
 
 INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 
 
 class Tokenizer(TokenDecoder, PromptEncoder, Protocol):
@@ -66,8 +68,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         executor: Executor,
         client_stall_timeout_s: float,
         tracer: Tracer = NO_TRACER,
+        timeline: Timeline | None = None,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
+        timeline = timeline or Timeline()
+        self._edge_track = timeline.track(EDGE)
+        self._request_track = timeline.track(REQUESTS)
+        self._tokenize_track = timeline.track(TOKENIZE)
         self._engine = engine
         self._live_requests = live_requests
         self._tokenizer = tokenizer
@@ -89,7 +96,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context, trace: RequestTrace) -> None:
         try:
-            checked = check_request(request, self._limits)
+            with self._edge_track.span("check_request"):
+                checked = check_request(request, self._limits)
             live = self._live_requests.admit(checked.request_id, trace)
         except BatonError as error:
             self._observer.on_refused(error)
@@ -99,7 +107,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         end: Ending | BatonError | None = None
         time_out = self._fail_at_deadline(live, context)
         try:
-            end = await self._run(live, checked, context)
+            with self._request_track.task("Generate", live.request_id):
+                end = await self._run(live, checked, context)
         except BatonError as error:
             end = error
         except Exception as error:
@@ -127,7 +136,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context) -> Ending:
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
-        prompt_token_ids = await self._encode(checked)
+        with self._request_track.task("tokenize", live.request_id):
+            prompt_token_ids = await self._encode(checked)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
         live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
         output = await self._replay(
@@ -163,7 +173,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             news = await live.read()
             if isinstance(news, Ending):
                 return news
-            await self._write(context, delta_event(news))
+            with self._request_track.task("write", live.request_id, tokens=len(news.token_ids)):
+                await self._write(context, delta_event(news))
             live.trace.output_written()
 
     async def _write(self, context: Context, event: inference_pb2.GenerateEvent) -> None:
@@ -189,20 +200,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Of what was brought along each token is detokenised: not on the event loop."""
         if num_tokens == 0:
             return new_output()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, new_output)
+        return await self._on_executor("replay", new_output)
 
     async def _encode(self, checked: CheckedRequest) -> Sequence[int]:
-        loop = asyncio.get_running_loop()
         match checked.prompt:
             case TokenIdsPrompt(token_ids):
                 return token_ids
             case TextPrompt(text):
-                return await loop.run_in_executor(self._executor, self._tokenizer.encode, text)
+                return await self._on_executor("encode", partial(self._tokenizer.encode, text))
             case ChatPrompt(messages):
                 try:
-                    return await loop.run_in_executor(self._executor, self._tokenizer.encode_chat, messages)
+                    return await self._on_executor("encode_chat", partial(self._tokenizer.encode_chat, messages))
                 except ValueError as error:
                     raise InvalidRequest("chat", str(error)) from error
+
+    async def _on_executor(self, name: str, work: Callable[[], T]) -> T:
+        def recorded() -> T:
+            with self._tokenize_track.span(name):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

@@ -13,6 +13,7 @@ import structlog
 from common.engine_thread import EnginePort
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.telemetry.timeline import EDGE, Timeline
 from decode_service.edge.live_request import LiveRequest
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
@@ -31,7 +32,15 @@ class LiveRequests:
     id that is never used twice, so that no event of an aborted request can reach a later one with the client's same id.
     """
 
-    def __init__(self, *, engine: EnginePort[Command], max_live: int, observer: RequestObserver) -> None:
+    def __init__(
+        self,
+        *,
+        engine: EnginePort[Command],
+        max_live: int,
+        observer: RequestObserver,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._track = (timeline or Timeline()).track(EDGE)
         self._engine = engine
         self._max_live = max_live
         self._observer = observer
@@ -148,7 +157,8 @@ class LiveRequests:
 
     def _add_tokens(self, live: LiveRequest, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         num_before = live.num_output_tokens
-        match = live.add_tokens(token_ids, logprobs)
+        with self._track.span("detokenise", tokens=len(token_ids)):
+            match = live.add_tokens(token_ids, logprobs)
         self._observer.on_tokens(live, live.num_output_tokens - num_before)
         if match is not None:
             self._engine.post(FinishAtStop(live.engine_id, match.num_output_tokens, match.stop_string))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -10,12 +11,13 @@ import grpc
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
+from common.telemetry.timeline import Track
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import Metadata
-from common.wire.handoff import Accepted, Frame, KvSegment
+from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -44,8 +46,10 @@ class GrpcCall:
         timeouts: HandoffTimeouts,
         metadata: Metadata,
         num_steps: Callable[[], int],
+        track: Track,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at."""
+        """`num_steps` says how often the replica's engine has stepped, as last looked at. Frames are on `track`."""
+        self._track = track
         self._call_id = command.call_id
         self.replica = command.replica
         self._rows = command.rows
@@ -64,7 +68,9 @@ class GrpcCall:
 
     async def exchange(self) -> None:
         """Post the call's frames until the replica ends it. Raises the BatonError to end it with otherwise."""
+        start_ns = time.monotonic_ns()
         batch = encode_prefill_batch(self._fingerprint, self._rows)
+        self._track.ended("send PrefillBatch", start_ns, self._call_id, bytes=len(batch), rows=len(self._rows))
         await self._connect()
         stream: Stream = self._channel.stream_stream(_HANDOFF)(metadata=self._metadata)
         writer = asyncio.create_task(self._write_commands(stream, batch))
@@ -123,4 +129,12 @@ class GrpcCall:
             data = reading.result()
         finally:
             reading.cancel()
-        return self._codec.decode(data, self._rows) if isinstance(data, bytes) else None
+        return self._decode(data) if isinstance(data, bytes) else None
+
+    def _decode(self, data: bytes) -> Frame:
+        start_ns = time.monotonic_ns()
+        frame = self._codec.decode(data, self._rows)
+        if self._track.ring is not None:
+            figures = frame_figures(frame, self._rows.__getitem__)
+            self._track.ended(f"receive {type(frame).__name__}", start_ns, self._call_id, bytes=len(data), **figures)
+        return frame

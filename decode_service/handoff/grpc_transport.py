@@ -11,6 +11,7 @@ import grpc
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.name_lookup import LookUp, look_up
+from common.telemetry.timeline import HANDOFF, Timeline
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import MAX_MESSAGE_BYTES, Metadata, channel_options
@@ -54,7 +55,9 @@ class GrpcTransport:
         look_up: LookUp = look_up,
         num_channels_per_replica: int = 2,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._track = (timeline or Timeline()).track(HANDOFF)
         self._post = post
         self._fingerprint = fingerprint
         self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=vocab_size)
@@ -129,6 +132,7 @@ class GrpcTransport:
             post=self._post,
             timeouts=self._timeouts,
             metadata=self._metadata,
+            track=self._track,
         )
         task = self._loop.create_task(call.exchange())
         self._calls[command.call_id] = call

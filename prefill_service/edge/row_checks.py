@@ -50,6 +50,10 @@ class RowNumbering:
     def call_row(self, engine_row: int) -> int:
         return self._call_rows[engine_row]
 
+    def row(self, call_row: int) -> HandoffRow:
+        """One that was accepted."""
+        return self.accepted[self._engine_rows[call_row]]
+
     def for_engine(self, call_rows: Sequence[int]) -> tuple[int, ...]:
         """Rows that were refused are left out: they have ended."""
         return tuple(self._engine_rows[row] for row in call_rows if row in self._engine_rows)

@@ -8,6 +8,7 @@ import grpc
 
 from baton.v1 import prefill_pb2
 from common.serving import ServerLimits, ServiceServer
+from common.timeline_rpc import TimelineServicer
 from prefill_service.edge.servicer import PrefillServicer
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
@@ -21,8 +22,11 @@ class PrefillServer(ServiceServer):
         credentials: grpc.ServerCredentials | None = None,
         tokens: Sequence[str] = (),
         limits: ServerLimits | None = None,
+        timeline: TimelineServicer | None = None,
     ) -> None:
-        super().__init__(service_name=PREFILL_SERVICE, credentials=credentials, tokens=tokens, limits=limits)
+        super().__init__(
+            service_name=PREFILL_SERVICE, credentials=credentials, tokens=tokens, limits=limits, timeline=timeline
+        )
         self.grpc_server.add_generic_rpc_handlers((_prefill_handlers(servicer),))
 
 

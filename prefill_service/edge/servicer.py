@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -27,13 +28,14 @@ from common.errors import (
 )
 from common.load import PoolCounts
 from common.rpc_errors import abort_with
+from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.wire.codec_checks import ProtocolError, require
 from common.wire.codec_commands import CancelRows, PrefillBatch, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
-from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed
+from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed, frame_figures
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row
 from prefill_service.edge.row_traces import RowTraces
@@ -70,7 +72,12 @@ class PrefillServicer:
         instance_id: str,
         limits: HandoffLimits,
         tracer: Tracer = NO_TRACER,
+        timeline: Timeline | None = None,
     ) -> None:
+        timeline = timeline or Timeline()
+        self._edge_track = timeline.track(EDGE)
+        self._frame_track = timeline.track(HANDOFF)
+        self._call_track = timeline.track(REQUESTS)
         self._engine = engine
         self._fingerprint = fingerprint
         self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=model_limits.vocab_size)
@@ -134,7 +141,9 @@ class PrefillServicer:
 
     async def _serve(self, context: HandoffContext) -> None:
         self._require_engine()
-        numbering = RowNumbering(self._checked_rows(await self._first_command(context)))
+        batch = await self._first_command(context)
+        with self._edge_track.span("check_rows", rows=len(batch.rows)):
+            numbering = RowNumbering(self._checked_rows(batch))
         call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering, RowTraces(self._tracer))
         if not numbering.accepted:
             await self._write_opening(context, call)
@@ -149,7 +158,7 @@ class PrefillServicer:
             await self._write_opening(context, call)
             while (frame := await call.next_frame()) is not None:
                 begun_s = call.traces.now_s()
-                await self._write(context, frame)
+                await self._write(context, call, frame)
                 call.traces.on_frame(frame, begun_s)
                 if isinstance(frame, KvSegment):
                     self._engine.post(SegmentBytesSent(call.call_id, frame.num_bytes))
@@ -218,18 +227,28 @@ class PrefillServicer:
             self._engine.post(SegmentBytesSent(call.call_id, num_bytes))
 
     async def _write_opening(self, context: HandoffContext, call: HandoffCall) -> None:
-        await self._write(context, Accepted(self._instance_id))
+        await self._write(context, call, Accepted(self._instance_id))
         for failed in call.numbering.refused:
-            await self._write(context, failed)
+            await self._write(context, call, failed)
 
-    async def _write(self, context: HandoffContext, frame: Frame) -> None:
+    async def _write(self, context: HandoffContext, call: HandoffCall, frame: Frame) -> None:
         """Returns once the stream took the frame, which waits on the receiver's flow control."""
+        data = self._encode(call, frame)
         timeout_s = self._limits.stall_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                await context.write(self._codec.encode(frame))
+            with self._call_track.task("write", call.call_id, bytes=len(data)):
+                async with asyncio.timeout(timeout_s):
+                    await context.write(data)
         except TimeoutError:
             raise PrefillUnavailable(f"the receiver took nothing for {timeout_s} s") from None
+
+    def _encode(self, call: HandoffCall, frame: Frame) -> bytes:
+        start_ns = time.monotonic_ns()
+        data = self._codec.encode(frame)
+        if self._frame_track.ring is not None:
+            figures = frame_figures(frame, call.numbering.row)
+            self._frame_track.ended(f"send {type(frame).__name__}", start_ns, call.call_id, bytes=len(data), **figures)
+        return data
 
     async def _abort(self, context: HandoffContext, error: BatonError) -> None:
         _log.warning("a handoff call failed: %s", error)

@@ -12,6 +12,7 @@ from common.errors import StartupError
 from common.openmp import num_compute_threads, spin_briefly
 from common.process_exit import EXIT_STARTUP
 from common.service_main import Serve, run_service
+from common.telemetry.timeline import Timeline
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_each_service_takes_its_share(
 ) -> None:
     seen: list[int] = []
 
-    def open_device(name: str, *, num_threads: int) -> None:
+    def open_device(name: str, *, num_threads: int, timeline: Timeline) -> None:
         seen.append(num_threads)
         raise StartupError("far enough")
 

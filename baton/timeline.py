@@ -1,0 +1,148 @@
+"""What services did meanwhile: their timelines, recorded at the same time through the Timeline service of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+import grpc.aio
+
+from baton.client.channel import Tls, authorized, channel_options
+from baton.errors import BatonError, Internal, error_from_rpc
+from baton.v1 import timeline_pb2, timeline_pb2_grpc
+
+ANSWER_TIMEOUT_S = 60.0
+"""How long what was recorded may take to come, once the recording is over."""
+
+
+class EventKind(Enum):
+    """As in `baton.v1`: spans of a track nest, and so do those of one task."""
+
+    SPAN = timeline_pb2.TimelineEvent.SPAN
+    TASK = timeline_pb2.TimelineEvent.TASK
+    COUNTER = timeline_pb2.TimelineEvent.COUNTER
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """`start_ns` is of the service's CLOCK_MONOTONIC."""
+
+    kind: EventKind
+    name: str
+    start_ns: int
+    duration_ns: int
+    detail: str
+    task: str
+    figures: Mapping[str, int]
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTimeline:
+    """One service's recording. `tracks`: events in the order in which they ended. `num_dropped`: by track, older ones.
+
+    Equal `clock_id`s, unless empty: times of the two are of one clock. Unix time is `unix_offset_ns` later.
+    """
+
+    address: str
+    service: str
+    instance_id: str
+    clock_id: str
+    unix_offset_ns: int
+    start_ns: int
+    end_ns: int
+    tracks: Mapping[str, Sequence[TimelineEvent]]
+    num_dropped: Mapping[str, int]
+
+
+def record_timelines(
+    addresses: Iterable[str],
+    *,
+    duration_s: float,
+    max_events: int | None = None,
+    tls: Tls | None = None,
+    token: str | None = None,
+) -> list[ServiceTimeline]:
+    """The timelines of all of them, in their order. When one fails, the recordings of the others end.
+
+    Raises a BatonError that names the service: ResourceExhausted while somebody else records it, InvalidArgument for a
+    bound that is out of range, Unavailable, Unauthenticated.
+    """
+    request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s, max_events=max_events)
+    timeout_s = duration_s + ANSWER_TIMEOUT_S
+
+    async def record_all() -> list[ServiceTimeline]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_record(address, request, tls=tls, token=token, timeout_s=timeout_s))
+                for address in addresses
+            ]
+        return [task.result() for task in tasks]
+
+    try:
+        return asyncio.run(record_all())
+    except* BatonError as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _record(
+    address: str, request: timeline_pb2.RecordTimelineRequest, *, tls: Tls | None, token: str | None, timeout_s: float
+) -> ServiceTimeline:
+    options = channel_options(tls, None)
+    channel = (
+        grpc.aio.insecure_channel(address, options)
+        if tls is None
+        else grpc.aio.secure_channel(address, tls.credentials(), options)
+    )
+    async with channel:
+        stub = timeline_pb2_grpc.TimelineStub(authorized(channel, token))
+        try:
+            parts = [part async for part in stub.Record(request, timeout=timeout_s)]
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure)
+            raise type(error)(
+                f"{address}: {error}", reason=error.reason, metadata=error.metadata, code=error.code
+            ) from None
+    return _timeline_of(address, parts)
+
+
+def _timeline_of(address: str, parts: Sequence[timeline_pb2.RecordTimelineResponse]) -> ServiceTimeline:
+    if len(parts) < 2 or not (parts[0].HasField("started") and parts[-1].HasField("ended")):
+        raise Internal(f"{address}: the recording is not whole", reason="PROTOCOL")
+    started, ended = parts[0].started, parts[-1].ended
+    tracks: dict[str, list[TimelineEvent]] = {track.name: [] for track in ended.tracks}
+    for part in parts[1:-1]:
+        tracks[part.events.track] += _events(part.events)
+    return ServiceTimeline(
+        address=address,
+        service=started.service,
+        instance_id=started.instance_id,
+        clock_id=started.clock_id,
+        unix_offset_ns=started.unix_offset_ns,
+        start_ns=started.start_ns,
+        end_ns=ended.end_ns,
+        tracks=tracks,
+        num_dropped={track.name: track.num_dropped for track in ended.tracks},
+    )
+
+
+def _events(packed: timeline_pb2.TimelineEvents) -> list[TimelineEvent]:
+    strings = list(packed.strings)
+    return [
+        TimelineEvent(
+            kind=EventKind(event.kind),
+            name=strings[event.name],
+            start_ns=event.start_ns,
+            duration_ns=event.duration_ns,
+            detail=strings[event.detail],
+            task=strings[event.task],
+            figures={strings[figure.name]: figure.value for figure in event.figures},
+        )
+        for event in packed.events
+    ]

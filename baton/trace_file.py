@@ -1,0 +1,92 @@
+"""Timelines as a file that Perfetto's viewer reads: Chrome's JSON trace events, compressed.
+
+A service is a process, a track a thread of it; tasks are async slices, counters are counters. Spans of one flow, on
+whichever service, are joined by arrows in the order of time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from baton.timeline import EventKind, ServiceTimeline, TimelineEvent
+
+FLOW = "flow"
+TRACK_ORDER = ("edge", "tokenize", "handoff", "engine", "forward", "landing", "sending")
+
+TraceEvent = dict[str, Any]
+
+
+def write_trace(path: Path, timelines: Sequence[ServiceTimeline]) -> int:
+    """Write a gzip file. Returns the number of events in it. Raises OSError."""
+    events = trace_events(timelines)
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(timelines)}, file)
+    return len(events)
+
+
+def trace_events(timelines: Sequence[ServiceTimeline]) -> list[TraceEvent]:
+    """Times are in µs from the first start of a recording."""
+    offsets_ns = _offsets_ns(timelines)
+    base_ns = min(each.start_ns + offset_ns for each, offset_ns in zip(timelines, offsets_ns, strict=True))
+    events: list[TraceEvent] = []
+    for pid, (timeline, offset_ns) in enumerate(zip(timelines, offsets_ns, strict=True), start=1):
+        events += _service_events(timeline, pid, offset_ns - base_ns)
+    return events + list(_arrows(events))
+
+
+def _offsets_ns(timelines: Sequence[ServiceTimeline]) -> list[int]:
+    """What makes times of all comparable: nothing where there is one clock, else each service's Unix time."""
+    first = timelines[0]
+    is_one_clock = first.clock_id != "" and all(each.clock_id == first.clock_id for each in timelines)
+    return [first.unix_offset_ns if is_one_clock else each.unix_offset_ns for each in timelines]
+
+
+def _service_events(timeline: ServiceTimeline, pid: int, shift_ns: int) -> Iterator[TraceEvent]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"{timeline.service} {timeline.address}"}}
+    names = sorted(timeline.tracks, key=lambda name: (TRACK_ORDER.index(name) if name in TRACK_ORDER else 99, name))
+    for tid, name in enumerate(names, start=1):
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        for event in sorted(timeline.tracks[name], key=lambda event: (event.start_ns, -event.duration_ns)):
+            yield from _event(event, pid, tid, name, shift_ns)
+
+
+def _event(event: TimelineEvent, pid: int, tid: int, track: str, shift_ns: int) -> Iterator[TraceEvent]:
+    common = {"pid": pid, "tid": tid, "name": event.name, "cat": track, "ts": (event.start_ns + shift_ns) / 1e3}
+    args = {**event.figures, **({"of": event.detail} if event.detail else {})}
+    match event.kind:
+        case EventKind.SPAN:
+            yield {**common, "ph": "X", "dur": event.duration_ns / 1e3, "args": args}
+        case EventKind.TASK:
+            task = f"{pid}/{event.task}"
+            yield {**common, "ph": "b", "id": task, "args": {**args, "task": event.task}}
+            yield {**common, "ph": "e", "id": task, "ts": (event.end_ns + shift_ns) / 1e3}
+        case EventKind.COUNTER:
+            yield {**common, "ph": "C", "args": args}
+
+
+def _arrows(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
+    """Each flow's: from its first span through all others to its last."""
+    spans = [event for event in events if event["ph"] == "X" and FLOW in event["args"]]
+    spans.sort(key=lambda span: (span["args"][FLOW], span["ts"]))
+    for flow, group in groupby(spans, key=lambda span: span["args"][FLOW]):
+        members = list(group)
+        if len(members) < 2:
+            continue
+        for place, span in enumerate(members):
+            phase = "s" if place == 0 else "f" if place == len(members) - 1 else "t"
+            where = {name: span[name] for name in ("pid", "tid", "ts")}
+            yield {**where, "ph": phase, "id": flow, "name": "KvSegment", "cat": FLOW, "bp": "e"}
+
+
+def _about(timelines: Sequence[ServiceTimeline]) -> dict[str, str]:
+    """By service: which instance, and how many events its rings had no room for."""
+    return {
+        f"{each.service} {each.address}": f"instance {each.instance_id}, {sum(each.num_dropped.values())} dropped"
+        for each in timelines
+    }

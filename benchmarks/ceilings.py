@@ -1,0 +1,74 @@
+"""What a machine does at best: how fast all its cores, or its GPU, read memory and multiply matrices.
+
+python -m benchmarks.ceilings
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+READ_BYTES = 1 << 29
+MATRIX_SIZE = 2048
+NUM_TRIES = 7
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """`flops_per_s` by dtype: two for each multiplication and addition."""
+
+    read_bytes_per_s: float
+    flops_per_s: dict[str, float]
+    num_threads: int
+
+    @classmethod
+    def measured(cls, device: str = "cpu") -> Ceilings:
+        """The best of several tries each: what others do on the machine meanwhile counts as little as it can."""
+        num_threads = len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
+        return cls(_read_bytes_per_s(device), {name: _flops_per_s(device, name) for name in DTYPES}, num_threads)
+
+    def bound_s(self, *, num_bytes: float, num_flops: float, dtype: str) -> float:
+        """The least time in which that much can be read and computed, the one beside the other."""
+        return max(num_bytes / self.read_bytes_per_s, num_flops / self.flops_per_s[dtype])
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in self.flops_per_s.items())
+        return f"{self.num_threads} threads read {self.read_bytes_per_s / 1e9:.1f} GB/s and multiply {rates}"
+
+
+def _read_bytes_per_s(device: str) -> float:
+    """By the better of two reductions over what fits no cache."""
+    values = torch.ones(READ_BYTES // 4, device=device)
+    return READ_BYTES / min(_best_s(device, values.amax), _best_s(device, lambda: torch.dot(values, values)))
+
+
+def _flops_per_s(device: str, dtype: str) -> float:
+    matrix = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device).to(DTYPES[dtype])
+    return 2 * MATRIX_SIZE**3 / _best_s(device, lambda: matrix @ matrix)
+
+
+def _best_s(device: str, work: Callable[[], object]) -> float:
+    return min(_seconds(device, work) for _ in range(NUM_TRIES))
+
+
+def _seconds(device: str, work: Callable[[], object]) -> float:
+    _finish(device)
+    start_s = time.perf_counter()
+    work()
+    _finish(device)
+    return time.perf_counter() - start_s
+
+
+def _finish(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    print(Ceilings.measured("cuda" if torch.cuda.is_available() else "cpu"))

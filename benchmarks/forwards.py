@@ -1,0 +1,109 @@
+"""What a recorded timeline says of an engine's forwards and of what scheduled them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from baton.timeline import EventKind, ServiceTimeline, TimelineEvent
+
+_WAITS = ("wait", "resolve_seq_lens")
+"""Inside an engine's step: where it only waits for the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The pieces of one step on the forward stream, which take `busy_ns`. `figures`: of the piece that has some."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    busy_ns: int
+    figures: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Of steps that follow each other with the same number of rows; medians, in seconds.
+
+    `between_s`: from a forward's end to the next one's begin; `between_p99_s` is that of the slowest hundredth.
+    `schedule_s`: of an engine's step, waits for the stream taken off. `busy`: the share of pieces in the whole time.
+    """
+
+    num_steps: int
+    forward_s: float
+    between_s: float
+    between_p99_s: float
+    schedule_s: float
+    busy: float
+    context_tokens: float
+
+
+def forwards(timeline: ServiceTimeline) -> list[Forward]:
+    """In order. Pieces of a step have its scope in common, whose name ends with its number."""
+    by_scope: dict[str, list[TimelineEvent]] = {}
+    for event in timeline.tracks["forward"]:
+        if event.detail:
+            by_scope.setdefault(event.detail, []).append(event)
+    return sorted(
+        (
+            Forward(
+                number=int(scope.rpartition(" ")[2]),
+                start_ns=min(piece.start_ns for piece in pieces),
+                end_ns=max(piece.end_ns for piece in pieces),
+                busy_ns=sum(piece.duration_ns for piece in pieces),
+                figures={name: value for piece in pieces for name, value in piece.figures.items()},
+            )
+            for scope, pieces in by_scope.items()
+        ),
+        key=lambda forward: forward.start_ns,
+    )
+
+
+def step_figures(timeline: ServiceTimeline, *, num_rows: int) -> StepFigures:
+    """Of the decode steps with `num_rows` rows. Raises ValueError when there are no two after each other."""
+    every = forwards(timeline)[1:-1]  # the first and the last may have been cut
+    pairs = [
+        (one, next_)
+        for one, next_ in pairwise(every)
+        if next_.number == one.number + 1 and one.figures.get("rows") == next_.figures.get("rows") == num_rows
+    ]
+    if not pairs:
+        raise ValueError(f"no steps of {num_rows} rows follow each other among {len(every)}")
+    between_s = [(next_.start_ns - one.end_ns) / 1e9 for one, next_ in pairs]
+    forward_s = [(one.end_ns - one.start_ns) / 1e9 for one, _ in pairs]
+    return StepFigures(
+        num_steps=len(pairs),
+        forward_s=statistics.median(forward_s),
+        between_s=statistics.median(between_s),
+        between_p99_s=sorted(between_s)[int(0.99 * (len(between_s) - 1))],
+        schedule_s=statistics.median(_schedule_s(timeline)),
+        busy=sum(one.busy_ns for one, _ in pairs) / sum(next_.start_ns - one.start_ns for one, next_ in pairs),
+        context_tokens=statistics.median(one.figures["context_tokens"] for one, _ in pairs),
+    )
+
+
+def _schedule_s(timeline: ServiceTimeline) -> Iterable[float]:
+    """Of each step of the engine that launched something."""
+    spans = [event for event in timeline.tracks["engine"] if event.kind is EventKind.SPAN]
+    steps = [event for event in spans if event.name == "step"]
+    launches = _inside(steps, [event for event in spans if event.name == "launch"])
+    waits = _inside(steps, [event for event in spans if event.name in _WAITS])
+    for step in steps:
+        if launches.get(step.start_ns):
+            yield (step.duration_ns - sum(wait.duration_ns for wait in waits.get(step.start_ns, ()))) / 1e9
+
+
+def _inside(steps: Sequence[TimelineEvent], events: Sequence[TimelineEvent]) -> dict[int, list[TimelineEvent]]:
+    """`events` by the begin of the step that each is in."""
+    found: dict[int, list[TimelineEvent]] = {}
+    remaining = iter(sorted(events, key=lambda event: event.start_ns))
+    event = next(remaining, None)
+    for step in sorted(steps, key=lambda step: step.start_ns):
+        while event is not None and event.start_ns < step.end_ns:
+            if event.start_ns >= step.start_ns:
+                found.setdefault(step.start_ns, []).append(event)
+            event = next(remaining, None)
+    return found

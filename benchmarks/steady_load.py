@@ -1,0 +1,67 @@
+"""A load that does not change while something else is measured: so many requests at a time, through the client."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import TracebackType
+from typing import Self
+
+from baton.client import AsyncClient
+from baton.events import Delta
+from baton.load_generator import Workload
+
+BOUND_S = 120.0
+LOOK_INTERVAL_S = 0.02
+
+
+class SteadyLoad:
+    """`concurrency` greedy requests of `num_new_tokens` each; one that ends is followed by another.
+
+    Entered once all run and no prompt is being computed. `num_tokens` grows as they come. Left, all are cancelled.
+    """
+
+    def __init__(
+        self, client: AsyncClient, *, concurrency: int, num_prompt_tokens: int, num_new_tokens: int, vocab_size: int
+    ) -> None:
+        self._client = client
+        self._concurrency = concurrency
+        self._num_new_tokens = num_new_tokens
+        prompts = Workload(concurrency, concurrency, num_prompt_tokens, num_new_tokens).prompts(vocab_size)
+        self._prompts = itertools.cycle(prompts)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_tokens = 0
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._ask()) for _ in range(self._concurrency)]
+        async with asyncio.timeout(BOUND_S):
+            while (await self._client.load()).num_running < self._concurrency:
+                self.check()
+                await asyncio.sleep(LOOK_INTERVAL_S)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks, timeout=BOUND_S)
+        async with asyncio.timeout(BOUND_S):
+            while (await self._client.load()).num_running:  # noqa: ASYNC110 - it can only be looked at
+                await asyncio.sleep(LOOK_INTERVAL_S)
+
+    def check(self) -> None:
+        """Raises what a request failed with."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _ask(self) -> None:
+        while True:
+            events = self._client.generate(
+                token_ids=next(self._prompts), max_tokens=self._num_new_tokens, temperature=0.0, ignore_eos=True
+            )
+            async with events:
+                async for event in events:
+                    if isinstance(event, Delta):
+                        self.num_tokens += len(event.token_ids)

@@ -1,0 +1,219 @@
+"""Where a service's time goes: spans on tracks, kept while somebody records and only then.
+
+    a track's thread ──span──▶ its ring, which keeps the newest ──stop──▶ Recording
+
+Times are CLOCK_MONOTONIC in ns. Standard library only: engines import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from types import TracebackType
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from common.errors import RecordingInProgress
+
+EDGE, ENGINE, HANDOFF, REQUESTS, TOKENIZE = "edge", "engine", "handoff", "requests", "tokenize"
+"""Tracks of every service, beside one for each of its streams."""
+FLOW = "flow"
+"""The figure that spans have in common which are about the same bytes, on either service."""
+
+
+class EventKind(Enum):
+    SPAN = auto()
+    """Of what its track does: spans of a track nest."""
+    TASK = auto()
+    """Of what goes on beside others, between awaits: spans of one `task` nest."""
+    COUNTER = auto()
+    """What the figures are from `start_ns` on."""
+
+
+class TimelineEvent(NamedTuple):
+    kind: EventKind
+    name: str
+    start_ns: int
+    duration_ns: int = 0
+    detail: str = ""
+    task: str = ""
+    figures: Mapping[str, int] = {}
+
+
+class DeferredEvent(Protocol):
+    """What a device times itself, and says later."""
+
+    def resolve(self) -> TimelineEvent | None:
+        """None where it has not ended. Any thread, after the recording."""
+
+
+class Ring:
+    """The newest events of one track in one recording. One writer; appending to a deque is atomic."""
+
+    def __init__(self, max_events: int) -> None:
+        self.events: deque[TimelineEvent | DeferredEvent] = deque(maxlen=max_events)
+        self.num_added = 0
+
+    def add(self, event: TimelineEvent | DeferredEvent) -> None:
+        self.events.append(event)
+        self.num_added += 1
+
+
+class RecordedTrack(NamedTuple):
+    """`num_dropped`: older events that the ring had no room for."""
+
+    name: str
+    events: list[TimelineEvent]
+    num_dropped: int
+
+
+class Recording:
+    """What was recorded from `start_ns` to `end_ns`."""
+
+    def __init__(self, rings: Mapping[str, Ring], start_ns: int, end_ns: int) -> None:
+        self._rings = rings
+        self.start_ns = start_ns
+        self.end_ns = end_ns
+
+    def tracks(self) -> list[RecordedTrack]:
+        """Each track's events in the order in which they ended. Takes a while where there are many."""
+        return [_read(name, ring, self.end_ns) for name, ring in self._rings.items()]
+
+
+class _NotRecorded(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+NOT_RECORDED = _NotRecorded()
+
+
+class Track:
+    """One row of the timeline. One thread writes to it. While nobody records, a span costs one look at `ring`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ring: Ring | None = None  # None: nobody records
+
+    def span(self, name: str, detail: str = "", **figures: int) -> AbstractContextManager[None]:
+        """Around what the track's thread does without an await."""
+        ring = self.ring
+        return NOT_RECORDED if ring is None else _Span(ring, EventKind.SPAN, name, detail, "", figures)
+
+    def task(self, name: str, task: str, **figures: int) -> AbstractContextManager[None]:
+        """Around what `task` does, awaits included."""
+        ring = self.ring
+        return NOT_RECORDED if ring is None else _Span(ring, EventKind.TASK, name, "", task, figures)
+
+    def ended(self, name: str, start_ns: int, detail: str = "", **figures: int) -> None:
+        """A span that began at `start_ns` and ends now, of which more is known now."""
+        if (ring := self.ring) is not None:
+            duration_ns = time.monotonic_ns() - start_ns
+            ring.add(TimelineEvent(EventKind.SPAN, name, start_ns, duration_ns, detail, figures=figures))
+
+    def count(self, name: str, **figures: int) -> None:
+        if (ring := self.ring) is not None:
+            ring.add(TimelineEvent(EventKind.COUNTER, name, time.monotonic_ns(), figures=figures))
+
+
+class Timeline:
+    """A service's recorder. Tracks are made when the service is put together, recordings one at a time."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[str, Track] = {}
+        self._lock = threading.Lock()
+        self._start_ns: int | None = None
+
+    def track(self, name: str) -> Track:
+        """The track of that name, made when it is asked for first; any thread, outside a recording."""
+        with self._lock:
+            return self._tracks.setdefault(name, Track(name))
+
+    def start(self, *, max_events: int) -> None:
+        """Record from now on, of each track at most `max_events`, the newest. Raises RecordingInProgress."""
+        with self._lock:
+            if self._start_ns is not None:
+                raise RecordingInProgress("the timeline is being recorded for somebody else")
+            self._start_ns = time.monotonic_ns()
+            for track in self._tracks.values():
+                track.ring = Ring(max_events)
+
+    def stop(self) -> Recording:
+        """Ends the recording there is. What has not ended by now is not in it."""
+        with self._lock:
+            assert self._start_ns is not None, "nothing is recorded"
+            rings = {track.name: track.ring for track in self._tracks.values() if track.ring is not None}
+            for track in self._tracks.values():
+                track.ring = None
+            recording = Recording(rings, self._start_ns, time.monotonic_ns())
+            self._start_ns = None
+        return recording
+
+
+class HasTrack(Protocol):
+    track: Track
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+OwnerT = TypeVar("OwnerT", bound=HasTrack)
+
+
+def recorded(
+    name: str,
+) -> Callable[[Callable[Concatenate[OwnerT, P], R]], Callable[Concatenate[OwnerT, P], R]]:
+    """For methods: each call is a span on its object's `track`."""
+
+    def decorate(method: Callable[Concatenate[OwnerT, P], R]) -> Callable[Concatenate[OwnerT, P], R]:
+        @functools.wraps(method)
+        def call(owner: OwnerT, /, *args: P.args, **options: P.kwargs) -> R:
+            if owner.track.ring is None:
+                return method(owner, *args, **options)
+            with owner.track.span(name):
+                return method(owner, *args, **options)
+
+        return call
+
+    return decorate
+
+
+class _Span(AbstractContextManager[None]):
+    __slots__ = ("_detail", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
+
+    def __init__(
+        self, ring: Ring, kind: EventKind, name: str, detail: str, task: str, figures: Mapping[str, int]
+    ) -> None:
+        self._ring = ring
+        self._kind = kind
+        self._name = name
+        self._detail = detail
+        self._task = task
+        self._figures = figures
+
+    def __enter__(self) -> None:
+        self._start_ns = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        duration_ns = time.monotonic_ns() - self._start_ns
+        self._ring.add(
+            TimelineEvent(self._kind, self._name, self._start_ns, duration_ns, self._detail, self._task, self._figures)
+        )
+
+
+def _read(name: str, ring: Ring, end_ns: int) -> RecordedTrack:
+    """A writer that was inside a span at `end_ns` may have added it since."""
+    kept = list(ring.events.copy())
+    resolved = (event if isinstance(event, TimelineEvent) else event.resolve() for event in kept)
+    events = [event for event in resolved if event is not None and event.start_ns + event.duration_ns <= end_ns]
+    return RecordedTrack(name, events, ring.num_added - len(kept))
