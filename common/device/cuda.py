@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
 from common.device.piece import close_all, failure_of, raise_failure, run_piece
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
+from common.device.stream import (
+    Device,
+    Event,
+    MilestoneWork,
+    Scope,
+    Stream,
+    StreamKind,
+    StreamProgress,
+    Work,
+)
 
 _FIRST_POLL_S = 20e-6
 _LONGEST_POLL_S = 500e-6
@@ -89,6 +99,17 @@ class CudaStream(Stream):
         self._check_open()
         with torch.cuda.stream(self._cuda_stream):
             run_piece(work, scope, self._scope)
+
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        reached: dict[int, CudaEvent] = {}
+
+        def reach(number: int) -> None:
+            reached.setdefault(number, self._record(scope))
+
+        self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
+        return [reached.get(number) or self._record(scope) for number in range(num_milestones)]
 
     def record(self, scope: Scope | None = None) -> Event:
         self._check_open()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Scope, Stream, Work
 
 
-def piece_name(work: Work) -> str:
+def piece_name(work: Callable[..., object]) -> str:
     while isinstance(work, functools.partial):
         work = work.func
     return getattr(work, "__name__", type(work).__name__)

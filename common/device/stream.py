@@ -22,6 +22,9 @@ from torch import Tensor
 Work = Callable[[], object]
 """What it returns is dropped."""
 
+MilestoneWork = Callable[[Sequence[Callable[[], None]]], object]
+"""A piece that says how far it is, by calling each of these once, in order. What it returns is dropped."""
+
 
 class Scope:
     """The failure scope of one step: what fails together.
@@ -107,6 +110,16 @@ class Stream(Protocol):
 
         An exception fails `scope`. Without a scope it fails the stream: all its later pieces are skipped and all its
         later events carry the error. Raises StreamClosed on a closed stream.
+        """
+
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        """Enqueue a piece of which others need not await the end. Returns the milestones' events, in order.
+
+        One is done once what the piece did (on CUDA: enqueued) before it called the milestone has run; those that it
+        never called are done when the piece has ended, failed or been skipped. A failure behind a milestone does not
+        show in its event: it shows in the scope.
         """
 
     def record(self, scope: Scope | None = None) -> Event:
