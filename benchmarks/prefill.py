@@ -55,7 +55,9 @@ def main() -> None:
     sys.exit(0 if is_met else 1)
 
 
-async def measure_round(address: str, lengths: list[int], args: argparse.Namespace, seed: int) -> list[dict[str, float]]:
+async def measure_round(
+    address: str, lengths: list[int], args: argparse.Namespace, seed: int
+) -> list[dict[str, float]]:
     """Tokens/s by who computed, for each length; `bound` is the engine's."""
     engine = await asyncio.to_thread(run_engine, lengths, args)
     rows = []

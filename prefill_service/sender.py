@@ -221,7 +221,7 @@ class KvSender:
 
 
 def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:
-    """(layers, tokens) of the largest segment: all `layers` of as many tokens as fit, else one token of fewer layers."""
+    """(layers, tokens) of the largest segment: all `layers` of as many tokens as fit, else one token of fewer."""
     num_tokens = max_segment_bytes // (group.layer_token_bytes * layers)
     if num_tokens:
         return layers, num_tokens

@@ -166,7 +166,11 @@ def test_what_arrives_is_the_same_either_way(make_prefill: MakePrefill) -> None:
         assert not np.isnan(early.kv(row)).any(), "something was never sent"
         assert np.array_equal(early.kv(row), late.kv(row))
     first_tokens = [
-        [(frame.rows.tolist(), frame.first_token_ids.tolist()) for frame in run.frames if isinstance(frame, PrebuiltBatch)]
+        [
+            (frame.rows.tolist(), frame.first_token_ids.tolist())
+            for frame in run.frames
+            if isinstance(frame, PrebuiltBatch)
+        ]
         for run in (early, late)
     ]
     assert first_tokens[0] == first_tokens[1]
