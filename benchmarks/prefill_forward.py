@@ -14,7 +14,6 @@ import argparse  # noqa: E402
 import json  # noqa: E402
 import random  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
 
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
@@ -111,28 +110,19 @@ def prompt_flops(num_tokens: int) -> float:
 
 def matmul_flops_per_s(num_threads: int) -> float:
     """The best rate of a packed bfloat16 linear layer of the model's MLP over 512 tokens."""
-    rates: list[float] = []
-
-    def measure(layers: list[PackedLinear], x: torch.Tensor) -> None:
-        began_s = time.perf_counter()
-        for layer in layers:
-            layer(x)
-        rates.append(len(layers) * 2.0 * 512 * HIDDEN * MLP / (time.perf_counter() - began_s))
-
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    rates = []
     with torch.inference_mode():
         layers = [PackedLinear(torch.nn.Linear(HIDDEN, MLP, bias=False, dtype=torch.bfloat16)) for _ in range(30)]
         x = torch.randn((512, HIDDEN), dtype=torch.bfloat16)
-        _with_threads(num_threads, lambda: [measure(layers, x) for _ in range(6)])
+        for _ in range(6):
+            began_s = time.perf_counter()
+            for layer in layers:
+                layer(x)
+            rates.append(len(layers) * 2.0 * 512 * HIDDEN * MLP / (time.perf_counter() - began_s))
+    torch.set_num_threads(before)
     return max(rates)
-
-
-def _with_threads(num_threads: int, work: Callable[[], object]) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        work()
-    finally:
-        torch.set_num_threads(before)
 
 
 if __name__ == "__main__":
