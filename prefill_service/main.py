@@ -55,6 +55,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         send_budget_bytes=settings.send_budget_bytes,
         max_segment_bytes=settings.max_segment_bytes,
         max_queued_rows=settings.max_queued_rows,
+        early_sending=settings.early_sending,
         on_step=engine_metrics.on_step,
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,

@@ -1,8 +1,8 @@
-"""The prefill engine: chunked prefill of many prompts a forward, KV leaving while the next chunks compute.
+"""The prefill engine: chunked prefill of many prompts a forward, KV leaving while later layers and chunks compute.
 
 step:   commands ─▶ admit ─▶ launch chunks N+1 ─▶ finish chunks N ─▶ first tokens and segments ─▶ events
-stream:            [ ...... chunks N ...... ][ ...... chunks N+1 ...... ]
-sending:                                     [ KV of chunks N ]
+stream:            [ ....... chunks N ....... ][ ...... chunks N+1 ...... ]
+sending:                 [ first layers ][ later ][ first layers ]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import PrebuiltBatch, RowFailed
-from prefill_service.chunk_batch import ChunkBatch, cut_chunks, traced_chunks
+from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.messages import (
     CallDone,
     CancelCallRows,
@@ -70,7 +70,8 @@ class PrefillEngine:
 
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
-    prompts that wait for a row. `clock` is in monotonic seconds.
+    prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
+    `clock` is in monotonic seconds.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class PrefillEngine:
         send_budget_bytes: int = 64 << 20,
         max_segment_bytes: int = 4 << 20,
         max_queued_rows: int = 1024,
+        early_sending: bool = True,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -95,7 +97,8 @@ class PrefillEngine:
         timeline: Timeline | None = None,
         debug_checks: bool = False,
     ) -> None:
-        self._layer_group = model.layer_group.name
+        self._layer_group = model.layer_group
+        self._early_sending = early_sending
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
         assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
         self._device = device
@@ -267,7 +270,7 @@ class PrefillEngine:
         batch = ChunkBatch.of(
             chunks,
             pool=self.pool,
-            layer_group=self._layer_group,
+            layer_group=self._layer_group.name,
             num_draft_layers=self._num_draft_layers,
         )
         scope = Scope(f"prefill step {self._num_steps}")
@@ -277,15 +280,22 @@ class PrefillEngine:
             row_seeds = [prompt.row_seed for prompt in self._unseeded]
             stream.enqueue(partial(self._sampling_state.reset, row_seeds), scope)
             self._unseeded.clear()
-        computed = self._worker.forward(batch, scope)
-        step = _StepInFlight(batch, computed, stream.record(scope), self._clock())
+        launched = self._worker.forward(batch, scope, layers_per_event=self._layers_per_event(chunks))
+        step = _StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
+        layers_written = {self._layer_group.name: launched.layers_written}
         for chunk in chunks:
             prompt = chunk.prompt
             assert prompt.lease is not None
             prompt.lease.use_until(step.end, stream)
             prompt.num_launched_tokens = chunk.stop
-            self._sender.queue(prompt, chunk.start, chunk.stop, step.end)
+            self._sender.queue(prompt, chunk.start, chunk.stop, step.end, layers_written=layers_written)
         return step
+
+    def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
+        """So many that those of the longest chunk fill a segment; 0: nobody asks before the forward's end."""
+        if not self._early_sending:
+            return 0
+        return self._sender.layers_per_segment(self._layer_group, max(chunk.num_tokens for chunk in chunks))
 
     def _finish_done(self) -> None:
         while self._in_flight and self._in_flight[0].end.is_done():

@@ -1,4 +1,4 @@
-"""KV on its way out: chunk by chunk, while the next chunk computes, within a byte budget.
+"""KV on its way out: layers of a chunk while later ones and the next chunk compute, within a byte budget.
 
 chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
                                ◀────────── SegmentBytesSent returns the budget ──────────────┘
@@ -7,6 +7,7 @@ chunk launched ──▶ pieces queued ──budget──▶ copied to the host 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from prefill_service.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of one prompt's KV that fits one segment; its copy waits for `computed`."""
+    """Part of one prompt's KV that fits one segment; its copy waits for `written`."""
 
     prompt: Prompt
     lease: RowLease
@@ -31,7 +32,7 @@ class _Piece:
     num_layers: int
     token_start: int
     num_tokens: int
-    computed: Event
+    written: Event
 
     @property
     def num_bytes(self) -> int:
@@ -87,27 +88,43 @@ class KvSender:
         """Segments of the prompt that have not become frames yet."""
         return self._num_pieces.get(prompt, 0)
 
-    def queue(self, prompt: Prompt, start: int, stop: int, computed: Event) -> None:
-        """Send tokens [start, stop) of a prompt once `computed`: the end of the forward that writes them."""
+    def layers_per_segment(self, group: LayerGroupSpec, num_tokens: int) -> int:
+        """How many layers of `num_tokens` tokens fill one segment; 1 at least."""
+        return max(1, self._max_segment_bytes // (group.layer_token_bytes * num_tokens))
+
+    def queue(
+        self,
+        prompt: Prompt,
+        start: int,
+        stop: int,
+        computed: Event,
+        *,
+        layers_written: Mapping[str, Sequence[tuple[range, Event]]],
+    ) -> None:
+        """Send tokens [start, stop) of a prompt, each layer group once `computed`, the end of the forward, is done.
+
+        Of the groups in `layers_written` each range of layers is sent once its own event is done.
+        """
         assert prompt.lease is not None
         pieces = self._queued.setdefault(prompt.call_id, deque())
-        for group in self._pool.groups.values():
-            num_layers, num_tokens = segment_shape(group, self._max_segment_bytes)
-            for token in range(start, stop, num_tokens):
-                for layer in range(0, group.num_layers, num_layers):
-                    pieces.append(
-                        _Piece(
-                            prompt=prompt,
-                            lease=prompt.lease,
-                            group=group,
-                            layer_start=layer,
-                            num_layers=min(num_layers, group.num_layers - layer),
-                            token_start=token,
-                            num_tokens=min(num_tokens, stop - token),
-                            computed=computed,
+        for name, group in self._pool.groups.items():
+            for layers, event in layers_written.get(name) or [(range(group.num_layers), computed)]:
+                num_layers, num_tokens = segment_shape(group, self._max_segment_bytes, layers=len(layers))
+                for token in range(start, stop, num_tokens):
+                    for layer in layers[::num_layers]:
+                        pieces.append(
+                            _Piece(
+                                prompt=prompt,
+                                lease=prompt.lease,
+                                group=group,
+                                layer_start=layer,
+                                num_layers=min(num_layers, layers.stop - layer),
+                                token_start=token,
+                                num_tokens=min(num_tokens, stop - token),
+                                written=event,
+                            )
                         )
-                    )
-                    self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + 1
+                        self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + 1
 
     def bytes_of(self, prompt: Prompt) -> dict[str, int]:
         """KV bytes of the whole prompt in each layer group."""
@@ -147,12 +164,15 @@ class KvSender:
                     progressing = True
 
     def poll(self) -> list[SentPiece]:
-        """The segments whose copies have ended, in order."""
+        """The segments whose copies have ended, in order.
+
+        Of what a failed forward did not write there is none: that forward's end fails its prompts.
+        """
         sent = []
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
             piece = copy.piece
-            is_wanted = piece.prompt in self._num_pieces
+            is_wanted = piece.prompt in self._num_pieces and piece.written.error is None
             if (not is_wanted or copy.scope.error is not None) and self.owes(piece.prompt.call_id):
                 self.return_budget(piece.prompt.call_id, piece.num_bytes)
             if not is_wanted:
@@ -188,7 +208,7 @@ class KvSender:
             payload.set(self._device.to_host(gathered.view(torch.uint8)))
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
-        self._stream.wait(piece.computed)
+        self._stream.wait(piece.written)
         row = piece.prompt.row
         flow = segment_flow(row.request_id, row.attempt, piece.group.name, piece.layer_start, piece.token_start)
         self._stream.enqueue(Measured(copy_out, {"bytes": piece.num_bytes, FLOW: flow}), scope)
@@ -203,11 +223,11 @@ class KvSender:
             self._unsent.pop(call_id, None)
 
 
-def segment_shape(group: LayerGroupSpec, max_segment_bytes: int) -> tuple[int, int]:
-    """(layers, tokens) of the largest segment: all layers of as many tokens as fit, else one token of fewer layers."""
-    num_tokens = max_segment_bytes // group.token_bytes
+def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:
+    """(layers, tokens) of the largest segment: all `layers` of as many tokens as fit, else one token of fewer."""
+    num_tokens = max_segment_bytes // (group.layer_token_bytes * layers)
     if num_tokens:
-        return group.num_layers, num_tokens
+        return layers, num_tokens
     return max(1, max_segment_bytes // group.layer_token_bytes), 1
 
 

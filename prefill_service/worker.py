@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.stream import Device, Measured, Scope, Stream
+from common.device.stream import Device, Event, Measured, Scope, Stream
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import Seed
@@ -26,6 +26,18 @@ class Computed:
 
     sampled: Sampled
     seeds: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedChunks:
+    """`computed` is to be read behind what the stream records next.
+
+    `layers_written`: (layers, event) in the order of the target's layers, each once; their KV is in the pool behind
+    the event. Empty where the caller asked for none.
+    """
+
+    computed: Cell[Computed]
+    layers_written: Sequence[tuple[range, Event]]
 
 
 class PrefillWorker:
@@ -50,13 +62,20 @@ class PrefillWorker:
         self._sampling_state = sampling_state
         self._stream = stream
 
-    def forward(self, batch: ChunkBatch, scope: Scope) -> Cell[Computed]:
-        """KV of target and head goes to the pool. The cell is to be read behind what the stream then records."""
+    def forward(self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0) -> LaunchedChunks:
+        """KV of target and head goes to the pool; an event tells of every `layers_per_event` layers of the target."""
         computed: Cell[Computed] = Cell()
+        layers = _ranges(self._model.layer_group.num_layers, layers_per_event) if layers_per_event else []
 
         @torch.inference_mode()
-        def forward() -> None:
-            output = self._model.forward(batch.forward_input)
+        def forward(milestones: Sequence[Callable[[], None]]) -> None:
+            reach = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
+
+            def on_layer_kv(layer: int) -> None:
+                if layer in reach:
+                    reach[layer]()
+
+            output = self._model.forward(batch.forward_input, on_layer_kv=on_layer_kv if layers else None)
             first = sample(
                 output.logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
             )
@@ -69,8 +88,8 @@ class PrefillWorker:
 
         num_attended = sum(chunk.num_attended for chunk in batch.chunks)
         figures = {"chunks": len(batch.chunks), "tokens": batch.num_tokens, "attended": num_attended}
-        self._stream.enqueue(Measured(forward, figures), scope)
-        return computed
+        events = self._stream.enqueue_with_milestones(Measured(forward, figures), len(layers), scope)
+        return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
         """The draft head over the chunks: its KV, and the seeds of the prompts that end with them.
@@ -93,3 +112,7 @@ class PrefillWorker:
             batch=batch.sampling,
             topk=self._draft_topk,
         )
+
+
+def _ranges(num_layers: int, size: int) -> list[range]:
+    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]

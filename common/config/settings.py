@@ -58,6 +58,7 @@ class PrefillSettings(ServiceSettings):
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
     max_queued_rows: Positive = 1024
+    early_sending: bool = True
     stall_timeout_s: Seconds = 30.0
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,16 @@ from torch import Tensor
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
 from common.device.piece import close_all, failure_of, piece_span, raise_failure, run_piece
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
+from common.device.stream import (
+    Device,
+    Event,
+    MilestoneWork,
+    Scope,
+    Stream,
+    StreamKind,
+    StreamProgress,
+    Work,
+)
 from common.telemetry.timeline import Timeline, Track
 
 _ABANDON_POLL_S = 0.1
@@ -46,13 +56,17 @@ class CpuEvent(Event):
         return self._reached_s - earlier._reached_s
 
     def reach(self) -> None:
-        """The stream is here."""
+        """The stream is here. A milestone is come to twice: inside its piece, and behind it."""
+        if self._done.is_set():
+            return
         self._error = failure_of(self._scope, self._stream_scope)
         self._reached_s = time.perf_counter()
         self._done.set()
 
     def abandon(self, error: BaseException) -> None:
-        """The stream will never be here."""
+        """The stream will never be here, if it has not been."""
+        if self._done.is_set():
+            return
         self._error = error
         self._reached_s = time.perf_counter()
         self._done.set()
@@ -101,6 +115,15 @@ class CpuStream(Stream):
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._put(_Piece(work, scope))
+
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        events = [CpuEvent(self._scope, scope) for _ in range(num_milestones)]
+        self.enqueue(partial(work, [event.reach for event in events]), scope)
+        for event in events:
+            self._put(event)
+        return events
 
     def record(self, scope: Scope | None = None) -> Event:
         event = CpuEvent(self._scope, scope)

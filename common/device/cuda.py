@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,16 @@ from torch import Tensor
 from common.device.cuda_timing import CudaTimer
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
 from common.device.piece import close_all, failure_of, figures_of, piece_name, raise_failure, run_piece
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
+from common.device.stream import (
+    Device,
+    Event,
+    MilestoneWork,
+    Scope,
+    Stream,
+    StreamKind,
+    StreamProgress,
+    Work,
+)
 from common.telemetry.timeline import Timeline, Track
 
 _FIRST_POLL_S = 20e-6
@@ -104,6 +114,17 @@ class CudaStream(Stream):
                 return
             with self._timer.timed(piece_name(work), "" if scope is None else scope.name, figures_of(work)):
                 run_piece(work, scope, self._scope)
+
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        reached: dict[int, CudaEvent] = {}
+
+        def reach(number: int) -> None:
+            reached.setdefault(number, self._record(scope))
+
+        self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
+        return [reached.get(number) or self._record(scope) for number in range(num_milestones)]
 
     def record(self, scope: Scope | None = None) -> Event:
         self._check_open()

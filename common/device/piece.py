@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 from common.device.errors import DeviceTimeout, PieceFailed
@@ -12,13 +12,15 @@ from common.device.stream import Measured, Scope, Stream, Work
 from common.telemetry.timeline import NOT_RECORDED, Track
 
 
-def piece_name(work: Work) -> str:
+def piece_name(work: Callable[..., object]) -> str:
     while isinstance(work, functools.partial | Measured):
         work = work.func if isinstance(work, functools.partial) else work.work
     return getattr(work, "__name__", type(work).__name__)
 
 
-def figures_of(work: Work) -> Mapping[str, int]:
+def figures_of(work: Callable[..., object]) -> Mapping[str, int]:
+    while isinstance(work, functools.partial):
+        work = work.func
     return work.figures if isinstance(work, Measured) else {}
 
 

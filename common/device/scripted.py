@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,16 @@ from torch import Tensor
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
 from common.device.piece import close_all, failure_of, piece_name, raise_failure, run_piece
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
+from common.device.stream import (
+    Device,
+    Event,
+    MilestoneWork,
+    Scope,
+    Stream,
+    StreamKind,
+    StreamProgress,
+    Work,
+)
 
 Policy = Callable[["ScriptedDevice", Event], None]
 """What happens when somebody blocks on an event: run what should run. If the event is then not done, they time out."""
@@ -78,7 +88,9 @@ class ScriptedEvent(Event):
         return self._reached_s - earlier._reached_s
 
     def reach(self, abandoned: BaseException | None = None) -> None:
-        """The stream is here; or never will be, with the reason."""
+        """The stream is here; or never will be, with the reason. A milestone may have been come to before."""
+        if self._is_done:
+            return
         self._error = abandoned or failure_of(self._scope, self._stream_scope)
         self._reached_s = time.perf_counter()
         self._is_done = True
@@ -104,6 +116,7 @@ class ScriptedStream(Stream):
         self._kind = kind
         self._num_done = 0
         self._queue: deque[_Piece | _Wait | ScriptedEvent] = deque()
+        self._is_running = False
         self._is_closed = False
 
     @property
@@ -116,8 +129,17 @@ class ScriptedStream(Stream):
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._put(_Piece(work, scope))
 
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        events = [self._new_event(scope) for _ in range(num_milestones)]
+        self.enqueue(partial(work, [partial(self._pass_milestone, event) for event in events]), scope)
+        for event in events:
+            self._put(event)
+        return events
+
     def record(self, scope: Scope | None = None) -> Event:
-        event = ScriptedEvent(self, scope, self._scope)
+        event = self._new_event(scope)
         self._put(event)
         return event
 
@@ -142,7 +164,7 @@ class ScriptedStream(Stream):
     @property
     def is_ready(self) -> bool:
         """Whether `run_next` would run a piece."""
-        return bool(self._queue) and isinstance(self._queue[0], _Piece)
+        return not self._is_running and bool(self._queue) and isinstance(self._queue[0], _Piece)
 
     @property
     def blocked_on(self) -> Event | None:
@@ -157,9 +179,11 @@ class ScriptedStream(Stream):
             raise NotReady(f"stream {self.name} {reason}")
         piece = self._queue.popleft()
         assert isinstance(piece, _Piece)
+        self._is_running = True
         try:
             run_piece(piece.work, piece.scope, self._scope)
         finally:
+            self._is_running = False
             self._num_done += 1
             self.device.settle()
         return piece_name(piece.work)
@@ -177,7 +201,7 @@ class ScriptedStream(Stream):
     def settle(self) -> bool:
         """Reach the records and pass the waits at the head. True when something moved."""
         moved = False
-        while self._queue:
+        while self._queue and not self._is_running:
             match self._queue[0]:
                 case ScriptedEvent() as event:
                     event.reach()
@@ -192,6 +216,14 @@ class ScriptedStream(Stream):
 
     def pass_wait(self, event: Event) -> None:
         """The stream goes on behind `event`. Nothing to do here; for those who follow what comes after what."""
+
+    def _new_event(self, scope: Scope | None) -> ScriptedEvent:
+        return ScriptedEvent(self, scope, self._scope)
+
+    def _pass_milestone(self, event: ScriptedEvent) -> None:
+        event.reach()
+        self.device.settle()
+        self.device.on_host_call(self.device)
 
     def _put(self, operation: _Piece | _Wait | ScriptedEvent) -> None:
         if self._is_closed:
@@ -214,10 +246,11 @@ def run_nothing(device: ScriptedDevice) -> None:
 
 
 class ScriptedDevice(Device):
-    """`on_synchronize` acts when somebody blocks on an event; `on_host_call` whenever something was enqueued.
+    """`on_synchronize` acts when somebody blocks on an event; `on_host_call` whenever something was enqueued, and
+    inside a piece that has come to a milestone.
 
     With `on_host_call` a test lets streams progress between any two calls of the code under test, as threads would.
-    Both may be replaced at any time.
+    While a piece runs its own stream does not go on. Both may be replaced at any time.
     """
 
     def __init__(

@@ -22,16 +22,19 @@ from torch import Tensor
 Work = Callable[[], object]
 """What it returns is dropped."""
 
+MilestoneWork = Callable[[Sequence[Callable[[], None]]], object]
+"""A piece that says how far it is, by calling each of these once, in order. What it returns is dropped."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A piece with figures for its span on the timeline."""
 
-    work: Work
+    work: Callable[..., object]
     figures: Mapping[str, int]
 
-    def __call__(self) -> object:
-        return self.work()
+    def __call__(self, *arguments: object) -> object:
+        return self.work(*arguments)
 
 
 class Scope:
@@ -118,6 +121,16 @@ class Stream(Protocol):
 
         An exception fails `scope`. Without a scope it fails the stream: all its later pieces are skipped and all its
         later events carry the error. Raises StreamClosed on a closed stream.
+        """
+
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        """Enqueue a piece of which others need not await the end. Returns the milestones' events, in order.
+
+        One is done once what the piece did (on CUDA: enqueued) before it called the milestone has run; those that it
+        never called are done when the piece has ended, failed or been skipped. A failure behind a milestone does not
+        show in its event: it shows in the scope.
         """
 
     def record(self, scope: Scope | None = None) -> Event:

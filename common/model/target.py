@@ -107,12 +107,13 @@ class TargetModel:
             _base(self._model).register_forward_hook(partial(_keep_output, _FINAL), with_kwargs=True)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardInput) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
         """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured.
 
-        On CUDA everything is enqueued on the current stream and nothing waits for it.
+        On CUDA everything is enqueued on the current stream and nothing waits for it. `on_layer_kv` is called with each
+        layer's number once its KV is written (on CUDA: enqueued), in their order.
         """
-        if self._program is not None and self._program.takes(batch):
+        if self._program is not None and on_layer_kv is None and self._program.takes(batch):
             return TargetOutput(*self._program.forward(batch))
         every_token: int | Tensor = 0
         states: dict[int, Tensor] = {}
@@ -121,7 +122,7 @@ class TargetModel:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=_CountedPlan(self._backend.plan(batch), self._count_layer),
+            attention_plan=_ToldPlan(self._backend.plan(batch), self._count_layer, on_layer_kv),
             **({} if self._capture is None else {"captured_states": states}),
         )
         return TargetOutput(output.logits[0].float(), self._ordered(states))
@@ -146,16 +147,24 @@ class TargetModel:
         return lists[0]
 
 
-class _CountedPlan(AttentionPlan):
-    """Tells of each layer as it comes, so that who watches can tell a long forward from one that hangs."""
+class _ToldPlan(AttentionPlan):
+    """Tells of each layer as it comes, so that who watches can tell a long forward from one that hangs; and, to who
+    wants it, when its KV is there.
+    """
 
-    def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: Callable[[int], None] | None
+    ) -> None:
         self._plan = plan
         self._on_layer = on_layer
+        self._on_layer_kv = on_layer_kv
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self._on_layer()
-        return self._plan.attend(layer, query, key, value, scaling)
+        output = self._plan.attend(layer, query, key, value, scaling)
+        if self._on_layer_kv is not None:
+            self._on_layer_kv(layer)
+        return output
 
 
 def _base(model: nn.Module) -> nn.Module:

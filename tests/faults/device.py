@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
 from common.device.piece import piece_name
-from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
+from common.device.stream import Device, Event, MilestoneWork, Scope, Stream, StreamKind, StreamProgress, Work
 from tests.faults.injector import InjectedFault, Injector
 from tests.faults.plan import Action
+
+P = ParamSpec("P")
 
 
 class FaultyStream(Stream):
@@ -27,18 +30,12 @@ class FaultyStream(Stream):
         return self._stream.progress()
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
-        points = (f"stream.{self.name}", f"stream.{self.name}.{piece_name(work)}")
-        if not any(map(self._injector.watches, points)):
-            self._stream.enqueue(work, scope)
-            return
+        self._stream.enqueue(self._with_faults(work), scope)
 
-        def piece() -> None:
-            for point in points:
-                self._visit(point)
-            work()
-
-        piece.__name__ = piece_name(work)
-        self._stream.enqueue(piece, scope)
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        return self._stream.enqueue_with_milestones(self._with_faults(work), num_milestones, scope)
 
     def record(self, scope: Scope | None = None) -> Event:
         return self._stream.record(scope)
@@ -48,6 +45,19 @@ class FaultyStream(Stream):
 
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
+
+    def _with_faults(self, work: Callable[P, object]) -> Callable[P, object]:
+        points = (f"stream.{self.name}", f"stream.{self.name}.{piece_name(work)}")
+        if not any(map(self._injector.watches, points)):
+            return work
+
+        def piece(*arguments: P.args, **keywords: P.kwargs) -> None:
+            for point in points:
+                self._visit(point)
+            work(*arguments, **keywords)
+
+        piece.__name__ = piece_name(work)
+        return piece
 
     def _visit(self, point: str) -> None:
         fault = self._injector.visit(point)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from common.device.cpu import CpuDevice
 from common.device.piece import piece_name
-from common.device.stream import Scope, Stream, StreamKind, Work
+from common.device.stream import Event, MilestoneWork, Scope, Stream, StreamKind, Work
 from common.draft.load import load_draft
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
@@ -28,6 +29,12 @@ class _WatchedStream(FaultyStream):
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         self._pieces.add(piece_name(work))
         super().enqueue(work, scope)
+
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        self._pieces.add(piece_name(work))
+        return super().enqueue_with_milestones(work, num_milestones, scope)
 
 
 class _WatchedDevice(FaultyDevice):

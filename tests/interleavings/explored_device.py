@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.device.piece import raise_failure
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
-from common.device.stream import Event, Scope, Stream, StreamKind, Work
+from common.device.stream import Event, MilestoneWork, Scope, Stream, StreamKind, Work
 from tests.interleavings.footprint import Footprint, Memory, Unit
 
 HOST = "host"
@@ -78,6 +78,8 @@ class ExploredEvent(ScriptedEvent):
         raise_failure(self._error, "an event")
 
     def reach(self, abandoned: BaseException | None = None) -> None:
+        if self._is_done:
+            return
         stream = cast(ExploredStream, self.stream)
         self.after = {*stream.passed, *stream.last, stream.explored.num_current}
         super().reach(abandoned)
@@ -100,10 +102,17 @@ class ExploredStream(ScriptedStream):
         self.progress_units = {(self.name, "progress", self._num_enqueued)}
         super().enqueue(work, scope)
 
-    def record(self, scope: Scope | None = None) -> Event:
-        event = ExploredEvent(self, scope, self._scope)
-        self._put(event)
-        return event
+    def enqueue_with_milestones(
+        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+    ) -> Sequence[Event]:
+        """A piece is one step here: a milestone is passed with its piece."""
+        events = super().enqueue_with_milestones(work, num_milestones, scope)
+        for event in events:
+            cast(ExploredEvent, event).units = set(self.progress_units)
+        return events
+
+    def _new_event(self, scope: Scope | None) -> ExploredEvent:
+        return ExploredEvent(self, scope, self._scope)
 
     def wait(self, event: Event) -> None:
         if isinstance(event, ExploredEvent):

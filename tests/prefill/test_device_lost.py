@@ -16,7 +16,7 @@ from tests.support.pair import InProcessPair
 
 
 class TargetOnALostDevice(FaultyTarget):
-    def forward(self, batch: ForwardInput) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
         raise DeviceLost("the device faulted")
 
 

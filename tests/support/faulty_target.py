@@ -30,10 +30,10 @@ class FaultyTarget(TargetModel):
     def num_layers_begun(self) -> int:
         return self._sound.num_layers_begun
 
-    def forward(self, batch: ForwardInput) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
         if self.fails(batch):
             raise ForwardFailed("planted")
-        return self._sound.forward(batch)
+        return self._sound.forward(batch, on_layer_kv=on_layer_kv)
 
 
 def is_decode(batch: ForwardInput) -> bool:

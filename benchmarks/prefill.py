@@ -1,0 +1,129 @@
+"""Prefill tokens/s of one prompt at a time: through a pair's gRPC client, of the engine alone, and of a peer.
+
+Every round measures all of them in turn, at each prompt length; figures are medians over rounds, ratios are taken
+within a round. Through the pair the time is the request's prefill stage: from the handoff to the prebuilt batch's
+arrival. With --peer exit status 1 unless the pair's rate is at least the peer's at every length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from baton.client import AsyncClient
+from baton.load_generator import Workload, run_workload
+from baton.local_pair import LocalPair
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import demo_model_dir
+from benchmarks.serving import run_peer
+
+MIN_RATIO = 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", default="512,2048", help="lengths in tokens")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the prefill forward, and of the peer's")
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--peer", help="a program that prints its figures as one JSON object, given --prompt N")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    lengths = [int(length) for length in args.prompts.split(",")]
+    tokens = ("--max-kv-tokens", str(2 * max(lengths) + 64))
+    rounds: list[list[dict[str, float]]] = []
+    with LocalPair(
+        model=str(demo_model_dir()),
+        dtype="bfloat16",
+        prefill_args=(*tokens, "--num-threads", str(args.threads), "--chunk-tokens", str(args.chunk_tokens)),
+        decode_args=tokens,
+    ) as pair:
+        for number in range(args.rounds):
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+            rounds.append(asyncio.run(measure_round(pair.decode_addresses[0], lengths, args, seed=number)))
+    run = BenchmarkRun.of("prefill")
+    table, is_met = render(run, lengths, rounds, args)
+    print(table)
+    if not args.no_save:
+        run.save("prefill", table, {"rounds": rounds})
+    sys.exit(0 if is_met else 1)
+
+
+async def measure_round(
+    address: str, lengths: list[int], args: argparse.Namespace, seed: int
+) -> list[dict[str, float]]:
+    """Tokens/s by who computed, for each length; `bound` is the engine's."""
+    engine = await asyncio.to_thread(run_engine, lengths, args)
+    rows = []
+    async with AsyncClient(address) as client:
+        for length, alone in zip(lengths, engine["rows"], strict=True):
+            row = {"engine": alone["tokens_per_s"], "bound": alone["bound_tokens_per_s"]}
+            row["pair"] = await pair_rate(client, length, seed)
+            if args.peer:
+                peer = await asyncio.to_thread(
+                    run_peer, f"{args.peer} --prompt {length} --generate 1 --batch 1 --threads {args.threads}"
+                )
+                if peer is not None:
+                    row["peer"] = float(peer["rows"][0]["prefill_tokens_per_s"])
+            rows.append(row)
+    return rows
+
+
+def run_engine(lengths: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.prefill_forward", "--prompts", ",".join(map(str, lengths))]
+    command += ["--threads", str(args.threads), "--chunk-tokens", str(args.chunk_tokens)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    measured: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return measured
+
+
+async def pair_rate(client: AsyncClient, length: int, seed: int) -> float:
+    """The best of three requests: the others met something else on the machine."""
+    vocab_size = (await client.model_info()).vocab_size
+    workload = Workload(1, 3, length, 2, prompt_seed=seed)
+    records = await run_workload([client], workload, vocab_size=vocab_size)
+    prefills_s = [record.timings.prefill_s for record in records if record.timings is not None]
+    assert len(prefills_s) == 3, next(record.error for record in records if record.error is not None)
+    return length / min(prefills_s)
+
+
+def render(
+    run: BenchmarkRun, lengths: list[int], rounds: list[list[dict[str, float]]], args: argparse.Namespace
+) -> tuple[str, bool]:
+    lines = [
+        *run.heading(
+            "Prefill",
+            f"SmolLM2-135M-Instruct, bfloat16, one prompt at a time, {args.threads} threads, chunks of "
+            f"{args.chunk_tokens}; tokens/s, medians of {len(rounds)} rounds.",
+        ),
+        "",
+        "The bound is all matrix products and attention at the rate of the packed linear layers.",
+        "",
+        "| prompt | bound | engine | share of the bound | through the pair | peer | pair / peer | bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    is_met = True
+    for place, length in enumerate(lengths):
+        rows = [each[place] for each in rounds]
+        compared = [row for row in rows if "peer" in row]
+        cells = ["", "", ""]
+        if args.peer:
+            ratio = statistics.median(row["pair"] / row["peer"] for row in compared) if compared else 0.0
+            met = ratio >= MIN_RATIO
+            is_met &= met
+            peer = f"{statistics.median(row['peer'] for row in compared):.0f}" if compared else "failed"
+            cells = [peer, f"{ratio:.2f}", f">= {MIN_RATIO}: {'met' if met else 'MISSED'}"]
+        bound, engine, pair = (statistics.median(row[name] for row in rows) for name in ("bound", "engine", "pair"))
+        share = statistics.median(row["engine"] / row["bound"] for row in rows)
+        lines.append(f"| {length} | {bound:.0f} | {engine:.0f} | {share:.2f} | {pair:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines), is_met
+
+
+if __name__ == "__main__":
+    main()

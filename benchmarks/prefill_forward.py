@@ -1,0 +1,129 @@
+"""The prefill engine alone: tokens/s of one prompt at a time, the bound, and which operators the time goes to.
+
+Run as a process of its own, beside services: `python -m benchmarks.prefill_forward --prompts 512,2048 --threads 2`
+prints one JSON object. `--profile` prints a table of the operators of one forward of each prompt instead.
+"""
+
+from __future__ import annotations
+
+from common.openmp import spin_briefly
+
+spin_briefly()  # before torch is imported, as the services do
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import random  # noqa: E402
+import time  # noqa: E402
+
+import torch  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from benchmarks.machine import demo_model_dir  # noqa: E402
+from common.device.factory import open_device  # noqa: E402
+from common.model.cpu_linear import PackedLinear  # noqa: E402
+from common.model.loader import load_target  # noqa: E402
+from common.model.sampling_params import ResolvedSampling  # noqa: E402
+from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
+from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
+from prefill_service.scheduler import PrefillEngine  # noqa: E402
+
+NUM_LAYERS, HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 576, 1536, 9, 3, 64
+"""SmolLM2-135M's; what the bound counts."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", default="512,2048", help="lengths in tokens")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    lengths = [int(length) for length in args.prompts.split(",")]
+    torch.set_num_threads(1)
+    model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16")
+    device = open_device("cpu", num_threads=args.threads)
+    engine = PrefillEngine(
+        model=model,
+        device=device,
+        max_rows=2,
+        max_kv_tokens=2 * max(lengths),
+        max_context_tokens=max(lengths),
+        chunk_tokens=args.chunk_tokens,
+        max_batch_tokens=max(2048, args.chunk_tokens),
+    )
+    try:
+        compute_prompt(engine, "warm-up", max(lengths))
+        if args.profile:
+            for length in lengths:
+                with profile(activities=[ProfilerActivity.CPU]) as seen:
+                    compute_prompt(engine, f"profiled-{length}", length)
+                print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
+            return
+        flops_per_s = matmul_flops_per_s(args.threads)
+        rows = []
+        for length in lengths:
+            times_s = [compute_prompt(engine, f"{length}-{run}", length) for run in range(args.runs)]
+            rows.append(
+                {
+                    "prompt_tokens": length,
+                    "tokens_per_s": length / min(times_s),
+                    "bound_tokens_per_s": length * flops_per_s / prompt_flops(length),
+                }
+            )
+        print(json.dumps({"threads": args.threads, "matmul_flops_per_s": flops_per_s, "rows": rows}))
+    finally:
+        engine.close()
+        device.close(10.0)
+
+
+def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> float:
+    """Seconds from the prompt's arrival to its PrebuiltBatch. All its KV has left when this returns."""
+    numbers = random.Random(call_id)
+    token_ids = tuple(numbers.randrange(100, 49_000) for _ in range(num_tokens))
+    row = HandoffRow(call_id, 0, token_ids, num_tokens, ResolvedSampling(seed=0, max_tokens=1))
+    began_s = time.perf_counter()
+    events = engine.step([OpenCall(call_id, (row,))])
+    took_s = 0.0
+    while True:
+        sent = []
+        for event in events:
+            match event:
+                case FrameReady(_, PrebuiltBatch()):
+                    took_s = time.perf_counter() - began_s
+                case FrameReady(_, KvSegment() as segment):
+                    sent.append(SegmentBytesSent(call_id, segment.num_bytes))
+                case CallDone():
+                    engine.step(sent)
+                    return took_s
+        time.sleep(min(0.001, engine.idle_timeout_s()))
+        events = engine.step(sent)
+
+
+def prompt_flops(num_tokens: int) -> float:
+    """Of the layers' matrix products, and of causal attention; two for each multiplication with its addition."""
+    qkv_out = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + NUM_HEADS * HEAD_DIM
+    weights = NUM_LAYERS * HIDDEN * (qkv_out + 3 * MLP)
+    attention = NUM_LAYERS * NUM_HEADS * HEAD_DIM * 2 * num_tokens * num_tokens  # half of the 4 T^2: causal
+    return 2.0 * weights * num_tokens + attention
+
+
+def matmul_flops_per_s(num_threads: int) -> float:
+    """The best rate of a packed bfloat16 linear layer of the model's MLP over 512 tokens."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    rates = []
+    with torch.inference_mode():
+        layers = [PackedLinear(torch.nn.Linear(HIDDEN, MLP, bias=False, dtype=torch.bfloat16)) for _ in range(30)]
+        x = torch.randn((512, HIDDEN), dtype=torch.bfloat16)
+        for _ in range(6):
+            began_s = time.perf_counter()
+            for layer in layers:
+                layer(x)
+            rates.append(len(layers) * 2.0 * 512 * HIDDEN * MLP / (time.perf_counter() - began_s))
+    torch.set_num_threads(before)
+    return max(rates)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What disaggregation adds to the time to the first token: the pair beside both engines in one process.
+
+In turn, a prompt each: two services through the gRPC client, and the same engines in this process over the in-process
+handoff, without client, edge or sockets, so that all of those count against the pair. Exit status 1 when the pair's
+TTFT exceeds the other's by more than a tenth of its prefill time, by the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+from baton.client import AsyncClient
+from baton.load_generator import Workload, run_workload
+from baton.local_pair import LocalPair
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import demo_model_dir
+from common.device.factory import open_device
+from common.model.loader import load_target
+from common.model.sampling_params import ResolvedSampling
+from common.openmp import num_compute_threads
+from tests.support.pair import InProcessPair, PairOptions
+
+MAX_SHARE = 0.1
+NEW_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds. `prefill_s` and `transfer_s` are stages of the pair's request."""
+
+    pair_s: float
+    one_process_s: float
+    prefill_s: float
+    transfer_s: float
+
+    @property
+    def share(self) -> float:
+        return (self.pair_s - self.one_process_s) / self.prefill_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=0, help="of the prefill forwards; 0: the service's default")
+    parser.add_argument("--late-sending", action="store_true", help="KV leaves behind its chunk, not layer by layer")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    num_threads = num_compute_threads(args.threads, 0.5)
+    max_tokens = args.prompt_tokens + 64
+    one_process = InProcessPair(
+        load_target(demo_model_dir(), device="cpu", dtype="bfloat16"),
+        new_device=lambda: open_device("cpu", num_threads=num_threads),
+        options=PairOptions(
+            prefill_rows=1,
+            prefill_tokens=max_tokens,
+            decode_rows=1,
+            decode_tokens=max_tokens,
+            context_tokens=max_tokens,
+            chunk_tokens=512,
+            max_batch_tokens=2048,
+            send_budget_bytes=64 << 20,
+            receive_budget_bytes=64 << 20,
+            max_segment_bytes=4 << 20,
+        ),
+    )
+    sizes = ("--max-kv-tokens", str(max_tokens))
+    sending = "--no-early-sending" if args.late_sending else "--early-sending"
+    try:
+        with LocalPair(
+            model=str(demo_model_dir()),
+            dtype="bfloat16",
+            prefill_args=(*sizes, "--num-threads", str(num_threads), sending),
+            decode_args=sizes,
+        ) as pair:
+            rounds = asyncio.run(measure(pair.decode_addresses[0], one_process, args.rounds, args.prompt_tokens))
+    finally:
+        one_process.close()
+    run = BenchmarkRun.of("ttft")
+    share = statistics.median(each.share for each in rounds)
+    table = render(run, rounds, share, num_threads=num_threads, num_tokens=args.prompt_tokens)
+    print(table)
+    if not args.no_save:
+        run.save("ttft", table)
+    sys.exit(0 if share <= MAX_SHARE else 1)
+
+
+async def measure(address: str, one_process: InProcessPair, num_rounds: int, num_tokens: int) -> list[Round]:
+    """A round that only warms up comes first, and is left out."""
+    rounds = []
+    async with AsyncClient(address) as client:
+        vocab_size = (await client.model_info()).vocab_size
+        for number in range(num_rounds + 1):
+            workload = Workload(1, 1, num_tokens, NEW_TOKENS, prompt_seed=number)
+            (record,) = await run_workload([client], workload, vocab_size=vocab_size)
+            assert record.error is None and record.timings is not None, record.error
+            (prompt,) = workload.prompts(vocab_size)
+            one_process_s = await asyncio.to_thread(first_token_s, one_process, str(number), prompt)
+            rounds.append(Round(record.ttft_s, one_process_s, record.timings.prefill_s, record.timings.transfer_s))
+    return rounds[1:]
+
+
+def first_token_s(pair: InProcessPair, request_id: str, prompt: list[int]) -> float:
+    began_s = time.perf_counter()
+    outcome = pair.submit(request_id, prompt, ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))
+    pair.run(until=lambda: bool(outcome.token_ids) or outcome.has_ended)
+    took_s = time.perf_counter() - began_s
+    assert outcome.error is None, outcome.error
+    pair.settle()
+    return took_s
+
+
+def render(run: BenchmarkRun, rounds: list[Round], share: float, *, num_threads: int, num_tokens: int) -> str:
+    def median_ms(name: str) -> str:
+        return f"{1e3 * statistics.median(getattr(each, name) for each in rounds):.0f}"
+
+    verdict = "met" if share <= MAX_SHARE else "MISSED"
+    return "\n".join(
+        [
+            *run.heading(
+                "What disaggregation adds to TTFT",
+                f"SmolLM2-135M-Instruct, bfloat16, {num_tokens}-token prompts, prefill on {num_threads} threads; "
+                f"medians of {len(rounds)} rounds.",
+            ),
+            "",
+            "| TTFT of the pair, ms | of both engines in one process, ms | prefill, ms | transfer after it, ms "
+            "| difference / prefill | least, largest | bound |",
+            "|---|---|---|---|---|---|---|",
+            f"| {median_ms('pair_s')} | {median_ms('one_process_s')} | {median_ms('prefill_s')} "
+            f"| {median_ms('transfer_s')} | {share:.3f} "
+            f"| {min(each.share for each in rounds):.3f}, {max(each.share for each in rounds):.3f} "
+            f"| <= {MAX_SHARE}: {verdict} |",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

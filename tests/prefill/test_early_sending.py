@@ -1,0 +1,194 @@
+"""KV of a chunk's first layers leaves while its later layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from common.device.scripted import ScriptedDevice
+from common.errors import RowFailure
+from common.model.attention import ForwardInput
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel, TargetOutput
+from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
+from prefill_service.scheduler import PrefillEngine
+from tests.support.faulty_target import FaultyTarget, ForwardFailed
+
+PROMPTS = ((11, 12, 13, 14, 15, 16, 17), (21, 22, 23))
+CHUNK_TOKENS = 4
+NUM_LAYERS = 2
+
+
+class WatchedTarget(FaultyTarget):
+    """Notes when a forward ends. `fails_behind` a layer's KV, in the forward numbered so."""
+
+    def __init__(self, sound: TargetModel, journal: list[str]) -> None:
+        super().__init__(sound)
+        self._journal = journal
+        self.fails_behind: tuple[int, int] | None = None
+        self.num_forwards = 0
+
+    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+        number, self.num_forwards = self.num_forwards, self.num_forwards + 1
+
+        def tell(layer: int) -> None:
+            if on_layer_kv is not None:
+                on_layer_kv(layer)
+            if self.fails_behind == (number, layer):
+                raise ForwardFailed("planted")
+
+        output = super().forward(batch, on_layer_kv=tell)
+        self._journal.append("forward ended")
+        return output
+
+
+@dataclass
+class Prefill:
+    """An engine whose copies run as soon as they may, inside the forward where that is possible."""
+
+    engine: PrefillEngine
+    device: ScriptedDevice
+    target: WatchedTarget
+    journal: list[str]
+    frames: list[KvSegment | PrebuiltBatch | RowFailed] = field(default_factory=list)
+    is_done: bool = False
+
+    def run(self, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> None:
+        rows = [
+            HandoffRow(str(i), 0, ids, len(ids), ResolvedSampling(seed=1, max_tokens=4))
+            for i, ids in enumerate(prompts)
+        ]
+        self._take(self.engine.step([OpenCall("call", tuple(rows))]))
+        for _ in range(100):
+            load = self.engine.load()
+            if self.is_done and load.rows.free == load.rows.total and not load.unsent_bytes:
+                return
+            self._take(self.engine.step(self._sent()))
+            for stream in self.device.ready_streams():
+                if stream.is_ready:
+                    stream.run_next()
+        raise AssertionError(f"not over: {self.engine.load()}")
+
+    def run_copies(self, device: ScriptedDevice) -> None:
+        sending = device.stream("sending")
+        while sending.is_ready:
+            sending.run_next()
+            self.journal.append("layers left")
+
+    @property
+    def segments(self) -> list[KvSegment]:
+        return [frame for frame in self.frames if isinstance(frame, KvSegment)]
+
+    def kv(self, row: int) -> NDArray[np.float32]:
+        """What the receiver has of a row: [layers, planes, tokens, heads, head_dim], NaN where nothing came."""
+        group = self.target.layer_group
+        shape = (group.num_layers, group.num_planes, len(PROMPTS[row]), group.num_heads, group.head_dim)
+        kv = np.full(shape, np.nan, dtype=np.float32)
+        for segment in self.segments:
+            if segment.row == row:
+                layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
+                tokens = slice(segment.token_start, segment.token_start + segment.num_tokens)
+                assert np.isnan(kv[layers, :, tokens]).all(), "sent twice"
+                kv[layers, :, tokens] = np.frombuffer(segment.payload, np.float32).reshape(kv[layers, :, tokens].shape)
+        return kv
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            assert not self.is_done, f"after the call's end came {event}"
+            match event:
+                case FrameReady(_, (KvSegment() | PrebuiltBatch() | RowFailed()) as frame):
+                    self.frames.append(frame)
+                case CallDone():
+                    self.is_done = True
+
+    def _sent(self) -> list[SegmentBytesSent]:
+        unsent_bytes = self.engine.load().unsent_bytes
+        is_copying = self.device.stream("sending").pending()
+        return [SegmentBytesSent("call", unsent_bytes)] if unsent_bytes and not is_copying else []
+
+
+MakePrefill = Callable[..., Prefill]
+
+
+@pytest.fixture
+def make_prefill(tiny_target: Callable[[str], TargetModel]) -> Iterator[MakePrefill]:
+    made: list[Prefill] = []
+
+    def make(*, early_sending: bool = True) -> Prefill:
+        journal: list[str] = []
+        target = WatchedTarget(tiny_target("llama"), journal)
+        device = ScriptedDevice()
+        engine = PrefillEngine(
+            model=target,
+            device=device,
+            max_rows=4,
+            max_kv_tokens=64,
+            max_context_tokens=64,
+            chunk_tokens=CHUNK_TOKENS,
+            max_batch_tokens=2 * CHUNK_TOKENS,
+            max_segment_bytes=target.layer_group.layer_token_bytes * CHUNK_TOKENS,
+            early_sending=early_sending,
+            debug_checks=True,
+        )
+        prefill = Prefill(engine, device, target, journal)
+        device.on_host_call = prefill.run_copies
+        made.append(prefill)
+        return prefill
+
+    yield make
+    for prefill in made:
+        prefill.engine.close()
+
+
+def test_the_first_layers_leave_before_their_forward_has_ended(make_prefill: MakePrefill) -> None:
+    prefill = make_prefill()
+    prefill.run()
+    one_forward = ["layers left"] * (2 * NUM_LAYERS) + ["forward ended"]  # of either prompt's chunk, each layer
+    assert prefill.journal[: len(one_forward)] == one_forward
+
+
+def test_one_setting_sends_all_layers_behind_their_forward(make_prefill: MakePrefill) -> None:
+    prefill = make_prefill(early_sending=False)
+    prefill.run()
+    assert prefill.journal[0] == "forward ended"
+
+
+def test_what_arrives_is_the_same_either_way(make_prefill: MakePrefill) -> None:
+    early, late = make_prefill(), make_prefill(early_sending=False)
+    early.run()
+    late.run()
+    for row in range(len(PROMPTS)):
+        assert not np.isnan(early.kv(row)).any(), "something was never sent"
+        assert np.array_equal(early.kv(row), late.kv(row))
+    first_tokens = [
+        [
+            (frame.rows.tolist(), frame.first_token_ids.tolist())
+            for frame in run.frames
+            if isinstance(frame, PrebuiltBatch)
+        ]
+        for run in (early, late)
+    ]
+    assert first_tokens[0] == first_tokens[1]
+
+
+@pytest.mark.parametrize("forward", [0, 1])
+def test_a_forward_that_fails_midway_fails_its_rows_although_layers_have_left(
+    make_prefill: MakePrefill, forward: int
+) -> None:
+    prefill = make_prefill()
+    prefill.target.fails_behind = (forward, 0)
+    prefill.run(PROMPTS[:1])
+    assert prefill.journal.count("layers left") > forward * NUM_LAYERS, "the first layers did leave"
+    (failed,) = [frame for frame in prefill.frames if isinstance(frame, RowFailed)]
+    assert (failed.row, failed.reason, failed.retryable) == (0, RowFailure.COMPUTE, True)
+    assert "planted" in failed.message
+    assert prefill.frames[-1] is failed, "nothing follows a row's failure"
+    assert not any(isinstance(frame, PrebuiltBatch) for frame in prefill.frames)
+    written = {(s.layer_start, s.token_start) for s in prefill.segments}
+    whole = {(layer, chunk * CHUNK_TOKENS) for chunk in range(forward) for layer in range(NUM_LAYERS)}
+    assert written - whole <= {(0, forward * CHUNK_TOKENS)}, "what was never written was sent"
