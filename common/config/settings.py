@@ -27,6 +27,7 @@ class ServiceSettings(ProcessSettings):
     draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    attention: Literal["kernels", "torch"] = "kernels"
     tf32: bool = False
     num_threads: Annotated[int, Field(ge=0)] = 0
     max_rows: Positive = 32

@@ -12,17 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ATTENTION_NAME, AttentionBackend
-from common.model.attention_torch import TorchAttention
+from common.model.attention import ATTENTION_NAME
+from common.model.attention_choice import AttentionKind, new_attention
 from common.model.cpu_linear import pack_linears
 from common.model.target import TargetModel
-from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
+from common.model.traits import PROBE_NAME, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionBackend | None = None) -> TargetModel:
+def load_target(directory: Path, *, device: str, dtype: str, attention: AttentionKind = "kernels") -> TargetModel:
     """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`.
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
@@ -39,7 +39,14 @@ def load_target(directory: Path, *, device: str, dtype: str, backend: AttentionB
         _use_cpu_kernels(model)
     return TargetModel(
         model=model,
-        backend=backend or _attention(shape, torch_device, DTYPES[dtype]),
+        backend=new_attention(
+            attention,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=DTYPES[dtype],
+            torch_device=torch_device,
+        ),
         layer_group=LayerGroupSpec(
             name=TARGET_GROUP,
             num_layers=shape.num_layers,
@@ -65,16 +72,6 @@ def _use_cpu_kernels(model: nn.Module) -> None:
     fuse_blocks(model)
     replace_norms(model)
     pack_linears(model)
-
-
-def _attention(shape: AttentionShape, torch_device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    if torch_device.type != "cpu":
-        return TorchAttention()
-    from common.model.attention_cpu import PagedCpuAttention
-
-    return PagedCpuAttention(
-        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=dtype
-    )
 
 
 def _load_config(directory: Path) -> Any:
