@@ -12,7 +12,6 @@ import hypothesis
 import pytest
 import torch
 
-import tests.support.triton_interpreter  # first: what follows imports triton, where it is installed
 from common.device.factory import open_device
 from common.draft.head import DraftHead
 from common.model.loader import load_target

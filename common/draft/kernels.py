@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
-
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [1, T, head_dim] each."""
 Op = Callable[[Tensor], Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from common.draft.kernels import Op, Rotation, TorchKernels, rms_norm

@@ -118,9 +118,7 @@ def attend(  # type: ignore[no-untyped-def]
             t = start + tl.arange(0, TOKEN_BLOCK)
             is_token = t < end
             slot = tl.load(table + t, mask=is_token, other=0).to(tl.int64) * slot_stride
-            k = tl.load(
-                kv_of_head + slot[None, :] + dim[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0
-            )
+            k = tl.load(kv_of_head + slot[None, :] + dim[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision="ieee") * scale_log2
             if HAS_MASK:
                 column = t - (seq_len - mask_width)
