@@ -71,6 +71,7 @@ class DecodeSettings(ServiceSettings):
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     adaptive_depth: bool = True
     overlap: bool = True
+    cuda_graphs: bool = True
     receive_budget_bytes: Positive = 64 << 20
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     max_handoff_attempts: Positive = 3

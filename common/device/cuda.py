@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.device.cuda_graph import CudaGraphRecorder
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
+from common.device.graph import GraphRecorder
 from common.device.piece import close_all, failure_of, raise_failure, run_piece
 from common.device.stream import Device, Event, Scope, Stream, StreamKind, StreamProgress, Work
 
@@ -135,6 +137,7 @@ class CudaDevice(Device):
         self._torch_device = torch.device("cuda", index)
         self._schedule_stream = CudaStream("schedule", torch.cuda.current_stream(self._torch_device))
         self._streams: list[CudaStream] = []
+        self._graphs = CudaGraphRecorder(self._torch_device)
 
     @property
     def torch_device(self) -> torch.device:
@@ -148,6 +151,10 @@ class CudaDevice(Device):
         stream = CudaStream(name, torch.cuda.Stream(self._torch_device), kind=kind)
         self._streams.append(stream)
         return stream
+
+    @property
+    def graphs(self) -> GraphRecorder | None:
+        return self._graphs
 
     def progress(self) -> Sequence[StreamProgress]:
         return [stream.progress() for stream in self._streams]

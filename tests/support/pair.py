@@ -61,6 +61,7 @@ class PairOptions:
     chunk_tokens: int = 64
     max_batch_tokens: int = 256
     overlap: bool = True
+    replays_forwards: bool = True
     send_budget_bytes: int = 1 << 20
     receive_budget_bytes: int = 1 << 20
     max_segment_bytes: int = 1 << 16
@@ -145,6 +146,7 @@ class InProcessPair:
             spec_info=options.spec_info if draft else None,
             adapts_depth=options.adapts_depth,
             overlap=options.overlap,
+            replays_forwards=options.replays_forwards,
             max_handoff_attempts=options.max_handoff_attempts,
             clock=clock,
             on_step=self.decode_steps.append,
