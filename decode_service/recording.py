@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from common.device.stream import Device, Scope, Stream
+from common.kv.row_table import PADDING_ROW
+from common.kv.slot_allocator import PADDING_SLOT
 from common.model.forward_graphs import ForwardGraphs
-from common.model.sampling_state import NO_SAMPLING
 from decode_service.future_map import FutureMap
-from decode_service.schedule_batch import ForwardBatch, ForwardMode
+from decode_service.schedule_batch import ForwardBatch, ForwardMode, ScheduleBatch
 from decode_service.spec_info import SpecInfo
 from decode_service.worker import Worker
 
@@ -54,24 +55,22 @@ def record_forwards(
 
 
 def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch.device) -> ForwardBatch:
-    """Entries that are all row 0, with nothing before them."""
-    num_tokens = 1 if spec_info is None else spec_info.num_verify_tokens
-    num_slots = 1 if spec_info is None else spec_info.num_slots
+    """Entries that are all row 0, with nothing before them and of no request."""
+    has_drafts = spec_info is not None and spec_info.has_drafts
+    seq_len = 0 if has_drafts else 1  # a step without drafts is prepared with its token counted
 
-    def zeros(length: int) -> torch.Tensor:
-        return torch.zeros(length, dtype=torch.int64, device=torch_device)
+    def column(value: int, device: str | torch.device = torch_device) -> torch.Tensor:
+        return torch.full((num_rows,), value, dtype=torch.int64, device=device)
 
-    return ForwardBatch(
-        req_pool_indices=zeros(num_rows),
-        seq_lens=zeros(num_rows) + num_tokens,
-        prefix_lens=zeros(num_rows),
-        seq_lens_cpu=(num_tokens,) * num_rows,
-        seq_lens_sum=num_tokens * num_rows,
-        positions=torch.arange(num_tokens, device=torch_device).repeat(num_rows),
-        out_cache_loc=zeros(num_rows * num_slots),
-        sampling=NO_SAMPLING,
-        spec_info=spec_info,
-        undrafted=(),
-        draft_lag=(0,) * num_rows,
+    batch = ScheduleBatch(
+        reqs=[],
+        req_pool_indices=column(PADDING_ROW),
+        req_pool_indices_cpu=column(PADDING_ROW, "cpu"),
+        seq_lens=column(seq_len),
+        seq_lens_cpu=column(seq_len, "cpu"),
+        draft_lag=[0] * num_rows,
         forward_mode=ForwardMode.DECODE,
     )
+    batch.spec_info = spec_info
+    batch.out_cache_loc = column(PADDING_SLOT).repeat_interleave(batch.num_step_slots)
+    return ForwardBatch.snapshot(batch)
