@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.device.upload import device_copy
 from common.kv.pool import KvPool, RowLease
 from common.model.sampling_state import SamplingBatch
 from common.wire.handoff import PrebuiltBatch
@@ -90,9 +91,9 @@ class ScheduleBatch:
         seq_lens_cpu = torch.from_numpy(np.concatenate([part.columns.seq_lens[part.entries] for part in parts]))
         return cls(
             reqs=reqs,
-            req_pool_indices=_device_copy(rows, torch_device),
+            req_pool_indices=device_copy(rows, torch_device),
             req_pool_indices_cpu=rows,
-            seq_lens=_device_copy(seq_lens_cpu, torch_device),
+            seq_lens=device_copy(seq_lens_cpu, torch_device),
             seq_lens_cpu=seq_lens_cpu,
             draft_lag=[0] * len(reqs),
             forward_mode=ForwardMode.PREBUILT,
@@ -154,7 +155,7 @@ class ScheduleBatch:
         if len(keep) == len(self.reqs):
             return
         keep_cpu = torch.tensor(keep, dtype=torch.int64)
-        keep_device = _device_copy(keep_cpu, self.seq_lens.device)
+        keep_device = device_copy(keep_cpu, self.seq_lens.device)
         self.reqs = [self.reqs[i] for i in keep]
         self.req_pool_indices = self.req_pool_indices[keep_device]
         self.req_pool_indices_cpu = self.req_pool_indices_cpu[keep_cpu]
@@ -258,11 +259,6 @@ class ForwardBatch:
     def max_accept_len(self) -> int:
         """Tokens that the step commits of an entry at most."""
         return 1 if self.spec_info is None else self.spec_info.max_accept_len
-
-
-def _device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
-    """On `torch_device`, never sharing storage with `host`."""
-    return host.to(torch_device, copy=True)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

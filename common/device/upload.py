@@ -15,6 +15,11 @@ def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, torch_de
     would make the caller wait for everything enqueued before it.
     """
     host = torch.tensor(values, dtype=dtype)
+    return host if torch_device.type == "cpu" else device_copy(host, torch_device)
+
+
+def device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
+    """`host` on the device, never sharing storage with it; else as `upload`."""
     if torch_device.type == "cpu":
-        return host
+        return host.clone()
     return host.pin_memory().to(torch_device, non_blocking=True)

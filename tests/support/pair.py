@@ -62,6 +62,7 @@ class PairOptions:
     max_batch_tokens: int = 256
     overlap: bool = True
     replays_forwards: bool = True
+    debug_checks: bool = True
     send_budget_bytes: int = 1 << 20
     receive_budget_bytes: int = 1 << 20
     max_segment_bytes: int = 1 << 16
@@ -150,7 +151,7 @@ class InProcessPair:
             max_handoff_attempts=options.max_handoff_attempts,
             clock=clock,
             on_step=self.decode_steps.append,
-            debug_checks=True,
+            debug_checks=options.debug_checks,
         )
         self.replicas = [
             self._new_replica(f"replica-{number}", model, new_device(), clock) for number in range(options.num_replicas)
@@ -175,7 +176,7 @@ class InProcessPair:
             overlap=options.overlap,
             clock=clock,
             on_step=self.prefill_steps.append,
-            debug_checks=True,
+            debug_checks=options.debug_checks,
         )
         inbox = _PrefillInbox()
         transport = InProcessTransport(
