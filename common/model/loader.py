@@ -27,11 +27,18 @@ def load_target(directory: Path, *, device: str, dtype: str, attention: Attentio
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
-    name = directory.name
-    torch_device = torch.device(device)
     config = _load_config(directory)
-    check_config(config, name=name)
+    check_config(config, name=directory.name)
     model = _load_model(directory, config, DTYPES[dtype])
+    return target_of(model, name=directory.name, device=device, dtype=dtype, attention=attention)
+
+
+def target_of(model: Any, *, name: str, device: str, dtype: str, attention: AttentionKind = "kernels") -> TargetModel:
+    """A loaded causal language model as a target; it is changed, and attends nowhere else any more.
+
+    Raises UnsupportedModel, like `load_target`, for what only a forward shows.
+    """
+    torch_device, config = torch.device(device), model.config
     model = model.to(torch_device).eval().requires_grad_(False)
     shape = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
