@@ -5,8 +5,8 @@
     peer      64 rows: tokens/s beside transformers' continuous batching on the same weights, in the same run
     handoff   KV from one pool to the other on this host, of a shape that computes little
 
-Both engines run in one process, and the handoff is without gRPC. A step is the wall's, from one to the next, in a run of
-steps without prefill. Writes a table into benchmarks/results. Exit status 1 when a bound is missed. `--tiny` rehearses
+Both engines run in one process, and the handoff is without gRPC. A step is the wall's, from one to the next, in a run
+of steps without prefill. Writes a table into benchmarks/results. Exit status 1 when a bound is missed. `--tiny` rehearses
 all of it with a small shape, on any device, without bounds.
 """
 
