@@ -6,8 +6,8 @@
     handoff   KV from one pool to the other on this host, of a shape that computes little
 
 Both engines run in one process, and the handoff is without gRPC. A step is the wall's, from one to the next, in a run
-of steps without prefill. Writes a table into benchmarks/results. Exit status 1 when a bound is missed. `--tiny` rehearses
-all of it with a small shape, on any device, without bounds.
+of steps without prefill. Writes a table into benchmarks/results. Exit status 1 when a bound is missed. `--tiny`
+rehearses all of it with a small shape, on any device, without bounds.
 """
 
 from __future__ import annotations
