@@ -51,6 +51,11 @@ RUN pip install '.[engine]' && pip uninstall --yes baton-serve
 
 # Both services, alike but for what is started: their images share every layer.
 FROM engine-libraries AS engine
+# Debian packages that an image for GPUs needs: Triton calls a C compiler when a kernel is first used.
+ARG COMPILER_PACKAGES=""
+RUN if [ -n "${COMPILER_PACKAGES}" ]; then \
+      apt-get update && apt-get install --yes --no-install-recommends ${COMPILER_PACKAGES} && rm -rf /var/lib/apt/lists/*; \
+    fi
 COPY --from=code /opt/code /opt/baton
 VOLUME /var/cache/baton
 ENV BATON_LISTEN=0.0.0.0:50051 BATON_METRICS_LISTEN=0.0.0.0:9100

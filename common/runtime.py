@@ -55,7 +55,13 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     try:
-        model = load_target(directory, device=settings.device, dtype=settings.dtype, fuses=settings.fuses)
+        model = load_target(
+            directory,
+            device=settings.device,
+            dtype=settings.dtype,
+            attention=settings.attention,
+            fuses=settings.fuses,
+        )
         tokenizer = TextTokenizer.from_directory(directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
@@ -78,7 +84,9 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
 def _load_draft(settings: ServiceSettings, model: TargetModel) -> LoadedDraft:
     directory = resolve_draft(settings.draft, _LoggedProgress())
     _log.info("loading_draft", draft=settings.draft, directory=str(directory))
-    head = load_draft(directory, target=model, device=settings.device, dtype=settings.dtype)
+    head = load_draft(
+        directory, target=model, device=settings.device, dtype=settings.dtype, attention=settings.attention
+    )
     num_layers, num_ids = head.layer_group.num_layers, head.token_ids.shape[0]
     if settings.draft_topk > 1 and num_layers > 1:
         raise StartupError(f"draft_topk: {settings.draft} has {num_layers} layers: it drafts chains, not trees")

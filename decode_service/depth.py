@@ -40,6 +40,10 @@ _MARGIN = 1.02  # what drafts are to bring at least: times measured are off by a
 class Depth(Protocol):
     """How deep the next step is to draft."""
 
+    @property
+    def levels(self) -> Sequence[SpecInfo]:
+        """Every depth that may be chosen, seed or none."""
+
     def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
         """For B rows, of which `num_wanted` may be drafted for; `draft_lag` [B]: tokens that the head has not read.
 
@@ -58,6 +62,10 @@ class FixedDepth:
 
     def __init__(self, spec_info: SpecInfo) -> None:
         self._spec_info = spec_info
+
+    @property
+    def levels(self) -> Sequence[SpecInfo]:
+        return (self._spec_info.at_depth(0), self._spec_info)
 
     def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
         return self._spec_info if num_wanted else self._spec_info.at_depth(0)
@@ -99,6 +107,10 @@ class AdaptiveDepth:
         self._num_since_probe = 0
         self._num_new = 0  # probes of what was not measured well, in a row
         self._num_probes = 0
+
+    @property
+    def levels(self) -> Sequence[SpecInfo]:
+        return self._levels
 
     def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
         self._probe_is_new = None

@@ -82,12 +82,9 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         if speculation_metrics is not None:
             speculation_metrics.on_step(stats)
 
+    engine = _engine(settings, process, on_step)
     thread: EngineThread[Command] = EngineThread(
-        engine=_engine(settings, process, on_step),
-        deliver=deliver,
-        on_death=on_death,
-        name="decode-engine",
-        timeline=runtime.timeline,
+        engine=engine, deliver=deliver, on_death=on_death, name="decode-engine", timeline=runtime.timeline
     )
 
     def post_report(report: TransportReport) -> None:
@@ -101,6 +98,13 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         observer=observer,
         timeline=runtime.timeline,
     )
+    if (recorded := engine.recorded) is not None:
+        _log.info(
+            "forwards_recorded",
+            num_graphs=recorded.num_graphs,
+            num_bytes=recorded.num_bytes,
+            seconds=round(recorded.seconds, 3),
+        )
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
     )
@@ -192,6 +196,7 @@ def _engine(settings: DecodeSettings, process: Process, on_step: OnStep) -> Deco
         max_kv_tokens=settings.max_kv_tokens,
         max_context_tokens=runtime.max_context_tokens,
         overlap=settings.overlap,
+        replays_forwards=settings.cuda_graphs,
         max_handoff_attempts=settings.max_handoff_attempts,
         prefill_timeout_s=settings.prefill_timeout_s,
         on_step=on_step,

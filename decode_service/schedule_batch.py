@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.device.upload import device_copy
 from common.kv.pool import KvPool
 from common.model.sampling_state import SamplingBatch, sampling_needs
 from common.wire.handoff import PrebuiltBatch
@@ -95,9 +96,9 @@ class ScheduleBatch:
         seq_lens_cpu = torch.from_numpy(np.concatenate([part.columns.seq_lens[part.entries] for part in parts]))
         return cls(
             reqs=reqs,
-            req_pool_indices=_device_copy(rows, torch_device),
+            req_pool_indices=device_copy(rows, torch_device),
             req_pool_indices_cpu=rows,
-            seq_lens=_device_copy(seq_lens_cpu, torch_device),
+            seq_lens=device_copy(seq_lens_cpu, torch_device),
             seq_lens_cpu=seq_lens_cpu,
             draft_lag=[0] * len(reqs),
             forward_mode=ForwardMode.PREBUILT,
@@ -179,7 +180,7 @@ class ScheduleBatch:
             return
         keep = np.array(keep, dtype=np.int64)
         keep_cpu = torch.from_numpy(keep)
-        keep_device = _device_copy(keep_cpu, self.seq_lens.device)
+        keep_device = device_copy(keep_cpu, self.seq_lens.device)
         kept = keep.tolist()
         self.reqs = [self.reqs[i] for i in kept]
         self.req_pool_indices = self.req_pool_indices[keep_device]
@@ -286,11 +287,6 @@ class ForwardBatch:
     def max_accept_len(self) -> int:
         """Tokens that the step commits of an entry at most."""
         return 1 if self.spec_info is None else self.spec_info.max_accept_len
-
-
-def _device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
-    """On `torch_device`, never sharing storage with `host`."""
-    return host.to(torch_device, copy=True)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

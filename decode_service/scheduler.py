@@ -19,13 +19,12 @@ from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
-from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from decode_service.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.dispatcher import PrefillDispatcher
-from decode_service.future_map import FutureMap
+from decode_service.forward_side import ForwardSide
 from decode_service.landing import LandingZone
 from decode_service.messages import (
     Abort,
@@ -49,7 +48,6 @@ from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
 from decode_service.spec_info import SpecInfo
 from decode_service.stages import StageLog
 from decode_service.step_in_flight import StepInFlight, first_token_payload, first_tokens
-from decode_service.worker_factory import new_worker
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -61,7 +59,8 @@ class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
     `draft` and `spec_info` come together, and fit; `adapts_depth`: drafting may be shallower. `max_rows` bounds rows
-    reserved, transferring and running together. `overlap=False` finishes each step before the next is scheduled, by the
+    reserved, transferring and running together. `replays_forwards`: where the device can, steps' forwards are recorded
+    when the engine is made, and replayed. `overlap=False` finishes each step before the next is scheduled, by the
     same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
     """
 
@@ -77,6 +76,7 @@ class DecodeEngine:
         spec_info: SpecInfo | None = None,
         adapts_depth: bool = False,
         overlap: bool = True,
+        replays_forwards: bool = False,
         max_handoff_attempts: int = 3,
         prefill_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -104,28 +104,21 @@ class DecodeEngine:
             max_tokens_per_row=max_context_tokens + self._num_ahead,
             torch_device=device.torch_device,
         )
-        self._sampling_state = SamplingState(
-            max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
-        )
-        self._forward_stream = device.new_stream("forward")
-        self._worker = new_worker(
+        forward_side = ForwardSide.open(
             model=model,
             draft=draft,
-            spec_info=spec_info,
-            pool=self.pool,
-            sampling_state=self._sampling_state,
-            stream=self._forward_stream,
-        )
-        self.future_map = FutureMap(
+            levels=() if self._depth is None else self._depth.levels,
             device=device,
-            forward_stream=self._forward_stream,
-            max_rows=max_rows,
-            vocab_size=model.vocab_size,
-            relays_lengths=self._worker.relays_lengths,
-            seed_columns=self._worker.seed_columns,
+            pool=self.pool,
+            replays_forwards=replays_forwards,
             poisons_consumed_rows=debug_checks,
             wait_timeout_s=_STEP_TIMEOUT_S,
         )
+        self.recorded = forward_side.recorded
+        self.future_map = forward_side.future_map
+        self._forward_stream = forward_side.stream
+        self._worker = forward_side.worker
+        self._sampling_state = forward_side.sampling_state
         self._landing = LandingZone(device=device, pool=self.pool, vocab_size=model.vocab_size)
         self._stages = StageLog(self._post)
         self._dispatcher = PrefillDispatcher(

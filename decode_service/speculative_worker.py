@@ -24,7 +24,7 @@ from common.draft.seed import seed_columns
 from common.kv.pool import KvPool
 from common.model.sampling import Sampled, draw
 from common.model.sampling_state import NO_SAMPLING, SamplingState
-from common.model.target import TargetModel
+from common.model.target import Target
 from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.draft_tree import DraftTree
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
@@ -55,7 +55,7 @@ class SpeculativeWorker(ABC):
     def __init__(
         self,
         *,
-        model: TargetModel,
+        model: Target,
         draft: DraftHead,
         spec_info: SpecInfo,
         pool: KvPool,

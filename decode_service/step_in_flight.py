@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Scope, Stream
+from common.device.upload import device_copy
 from common.model.logprobs import unpack_logprobs
 from common.model.sampling import Sampled, sampled_to_host
 from common.model.sampling_params import TokenLogprobs
@@ -149,12 +150,15 @@ def first_token_payload(
 ) -> RelayPayload:
     """What bootstrap writes for the rows of `parts`, in their order: first tokens and seed columns."""
     columns = {
-        name: torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts]))
-        .view(buffer.dtype)  # numpy has no bfloat16: the column holds its bits
-        .to(torch_device)
+        name: device_copy(
+            torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts])).view(
+                buffer.dtype  # numpy has no bfloat16: the column holds its bits
+            ),
+            torch_device,
+        )
         for name, buffer in seeds.items()
     }
-    return RelayPayload(torch.from_numpy(_first_token_ids(parts)).to(torch_device), columns)
+    return RelayPayload(device_copy(torch.from_numpy(_first_token_ids(parts)), torch_device), columns)
 
 
 def _first_token_ids(parts: Sequence[ReadyRows]) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
-from common.model.target import TargetModel
+from common.model.target import Target
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
@@ -65,7 +65,7 @@ class PlainWorker:
     relays_lengths = False
     seed_columns: tuple[SeedColumnSpec, ...] = ()
 
-    def __init__(self, *, model: TargetModel, pool: KvPool, sampling_state: SamplingState, stream: Stream) -> None:
+    def __init__(self, *, model: Target, pool: KvPool, sampling_state: SamplingState, stream: Stream) -> None:
         self._model = model
         self._pool = pool
         self._sampling_state = sampling_state

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from common.device.stream import Stream
+from common.draft.graphed_head import GraphedHead
 from common.draft.head import DraftHead
 from common.kv.pool import KvPool
+from common.model.forward_graphs import ForwardGraphs
+from common.model.graphed_target import GraphedTarget
 from common.model.sampling_state import SamplingState
-from common.model.target import TargetModel
+from common.model.target import Target
 from decode_service.eagle_worker import EagleWorker
 from decode_service.multi_layer_eagle_worker import MultiLayerEagleWorker
 from decode_service.spec_info import SpecInfo
@@ -15,14 +18,18 @@ from decode_service.worker import PlainWorker, Worker
 
 def new_worker(
     *,
-    model: TargetModel,
+    model: Target,
     draft: DraftHead | None,
     spec_info: SpecInfo | None,
     pool: KvPool,
     sampling_state: SamplingState,
     stream: Stream,
+    graphs: ForwardGraphs | None = None,
 ) -> Worker:
-    """`draft` and `spec_info` come together."""
+    """`draft` and `spec_info` come together. With `graphs` forwards of recorded shapes are replayed."""
+    if graphs is not None:
+        model = GraphedTarget(model, graphs)
+        draft = GraphedHead(draft, graphs) if draft is not None else None
     if draft is None or spec_info is None:
         return PlainWorker(model=model, pool=pool, sampling_state=sampling_state, stream=stream)
     speculative = EagleWorker if draft.layer_group.num_layers == 1 else MultiLayerEagleWorker

@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+import tests.support.triton_interpreter  # noqa: F401 -- first: what follows imports triton
 from common.device.factory import open_device
 from common.draft.head import DraftHead
 from common.model.loader import load_target

@@ -32,6 +32,7 @@ class ServiceSettings(ProcessSettings):
     draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    attention: Literal["kernels", "torch"] = "kernels"
     tf32: bool = False
     num_threads: Annotated[int, Field(ge=0)] = 0
     max_rows: Positive = 32
@@ -77,6 +78,7 @@ class DecodeSettings(ServiceSettings):
     adaptive_depth: bool = True
     overlap: bool = True
     fused_forward: bool = True
+    cuda_graphs: bool = True
     receive_budget_bytes: Positive = 64 << 20
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     max_handoff_attempts: Positive = 3

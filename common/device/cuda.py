@@ -13,8 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.device.cuda_graph import CudaGraphRecorder
 from common.device.cuda_timing import CudaTimer
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
+from common.device.graph import GraphRecorder
 from common.device.piece import close_all, failure_of, figures_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
     Device,
@@ -173,6 +175,7 @@ class CudaDevice(Device):
         self._torch_device = torch.device("cuda", index)
         self._schedule_stream = CudaStream("schedule", torch.cuda.current_stream(self._torch_device))
         self._streams: list[CudaStream] = []
+        self._graphs = CudaGraphRecorder(self._torch_device)
 
     @property
     def torch_device(self) -> torch.device:
@@ -187,6 +190,10 @@ class CudaDevice(Device):
         stream = CudaStream(name, cuda_stream, kind=kind, track=self._timeline.track(name))
         self._streams.append(stream)
         return stream
+
+    @property
+    def graphs(self) -> GraphRecorder | None:
+        return self._graphs
 
     def progress(self) -> Sequence[StreamProgress]:
         return [stream.progress() for stream in self._streams]

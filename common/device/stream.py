@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.device.graph import GraphRecorder
+
 Work = Callable[[], object]
 """What it returns is dropped."""
 
@@ -160,6 +162,11 @@ class Device(Protocol):
         """The engine thread's own: what its code does directly is ordered with the pieces of this stream."""
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream: ...
+
+    @property
+    def graphs(self) -> GraphRecorder | None:
+        """None where work is not recorded: what is not launched cannot be launched at once."""
+        return None
 
     def progress(self) -> Sequence[StreamProgress]:
         """Of every stream made by `new_stream`. Never blocks. For one watcher, on a thread of its choice."""

@@ -25,6 +25,11 @@ def upload_array(values: NDArray[np.int64], torch_device: torch.device) -> Tenso
 
 
 def _upload(host: Tensor, torch_device: torch.device) -> Tensor:
+    return host if torch_device.type == "cpu" else device_copy(host, torch_device)
+
+
+def device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
+    """`host` on the device, never sharing storage with it; else as `upload`."""
     if torch_device.type == "cpu":
-        return host
+        return host.clone()
     return host.pin_memory().to(torch_device, non_blocking=True)

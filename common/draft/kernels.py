@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
-from common.draft.spec import BlockSpec
-from common.model.attention import AttentionBackend
-from common.model.attention_torch import TorchAttention
-
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [1, T, head_dim] each."""
 Op = Callable[[Tensor], Tensor]
@@ -31,8 +27,6 @@ class Kernels(Protocol):
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
         """`x` [T, heads, head_dim], every head rotated."""
-
-    def attention(self, spec: BlockSpec, dtype: torch.dtype) -> AttentionBackend: ...
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -59,9 +53,6 @@ class TorchKernels:
         cosines, sines = (angles[0].unsqueeze(1) for angles in rotation)
         output: Tensor = x * cosines + rotate_half(x) * sines
         return output
-
-    def attention(self, spec: BlockSpec, dtype: torch.dtype) -> AttentionBackend:
-        return TorchAttention()
 
 
 def rms_norm(weight: Tensor, epsilon: float) -> LlamaRMSNorm:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from common.draft.kernels import Op, Rotation, TorchKernels, rms_norm
-from common.draft.spec import BlockSpec
-from common.model.attention import AttentionBackend
-from common.model.attention_cpu import PagedCpuAttention
 from common.model.cpu_linear import PackedLinear, can_pack
 from common.model.cpu_norm import CpuRMSNorm
 from common.model.cpu_rotation import rotated
@@ -34,11 +30,6 @@ class CpuKernels:
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
         return rotated(x, rotation)
-
-    def attention(self, spec: BlockSpec, dtype: torch.dtype) -> AttentionBackend:
-        return PagedCpuAttention(
-            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
-        )
 
 
 def _packed(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:

@@ -21,11 +21,14 @@ from common.draft.mtp import MtpHead, belongs_to_target
 from common.draft.paged_head import HeadParts
 from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
 from common.errors import DraftMismatch
+from common.model.attention_choice import AttentionKind
 from common.model.loader import DTYPES
 from common.model.target import TargetModel
 
 
-def load_draft(directory: Path, *, target: TargetModel, device: str, dtype: str) -> DraftHead:
+def load_draft(
+    directory: Path, *, target: TargetModel, device: str, dtype: str, attention: AttentionKind = "kernels"
+) -> DraftHead:
     """The head in `directory`, with `target`'s dtype (a key of DTYPES) and device; it shares `target`'s embedding.
 
     Raises DraftMismatch for tensors or config keys that are missing, unknown or do not fit each other or the target,
@@ -45,7 +48,7 @@ def load_draft(directory: Path, *, target: TargetModel, device: str, dtype: str)
         dtype=target.dtype,
         device=torch_device,
     )
-    head = _make(HeadParts(checkpoint, target, str(directory), dtype), spec)
+    head = _make(HeadParts(checkpoint, target, str(directory), dtype, attention), spec)
     checkpoint.finish()
     return head
 

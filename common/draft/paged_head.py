@@ -14,6 +14,7 @@ from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionPlan, ForwardInput
+from common.model.attention_choice import AttentionKind, new_attention
 from common.model.capture import HiddenCapture
 from common.model.target import TargetModel
 from common.wire.handoff import DRAFT_GROUP
@@ -27,6 +28,7 @@ class HeadParts:
     target: TargetModel
     directory: str
     dtype: str
+    attention: AttentionKind
 
     def require(self, key: str, ours: int, theirs: int) -> None:
         """Raises DraftMismatch unless the head's `ours` is the target's `theirs`."""
@@ -62,7 +64,14 @@ class PagedHead:
         self.token_ids = token_ids
         self.feeds_target_hidden = feeds_target_hidden
         self._kernels: Kernels = kernels_for(parts.target.torch_device)
-        self._backend = self._kernels.attention(spec, parts.target.dtype)
+        self._backend = new_attention(
+            parts.attention,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=parts.target.dtype,
+            torch_device=parts.target.torch_device,
+        )
         self._rope = LlamaRotaryEmbedding(spec.rope).to(parts.target.torch_device)
 
     def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:

@@ -12,30 +12,39 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ATTENTION_NAME, AttentionBackend
-from common.model.attention_torch import TorchAttention
+from common.model.attention import ATTENTION_NAME
+from common.model.attention_choice import AttentionKind, new_attention
 from common.model.cpu_linear import pack_linears
 from common.model.forward_program import FusedDecoder
 from common.model.target import TargetModel
-from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
+from common.model.traits import PROBE_NAME, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_target(
-    directory: Path, *, device: str, dtype: str, backend: AttentionBackend | None = None, fuses: bool = False
+    directory: Path, *, device: str, dtype: str, attention: AttentionKind = "kernels", fuses: bool = False
 ) -> TargetModel:
     """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. `fuses`: on a CPU, and where its
     class is known, also as a program, with weights of its own.
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
-    name = directory.name
-    torch_device = torch.device(device)
     config = _load_config(directory)
-    check_config(config, name=name)
+    check_config(config, name=directory.name)
     model = _load_model(directory, config, DTYPES[dtype])
+    return target_of(model, name=directory.name, device=device, dtype=dtype, attention=attention, fuses=fuses)
+
+
+def target_of(
+    model: Any, *, name: str, device: str, dtype: str, attention: AttentionKind = "kernels", fuses: bool = False
+) -> TargetModel:
+    """A loaded causal language model as a target; it is changed, and attends nowhere else any more.
+
+    Raises UnsupportedModel, like `load_target`, for what only a forward shows.
+    """
+    torch_device, config = torch.device(device), model.config
     model = model.to(torch_device).eval().requires_grad_(False)
     shape = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -45,7 +54,14 @@ def load_target(
         _use_cpu_kernels(model)
     return TargetModel(
         model=model,
-        backend=backend or _attention(shape, torch_device, DTYPES[dtype]),
+        backend=new_attention(
+            attention,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=DTYPES[dtype],
+            torch_device=torch_device,
+        ),
         layer_group=LayerGroupSpec(
             name=TARGET_GROUP,
             num_layers=shape.num_layers,
@@ -78,16 +94,6 @@ def _use_cpu_kernels(model: nn.Module) -> None:
     fuse_blocks(model)
     replace_norms(model)
     pack_linears(model)
-
-
-def _attention(shape: AttentionShape, torch_device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    if torch_device.type != "cpu":
-        return TorchAttention()
-    from common.model.attention_cpu import PagedCpuAttention
-
-    return PagedCpuAttention(
-        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=dtype
-    )
 
 
 def _load_config(directory: Path) -> Any:

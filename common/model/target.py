@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,25 @@ class TargetOutput:
 
     logits: Tensor
     hidden: Tensor | None
+
+
+class Target(Protocol):
+    """What a decode step asks of a target model."""
+
+    @property
+    def layer_group(self) -> LayerGroupSpec: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def forward(self, batch: ForwardInput) -> TargetOutput:
+        """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured."""
 
 
 class TargetModel:

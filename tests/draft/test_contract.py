@@ -13,6 +13,7 @@ from common.draft import paged_head
 from common.draft.head import DraftHead
 from common.draft.kernels import TorchKernels
 from common.draft.load import load_draft
+from common.model.attention_torch import TorchAttention
 from common.model.loader import DTYPES, load_target
 from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME, CASES, Case
@@ -45,6 +46,7 @@ def load_any(request: pytest.FixtureRequest, load: Load, monkeypatch: pytest.Mon
     """With the kernels of CPUs, and with those of every other device."""
     if request.param == "torch":
         monkeypatch.setattr(paged_head, "kernels_for", lambda device: TorchKernels())
+        monkeypatch.setattr(paged_head, "new_attention", lambda kind, **shape: TorchAttention())
     return load
 
 

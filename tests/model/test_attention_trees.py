@@ -1,4 +1,4 @@
-"""Attention over drafts: which of a row's last tokens each new one attends. One contract for both backends."""
+"""Attention over drafts: which of a row's last tokens each new one attends. One contract for all backends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from torch import Tensor
 from common.model.attention import AttentionBackend, ForwardInput
 from common.model.attention_cpu import PagedCpuAttention
 from common.model.attention_torch import TorchAttention
+from common.model.attention_triton import TritonAttention
 
 LAYER, NUM_SLOTS, MAX_TOKENS = 1, 300, 80
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+BACKENDS = [
+    *((name, dtype) for name in ("torch", "paged") for dtype in (torch.float32, torch.bfloat16)),
+    *(("triton", dtype) for dtype in (torch.float32, torch.float16)),  # its interpreter multiplies no bfloat16
+]
 SHAPES = {
     "a tree behind prefixes, and behind none": (5, 5, (0, 7, 1, 30)),
     "a level of a tree behind earlier ones": (3, 9, (6, 20, 41)),
@@ -28,6 +33,8 @@ SHAPES = {
 def backend_of(name: str, dtype: torch.dtype) -> AttentionBackend:
     if name == "torch":
         return TorchAttention()
+    if name == "triton":
+        return TritonAttention()
     return PagedCpuAttention(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
 
 
@@ -112,15 +119,13 @@ def check_a_mask_says_what_is_attended(backend: AttentionBackend, case: Case) ->
     torch.testing.assert_close(output.double(), masked_softmax(case), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("backend", ["torch", "paged"])
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_mask_says_what_is_attended(shape: str, backend: str, dtype: torch.dtype) -> None:
     check_a_mask_says_what_is_attended(backend_of(backend, dtype), Case.of(shape, dtype))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("backend", ["torch", "paged"])
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_chain_given_as_a_mask_is_no_mask(shape: str, backend: str, dtype: torch.dtype) -> None:
     num_new, num_masked, prefix_lens = SHAPES[shape]
@@ -149,7 +154,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("how", ["ignored", "another row's", "a column late"])
-@pytest.mark.parametrize("backend", ["torch", "paged"])
+@pytest.mark.parametrize("backend", ["torch", "paged", "triton"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "one token" not in shape])
 def test_it_is_seen_when_masks_are(how: str, backend: str, shape: str) -> None:
     broken = Broken(backend_of(backend, torch.float32), how)

@@ -40,10 +40,10 @@ def test_every_directory_of_modules_is_a_package(package: str) -> None:
     ("part", "extras"),
     [
         ("baton.client", ()),
-        ("prefill_service", ("engine",)),
-        ("decode_service", ("engine",)),
+        ("prefill_service", ("engine", "gpu")),
+        ("decode_service", ("engine", "gpu")),
         ("gateway", ("gateway",)),
-        ("training", ("engine", "training")),
+        ("training", ("engine", "gpu", "training")),
     ],
 )
 def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) -> None:

@@ -61,6 +61,8 @@ class PairOptions:
     chunk_tokens: int = 64
     max_batch_tokens: int = 256
     overlap: bool = True
+    replays_forwards: bool = True
+    debug_checks: bool = True
     send_budget_bytes: int = 1 << 20
     receive_budget_bytes: int = 1 << 20
     max_segment_bytes: int = 1 << 16
@@ -145,10 +147,11 @@ class InProcessPair:
             spec_info=options.spec_info if draft else None,
             adapts_depth=options.adapts_depth,
             overlap=options.overlap,
+            replays_forwards=options.replays_forwards,
             max_handoff_attempts=options.max_handoff_attempts,
             clock=clock,
             on_step=self.decode_steps.append,
-            debug_checks=True,
+            debug_checks=options.debug_checks,
         )
         self.replicas = [
             self._new_replica(f"replica-{number}", model, new_device(), clock) for number in range(options.num_replicas)
@@ -173,7 +176,7 @@ class InProcessPair:
             overlap=options.overlap,
             clock=clock,
             on_step=self.prefill_steps.append,
-            debug_checks=True,
+            debug_checks=options.debug_checks,
         )
         inbox = _PrefillInbox()
         transport = InProcessTransport(

@@ -13,7 +13,7 @@ from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 
 
 def twins_share_storage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(schedule_batch, "_device_copy", lambda host, torch_device: host)
+    patch.setattr(schedule_batch, "device_copy", lambda host, torch_device: host)
 
 
 def relayed_twins_share_storage(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,342 @@
+"""Decode on a GPU against its bounds: a model of Llama-3-8B's shape with random weights, bfloat16.
+
+    weights   a step of one row, against reading the weights once at the bandwidth measured beside it
+    gaps      64 rows: what lies on the stream between one forward and the next
+    peer      64 rows: tokens/s beside transformers' continuous batching on the same weights, in the same run
+    handoff   KV from one pool to the other on this host, of a shape that computes little
+
+Both engines run in one process, and the handoff is without gRPC. A step is the wall's, from one to the next, in a run
+of steps without prefill. Writes a table into benchmarks/results. Exit status 1 when a bound is missed. `--tiny`
+rehearses all of it with a small shape, on any device, without bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.benchmark_run import BenchmarkRun
+from common.device.factory import open_device
+from common.device.stream import Event
+from common.model.loader import DTYPES, target_of
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.model.traits import PROBE_NAME
+from decode_service.future_map import FutureMap
+from decode_service.schedule_batch import ForwardBatch
+from decode_service.worker import WorkerOutput
+from tests.support.pair import InProcessPair, PairOptions
+
+MIN_OF_BANDWIDTH, MAX_GAP, MIN_OF_PEER = 0.85, 0.02, 3.0
+DTYPE = "bfloat16"
+NUM_WARM_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`handoff_config` has KV as wide as the served shape's, and narrow layers."""
+
+    config: LlamaConfig
+    handoff_config: LlamaConfig
+    prompt_len: int
+    new_tokens: int
+    num_rows: int
+    handoff_rows: int
+    handoff_len: int
+    bandwidth_bytes: int
+
+
+def llama(**sizes: int) -> LlamaConfig:
+    return LlamaConfig(**sizes, rms_norm_eps=1e-5, tie_word_embeddings=False)  # type: ignore[arg-type]
+
+
+FULL = Sizes(
+    config=llama(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    ),
+    handoff_config=llama(
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=32,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=1024,
+        max_position_embeddings=8192,
+    ),
+    prompt_len=128,
+    new_tokens=256,
+    num_rows=64,
+    handoff_rows=8,
+    handoff_len=4096,
+    bandwidth_bytes=4 << 30,
+)
+_TINY = llama(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=512,
+    max_position_embeddings=512,
+)
+TINY = Sizes(_TINY, _TINY, 8, 40, 4, 2, 64, 1 << 24)
+
+
+@dataclass
+class Clock:
+    """Notes where on the stream a decode forward begins and ends."""
+
+    marks: list[tuple[Event, Event]] = field(default_factory=list)
+
+    def watch(self, pair: InProcessPair) -> None:
+        worker, stream = pair.decode._worker, pair.decode._forward_stream
+        forward = worker.forward
+
+        def marked(batch: ForwardBatch, *, future_map: FutureMap, scope: Any, on_publish: Any) -> WorkerOutput:
+            begin = stream.record(scope)
+            output = forward(batch, future_map=future_map, scope=scope, on_publish=on_publish)
+            self.marks.append((begin, stream.record(scope)))
+            return output
+
+        worker.forward = marked  # type: ignore[method-assign]
+
+    def forward_s(self) -> list[float]:
+        return [end.seconds_since(begin) for begin, end in self.marks]
+
+    def gap_s(self) -> list[float]:
+        return [begin.seconds_since(end) for (_, end), (begin, _) in zip(self.marks, self.marks[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Of a run of steps in which all rows decoded and nothing else was done; medians but for the tokens/s."""
+
+    step_s: float
+    forward_s: float
+    gap_s: float
+    tokens_per_s: float
+
+
+def prompts(num_rows: int, length: int, vocab_size: int) -> list[list[int]]:
+    numbers = random.Random(num_rows)
+    return [[numbers.randrange(vocab_size) for _ in range(length)] for _ in range(num_rows)]
+
+
+def in_process(target: TargetModel, sizes: Sizes, num_rows: int, length: int, device: str, **options: Any) -> Any:
+    num_tokens = num_rows * (length + 1)
+    return InProcessPair(
+        target,
+        new_device=lambda: open_device(device, num_threads=1),
+        options=replace(
+            PairOptions(
+                prefill_rows=num_rows,
+                decode_rows=num_rows,
+                prefill_tokens=num_tokens,
+                decode_tokens=num_tokens,
+                context_tokens=length,
+                chunk_tokens=2048,
+                max_batch_tokens=8192,
+                send_budget_bytes=1 << 30,
+                receive_budget_bytes=1 << 30,
+                max_segment_bytes=4 << 20,
+                debug_checks=False,
+            ),
+            **options,
+        ),
+    )
+
+
+def decode(target: TargetModel, sizes: Sizes, num_rows: int, device: str) -> Decoded:
+    pair = in_process(target, sizes, num_rows, sizes.prompt_len + sizes.new_tokens, device)
+    try:
+        # The first rows wait for the last one's prompt, and have no token left to give when they are all there.
+        outcomes = [
+            pair.submit(str(i), ids, ResolvedSampling(seed=i, max_tokens=sizes.new_tokens, temperature=0.0))
+            for i, ids in enumerate(prompts(num_rows, sizes.prompt_len, target.vocab_size))
+        ]
+        pair.run(bound_s=600.0, until=lambda: all(len(outcome.token_ids) > NUM_WARM_STEPS for outcome in outcomes))
+        clock = Clock()
+        clock.watch(pair)
+        num_before = sum(len(outcome.token_ids) for outcome in outcomes)
+        ended_s = [time.perf_counter()]
+        while not any(outcome.has_ended for outcome in outcomes):
+            pair.step_decode()
+            ended_s.append(time.perf_counter())
+        num_tokens = sum(len(outcome.token_ids) for outcome in outcomes) - num_before
+        pair.run(bound_s=600.0)
+        num_steps = len(ended_s) - 1
+        clock.marks = clock.marks[1:num_steps]
+        return Decoded(
+            step_s=statistics.median(after - before for before, after in itertools.pairwise(ended_s[1:])),
+            forward_s=statistics.median(clock.forward_s()),
+            gap_s=statistics.median(clock.gap_s()),
+            tokens_per_s=num_tokens / (ended_s[-1] - ended_s[0]),
+        )
+    finally:
+        pair.close()
+
+
+def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
+    """From the first prompt submitted to the last token, of all rows, once everything is compiled and recorded."""
+    pair = in_process(target, sizes, sizes.num_rows, sizes.prompt_len + sizes.new_tokens, device)
+    try:
+        for name in ("warm", "timed"):
+            began_s = time.perf_counter()
+            for i, ids in enumerate(prompts(sizes.num_rows, sizes.prompt_len, target.vocab_size)):
+                sampling = ResolvedSampling(seed=i, max_tokens=sizes.new_tokens, temperature=0.0)
+                pair.submit(f"{name}-{i}", ids, sampling)
+            pair.run(bound_s=600.0)
+        return time.perf_counter() - began_s
+    finally:
+        pair.close()
+
+
+def peer_s(model: Any, sizes: Sizes) -> float:
+    """transformers' continuous batching from the first prompt to the last token; a first run compiles."""
+    generation = GenerationConfig(max_new_tokens=sizes.new_tokens, do_sample=False, eos_token_id=-1)
+    ids = prompts(sizes.num_rows, sizes.prompt_len, model.config.vocab_size)
+    for _ in range(2):
+        began_s = time.perf_counter()
+        outputs = model.generate_batch(ids, generation_config=generation, progress_bar=False)
+        seconds = time.perf_counter() - began_s
+        lengths = {len(output.generated_tokens) for output in outputs.values()}
+        assert len(outputs) == len(ids) and lengths == {sizes.new_tokens}, f"the peer stopped early: {lengths}"
+    return seconds
+
+
+def handoff_bytes_per_s(target: TargetModel, sizes: Sizes, device: str) -> float:
+    """From the first segment's arrival until every row's KV has landed, of the second of two waves."""
+    pair = in_process(target, sizes, sizes.handoff_rows, sizes.handoff_len + 1, device)
+    group = target.layer_group
+    arrived_s: list[float] = []
+
+    def note(frame: Any) -> list[Any]:
+        arrived_s.append(time.perf_counter())
+        return [frame]
+
+    pair.tamper = note
+    try:
+        for name in ("warm", "timed"):
+            arrived_s.clear()
+            for i, ids in enumerate(prompts(sizes.handoff_rows, sizes.handoff_len, target.vocab_size)):
+                pair.submit(f"{name}-{i}", ids, ResolvedSampling(seed=i, max_tokens=1, temperature=0.0))
+            pair.run(bound_s=600.0)
+            seconds = time.perf_counter() - arrived_s[0]
+        return sizes.handoff_rows * sizes.handoff_len * group.token_bytes / seconds
+    finally:
+        pair.close()
+
+
+def bandwidth_bytes_per_s(num_bytes: int, device: str) -> float:
+    """The better of reading and copying, each the best of ten."""
+    source = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    works: list[tuple[Callable[[], object], int]] = [
+        (source.sum, num_bytes),
+        (lambda: target.copy_(source), 2 * num_bytes),
+    ]
+    best = 0.0
+    for work, moved in works:
+        for _ in range(10):
+            _wait(device)
+            began_s = time.perf_counter()
+            work()
+            _wait(device)
+            best = max(best, moved / (time.perf_counter() - began_s))
+    return best
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def random_model(config: LlamaConfig, device: str, attention: str) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=DTYPES[DTYPE])
+    return model.eval().requires_grad_(False)
+
+
+def step_bytes(model: Any) -> int:
+    """Of the weights that a step reads: all but the embedding, of which it reads a line for each token."""
+    held = sum(weight.nbytes for weight in model.parameters())
+    return int(held - model.get_input_embeddings().weight.nbytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with a small shape; nothing is saved")
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
+    args = parser.parse_args()
+    sizes = TINY if args.tiny else FULL
+    bandwidth = bandwidth_bytes_per_s(sizes.bandwidth_bytes, args.device)
+    model = random_model(sizes.config, args.device, PROBE_NAME)
+    num_bytes = step_bytes(model)
+    target = target_of(model, name="8B", device=args.device, dtype=DTYPE)
+    one = decode(target, sizes, 1, args.device)
+    many = decode(target, sizes, sizes.num_rows, args.device)
+    run_s = end_to_end_s(target, sizes, args.device)
+    del model, target
+    of_peer = None
+    if not args.no_peer:
+        of_peer = peer_s(random_model(sizes.config, args.device, "sdpa"), sizes) / run_s
+    narrow = target_of(
+        random_model(sizes.handoff_config, args.device, PROBE_NAME), name="KV", device=args.device, dtype=DTYPE
+    )
+    handoff = handoff_bytes_per_s(narrow, sizes, args.device)
+    of_bandwidth = num_bytes / bandwidth / one.step_s
+    gap = many.gap_s / many.step_s
+    run = BenchmarkRun.of("gpu")
+    num_tokens = sizes.num_rows * sizes.new_tokens
+    lines = [
+        *run.heading(
+            "Decode on a GPU",
+            f"{sizes.config.num_hidden_layers} layers of {sizes.config.hidden_size}, random weights, {DTYPE}, prompts "
+            f"of {sizes.prompt_len} tokens and {sizes.new_tokens} new ones, both engines in one process.",
+        ),
+        "",
+        "| figure | value | bound |",
+        "|---|---|---|",
+        f"| bandwidth measured | {bandwidth / 1e9:.0f} GB/s | |",
+        f"| weights that a step reads | {num_bytes / 1e9:.2f} GB | |",
+        f"| step of 1 row | {1e3 * one.step_s:.3f} ms, {1e3 * one.forward_s:.3f} of it the forward | |",
+        f"| its weights over bandwidth, of the step | {of_bandwidth:.1%} | at least {MIN_OF_BANDWIDTH:.0%} |",
+        f"| step of {sizes.num_rows} rows | {1e3 * many.step_s:.3f} ms, {many.tokens_per_s:.0f} tokens/s | |",
+        f"| between forwards, of the step | {1e6 * many.gap_s:.0f} µs, {gap:.1%} | under {MAX_GAP:.0%} |",
+        f"| {sizes.num_rows} rows from prompts to the end | {num_tokens / run_s:.0f} tokens/s | |",
+        f"| against transformers' continuous batching | {'not run' if of_peer is None else f'{of_peer:.2f} times'} "
+        f"| at least {MIN_OF_PEER:.0f} times |",
+        f"| handoff in this process | {handoff / 1e9:.2f} GB/s | |",
+    ]
+    table = "\n".join(lines)
+    print(table)
+    if args.tiny:
+        return
+    run.save("gpu", table)
+    is_peer_met = of_peer is None or of_peer >= MIN_OF_PEER
+    sys.exit(0 if of_bandwidth >= MIN_OF_BANDWIDTH and gap < MAX_GAP and is_peer_met else 1)
+
+
+if __name__ == "__main__":
+    main()

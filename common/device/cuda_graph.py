@@ -1,0 +1,41 @@
+"""CUDA graphs behind the contract of graph.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.device.graph import Graph, GraphRecorder, GraphWork
+
+
+class CudaGraph(Graph):
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        """Waits for the device, as start-up may. Other threads may use it meanwhile, on other streams."""
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaGraphRecorder(GraphRecorder):
+    """Outputs are kept while their graph is; what lies between is free again for the next one recorded."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
+        self._pool: Any = None
+
+    def new_graph(self) -> Graph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return CudaGraph(self._pool)
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._torch_device)

@@ -1,0 +1,61 @@
+"""A draft head whose forwards of recorded shapes are replayed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from common.draft.head import DraftHead
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import ForwardInput
+from common.model.capture import HiddenCapture
+from common.model.forward_graphs import ForwardGraphs
+
+
+class GraphedHead(DraftHead):
+    """A DraftHead. What `forward` returns is good until the layer's next forward of as many rows and tokens of each."""
+
+    def __init__(self, head: DraftHead, graphs: ForwardGraphs) -> None:
+        self._head = head
+        self._graphs = graphs
+
+    @property
+    def algorithm(self) -> str:
+        return self._head.algorithm
+
+    @property
+    def layer_group(self) -> LayerGroupSpec:
+        return self._head.layer_group
+
+    @property
+    def capture(self) -> HiddenCapture:
+        return self._head.capture
+
+    @property
+    def hidden_size(self) -> int:
+        return self._head.hidden_size
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self._head.token_ids
+
+    @property
+    def feeds_target_hidden(self) -> bool:
+        return self._head.feeds_target_hidden
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        return self._head.fuse(captured)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        (output,) = self._graphs.run(f"draft layer {layer}", partial(self._forward, layer), batch, hidden)
+        return output
+
+    def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        return self._head.logits(hidden, layer=layer)
+
+    def _forward(self, layer: int, batch: ForwardInput, hidden: Tensor | None) -> tuple[Tensor, ...]:
+        assert hidden is not None
+        return (self._head.forward(batch, hidden, layer=layer),)

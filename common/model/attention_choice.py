@@ -1,0 +1,41 @@
+"""Which attention backend serves a model's layers."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from typing import Literal
+
+import torch
+
+from common.errors import StartupError
+from common.model.attention import AttentionBackend
+from common.model.attention_torch import TorchAttention
+
+AttentionKind = Literal["kernels", "torch"]
+"""Kernels that read the paged pool in place, made for the device; or PyTorch's operators, the reference anywhere."""
+
+
+def new_attention(
+    kind: AttentionKind,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    torch_device: torch.device,
+) -> AttentionBackend:
+    """For layers that all have `num_heads` query heads over `num_kv_heads` of `head_dim`. Raises StartupError."""
+    if kind == "torch":
+        return TorchAttention()
+    if torch_device.type == "cpu":
+        from common.model.attention_cpu import PagedCpuAttention  # the compiler behind it is of no use elsewhere
+
+        return PagedCpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    if importlib.util.find_spec("triton") is None:
+        raise StartupError("attention: kernels for CUDA need triton, which is not installed; torch needs nothing")
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        raise StartupError("attention: kernels for CUDA need a C compiler, which triton calls; torch needs none")
+    from common.model.attention_triton import TritonAttention
+
+    return TritonAttention()

@@ -1,0 +1,171 @@
+"""Forwards that are replayed: few tokens a row, as many of each, for numbers of rows out of a few.
+
+    ForwardInput of B rows ──copy──▶ [ row 1 | … | row B | padding … ]   the recorded forward's own input, N >= B rows
+                                          replay, all N rows
+    outputs of B rows      ◀──view── [ row 1 | … | row B | padding … ]   the recorded forward's own outputs
+
+A padding row is pool row 0, whose tokens all lie in slot 0: it reads and writes nobody's KV.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.device.graph import Graph, GraphRecorder
+from common.kv.row_table import PADDING_ROW
+from common.kv.slot_allocator import PADDING_SLOT
+from common.model.attention import ForwardInput
+
+Forward = Callable[[ForwardInput, Tensor | None], tuple[Tensor, ...]]
+"""Of a batch and a column beside its tokens, [T, ...], or None. Each output's first dimension is T."""
+
+
+def batch_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and `max_rows`: less than half of a forward is padding."""
+    powers = [1 << power for power in range(max_rows.bit_length())]
+    return tuple(sorted({*powers, max_rows}))
+
+
+class ForwardGraphs:
+    """Records and replays forwards over one pool, inside pieces of one stream.
+
+    What is not recorded, runs as it is: other shapes, and more rows than the largest of `batch_sizes`, ascending.
+    """
+
+    def __init__(self, *, recorder: GraphRecorder, batch_sizes: Sequence[int]) -> None:
+        self._recorder = recorder
+        self.batch_sizes = tuple(batch_sizes)
+        self._recorded: dict[_Shape, _RecordedForward] = {}
+        self._is_recording = False
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._recorded)
+
+    def held_bytes(self) -> int:
+        """What the process holds of the device's memory."""
+        return self._recorder.held_bytes()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Meanwhile each forward of a new shape is recorded before it is replayed. At start-up: it takes a while."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    def run(self, name: str, forward: Forward, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, ...]:
+        """`forward(batch, beside)`, whose outputs, when replayed, are good until it is replayed again.
+
+        `name` stands for `forward`: under one name it is always the same function.
+        """
+        shape = self._shape_of(name, batch)
+        if shape is None:
+            return forward(batch, beside)
+        recorded = self._recorded.get(shape)
+        if recorded is None:
+            if not self._is_recording:
+                return forward(batch, beside)
+            recorded = _RecordedForward(self._recorder.new_graph(), forward, shape, batch, beside)
+            self._recorded[shape] = recorded
+        return recorded.replay(batch, beside)
+
+    def _shape_of(self, name: str, batch: ForwardInput) -> _Shape | None:
+        num_rows = batch.req_pool_indices.shape[0]
+        extend_lens = {1} if batch.extend_lens is None else {*batch.extend_lens}
+        place = bisect_left(self.batch_sizes, num_rows)
+        if num_rows == 0 or place == len(self.batch_sizes) or len(extend_lens) != 1 or batch.logits_rows is not None:
+            return None
+        num_masked = None if batch.tree_mask is None else batch.tree_mask.shape[1]
+        memory = (batch.kv.data_ptr(), batch.req_to_token.data_ptr())
+        return _Shape(name, self.batch_sizes[place], extend_lens.pop(), batch.is_decode, num_masked, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """`num_tokens` of each row. `num_masked`: the columns of the tree mask. `memory`: where KV and table are."""
+
+    name: str
+    num_rows: int
+    num_tokens: int
+    is_decode: bool
+    num_masked: int | None
+    memory: tuple[int, int]
+
+
+class _RecordedForward:
+    """One shape's graph, with the memory it reads and writes."""
+
+    def __init__(
+        self, graph: Graph, forward: Forward, shape: _Shape, like: ForwardInput, beside: Tensor | None
+    ) -> None:
+        self._shape = shape
+        self._num_used = 0  # rows that hold something else than padding
+        num_rows, num_tokens = shape.num_rows, shape.num_tokens
+        device = like.seq_lens.device
+
+        def column(length: int, value: int) -> Tensor:
+            return torch.full((length,), value, dtype=torch.int64, device=device)
+
+        self._padding_len = max(num_tokens, shape.num_masked or 0)
+        self._beside = None if beside is None else beside.new_zeros((num_rows * num_tokens, *beside.shape[1:]))
+        self._input = ForwardInput(
+            input_ids=column(num_rows * num_tokens, 0),
+            positions=column(num_rows * num_tokens, 0),
+            out_cache_loc=column(num_rows * num_tokens, PADDING_SLOT),
+            req_to_token=like.req_to_token,
+            req_pool_indices=column(num_rows, PADDING_ROW),
+            seq_lens=column(num_rows, self._padding_len),
+            prefix_lens=None if shape.is_decode else (self._padding_len - num_tokens,) * num_rows,
+            extend_lens=None if shape.is_decode else (num_tokens,) * num_rows,
+            max_seq_len=like.req_to_token.shape[1],
+            kv=like.kv,
+            logits_rows=None,
+            tree_mask=None
+            if like.tree_mask is None
+            else like.tree_mask.new_ones((num_rows * num_tokens, like.tree_mask.shape[1])),
+        )
+        forward(self._input, self._beside)  # compiles kernels, and takes what libraries take once
+        self._graph = graph
+        self._outputs = graph.record(lambda: forward(self._input, self._beside))
+
+    def replay(self, batch: ForwardInput, beside: Tensor | None) -> tuple[Tensor, ...]:
+        num_rows, num_tokens = batch.req_pool_indices.shape[0], self._shape.num_tokens
+        self._copy(batch, beside, num_rows)
+        if num_rows < self._num_used:
+            self._pad(num_rows, self._num_used)
+        self._num_used = num_rows
+        self._graph.replay()
+        return tuple(output[: num_rows * num_tokens] for output in self._outputs)
+
+    def _copy(self, batch: ForwardInput, beside: Tensor | None, num_rows: int) -> None:
+        ours, theirs = _columns(self._input), _columns(batch)
+        torch._foreach_copy_([own[: new.shape[0]] for own, new in zip(ours, theirs, strict=True)], theirs)
+        num_tokens = num_rows * self._shape.num_tokens
+        if self._input.tree_mask is not None and batch.tree_mask is not None:
+            self._input.tree_mask[:num_tokens].copy_(batch.tree_mask)
+        if self._beside is not None and beside is not None:
+            self._beside[:num_tokens].copy_(beside)
+
+    def _pad(self, start: int, stop: int) -> None:
+        """Of rows that an earlier batch had: a stale one would write to slots that are another's by now."""
+        own, tokens = self._input, slice(start * self._shape.num_tokens, stop * self._shape.num_tokens)
+        torch._foreach_zero_(
+            [own.input_ids[tokens], own.positions[tokens], own.out_cache_loc[tokens], own.req_pool_indices[start:stop]]
+        )
+        own.seq_lens[start:stop].fill_(self._padding_len)
+        if own.tree_mask is not None:
+            own.tree_mask[tokens].fill_(True)
+        if self._beside is not None:
+            self._beside[tokens].zero_()
+
+
+def _columns(batch: ForwardInput) -> list[Tensor]:
+    return [batch.input_ids, batch.positions, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens]

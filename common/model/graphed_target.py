@@ -1,0 +1,44 @@
+"""A target whose forwards of recorded shapes are replayed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import ForwardInput
+from common.model.forward_graphs import ForwardGraphs
+from common.model.target import Target, TargetOutput
+
+
+class GraphedTarget(Target):
+    """A Target. What `forward` returns is good until the next forward of as many rows and tokens of each."""
+
+    def __init__(self, target: Target, graphs: ForwardGraphs) -> None:
+        self._target = target
+        self._graphs = graphs
+
+    @property
+    def layer_group(self) -> LayerGroupSpec:
+        return self._target.layer_group
+
+    @property
+    def hidden_size(self) -> int:
+        return self._target.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._target.dtype
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._target.torch_device
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardInput) -> TargetOutput:
+        logits, *hidden = self._graphs.run("target", self._forward, batch)
+        return TargetOutput(logits, hidden[0] if hidden else None)
+
+    def _forward(self, batch: ForwardInput, beside: Tensor | None) -> tuple[Tensor, ...]:
+        output = self._target.forward(batch)
+        return (output.logits,) if output.hidden is None else (output.logits, output.hidden)

@@ -1,0 +1,191 @@
+"""The GPU's attention kernels, in Triton. What the arguments mean is attention_triton.py's to say.
+
+    write      K and V of each new token to its slot
+    attend     for a block of one row's queries, one KV head, one part of the row's tokens: softmax over that part
+    combine    the parts of each query, by how much weight each has
+
+A score of a token that is not attended is -inf and its K and V are not loaded: no slot is read but the row's own.
+Softmax has base 2, into which the scale goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_jit: Callable[[Callable[..., None]], Any] = triton.jit
+
+
+@_jit
+def write(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    kv,
+    out_cache_loc,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    plane_stride,
+    slot_stride,
+    TOKEN_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a token: TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK numbers, adjacent in the pool."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(out_cache_loc + token).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    is_there = place < TOKEN_SIZE
+    head, dim = place // HEAD_DIM, place % HEAD_DIM
+    keys = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=is_there)
+    values = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=is_there)
+    target = kv + slot * slot_stride + place
+    tl.store(target, keys, mask=is_there)
+    tl.store(target + plane_stride, values, mask=is_there)
+
+
+@_jit
+def attend(  # type: ignore[no-untyped-def]
+    query,
+    kv,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    query_starts,
+    tree_mask,
+    output,
+    log_weights,
+    scale_log2,
+    mask_width,
+    num_blocks,
+    query_token_stride,
+    query_head_stride,
+    plane_stride,
+    slot_stride,
+    kv_head_stride,
+    table_stride,
+    NUM_SHARED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Grid [B * num_blocks, kv_heads, splits]. A block's rows are (query, head) pairs, the heads that share K and V
+    adjacent, so that these are loaded once for all of them.
+    """
+    entry, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    first = tl.load(query_starts + entry)
+    num_new = tl.load(query_starts + entry + 1) - first
+    seq_len = tl.load(seq_lens + entry)
+    queries_per_block: tl.constexpr = QUERY_BLOCK // NUM_SHARED
+    first_query = block * queries_per_block
+    begin = seq_len * 0
+    end = seq_len
+    if IS_SPLIT:
+        size = tl.maximum(SPLIT_TOKENS, tl.cdiv(tl.cdiv(seq_len, MAX_SPLITS), TOKEN_BLOCK) * TOKEN_BLOCK)
+        begin = split * size
+        end = tl.minimum(begin + size, seq_len)
+    if first_query < num_new and begin < end:
+        if not HAS_MASK:  # nothing behind the block's last query is attended
+            end = tl.minimum(end, seq_len - num_new + tl.minimum(first_query + queries_per_block, num_new))
+        pair = tl.arange(0, QUERY_BLOCK)
+        place = first_query + pair // NUM_SHARED
+        is_query = (pair < queries_per_block * NUM_SHARED) & (place < num_new)
+        token = (first + place).to(tl.int64)
+        head = kv_head * NUM_SHARED + pair % NUM_SHARED
+        dim = tl.arange(0, DIM_BLOCK)
+        is_dim = dim < HEAD_DIM
+        q = tl.load(
+            query + (token * query_token_stride + head * query_head_stride)[:, None] + dim[None, :],
+            mask=is_query[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        table = req_to_token + tl.load(req_pool_indices + entry).to(tl.int64) * table_stride
+        kv_of_head = kv + kv_head * kv_head_stride
+        largest = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
+        total = tl.full([QUERY_BLOCK], 0.0, tl.float32)
+        weighted = tl.full([QUERY_BLOCK, DIM_BLOCK], 0.0, tl.float32)
+        for start in range(begin, end, TOKEN_BLOCK):
+            t = start + tl.arange(0, TOKEN_BLOCK)
+            is_token = t < end
+            slot = tl.load(table + t, mask=is_token, other=0).to(tl.int64) * slot_stride
+            k = tl.load(kv_of_head + slot[None, :] + dim[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
+            scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+            if HAS_MASK:
+                column = t - (seq_len - mask_width)
+                in_mask = is_query[:, None] & ((column >= 0) & is_token)[None, :]
+                attended = tl.load(tree_mask + token[:, None] * mask_width + column[None, :], mask=in_mask, other=1)
+                is_attended = is_token[None, :] & (attended != 0)
+            else:
+                is_attended = is_token[None, :] & (t[None, :] <= (seq_len - num_new + place)[:, None])
+            scores = tl.where(is_attended, scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.exp2(scores - shift[:, None])
+            faded = tl.exp2(largest - shift)
+            total = total * faded + tl.sum(weights, 1)
+            v = tl.load(
+                kv_of_head + plane_stride + slot[:, None] + dim[None, :],
+                mask=is_token[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            weighted = weighted * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            largest = new_largest
+        weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+        num_heads = tl.num_programs(1) * NUM_SHARED
+        where = token * num_heads + head
+        if IS_SPLIT:
+            where = where * tl.num_programs(2) + split
+            log_weight = tl.where(total == 0.0, float("-inf"), largest + tl.log2(total))
+            tl.store(log_weights + where, log_weight, mask=is_query)
+        tl.store(
+            output + where[:, None] * HEAD_DIM + dim[None, :],
+            weighted.to(output.dtype.element_ty),
+            mask=is_query[:, None] & is_dim[None, :],
+        )
+
+
+@_jit
+def combine(  # type: ignore[no-untyped-def]
+    parts,
+    log_weights,
+    seq_lens,
+    query_starts,
+    output,
+    max_new,
+    num_splits,
+    TOKEN_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Grid [B * max_new, heads]. `parts` [T, heads, num_splits, HEAD_DIM], of which those a row's length has count."""
+    entry, place = tl.program_id(0) // max_new, tl.program_id(0) % max_new
+    first = tl.load(query_starts + entry)
+    if place < tl.load(query_starts + entry + 1) - first:
+        seq_len = tl.load(seq_lens + entry)
+        size = tl.maximum(SPLIT_TOKENS, tl.cdiv(tl.cdiv(seq_len, MAX_SPLITS), TOKEN_BLOCK) * TOKEN_BLOCK)
+        split = tl.arange(0, MAX_SPLITS)
+        is_there = split < tl.cdiv(seq_len, size)
+        dim = tl.arange(0, DIM_BLOCK)
+        is_dim = dim < HEAD_DIM
+        where = (first + place).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        log_weight = tl.load(log_weights + where * num_splits + split, mask=is_there, other=float("-inf"))
+        part = tl.load(
+            parts + (where * num_splits + split)[:, None] * HEAD_DIM + dim[None, :],
+            mask=is_there[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        weights = tl.exp2(log_weight - tl.max(log_weight, 0))
+        combined = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
+        tl.store(output + where * HEAD_DIM + dim, combined.to(output.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,57 @@
+"""The GPU's attention kernels on a device against the reference backend there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.model.attention_torch import TorchAttention
+from common.model.attention_triton import TritonAttention
+from tests.model.attention_rows import Rows
+
+pytestmark = pytest.mark.gpu
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+ROWS = {
+    "decode": ((0, 1), (32, 1), (99, 1), (1000, 1)),
+    "verify": ((0, 5), (130, 5), (963, 5)),
+    "prompts of any length behind any prefix": ((0, 140), (7, 1), (700, 333), (1, 2)),
+}
+HEADS = [((4, 4), 64), ((6, 2), 80), ((4, 1), 96), ((14, 2), 128), ((32, 8), 128), ((4, 2), 256)]
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), HEADS, ids=str)
+@pytest.mark.parametrize("lens", ROWS)
+def test_it_agrees_with_the_reference_and_writes_the_same_kv(
+    lens: str, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    rows = Rows.of(ROWS[lens], heads=heads, head_dim=head_dim, dtype=dtype, device="cuda")
+    rows.check(rows.attend(TritonAttention()), rows.attend(TorchAttention()), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_masked", [5, 9])
+def test_drafts_attend_what_their_masks_say(num_masked: int, dtype: torch.dtype) -> None:
+    rows = Rows.of(((6, 5), (400, 5), (63, 5)), heads=(14, 2), head_dim=128, dtype=dtype, device="cuda")
+    mask = torch.rand((15, num_masked), generator=torch.Generator().manual_seed(num_masked)) < 0.5
+    mask[torch.arange(15), num_masked - 5 + torch.arange(15) % 5] = True
+    rows = replace(rows, batch=replace(rows.batch, tree_mask=mask.cuda()))
+    rows.check(rows.attend(TritonAttention()), rows.attend(TorchAttention()), TOLERANCES[dtype])
+
+
+def test_nothing_waits_for_the_device() -> None:
+    for lens in ROWS.values():
+        rows = Rows.of(lens, heads=(4, 2), head_dim=64, device="cuda")
+        rows.attend(TritonAttention())  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rows.attend(TritonAttention())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

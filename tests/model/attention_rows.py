@@ -1,0 +1,94 @@
+"""Rows to attend over, for tests of attention backends on any device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.model.attention import AttentionBackend, ForwardInput
+
+LAYER = 1
+_MAX_TOKENS = 1100
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A forward over rows whose slots lie anywhere and are in no order. Slots of nobody, and every table entry behind a
+    row's own, lead to NaN.
+    """
+
+    batch: ForwardInput
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        lens: tuple[tuple[int, int], ...],
+        *,
+        heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_seq_len: int | None = None,
+    ) -> Rows:
+        """`lens`: of each row the tokens there were before and the new ones; `heads`: the query's, and K's and V's."""
+        generator = torch.Generator().manual_seed(len(lens) + head_dim)
+        num_heads, num_kv_heads = heads
+        num_rows, seq_lens = len(lens), [prefix + new for prefix, new in lens]
+        num_slots = sum(seq_lens) + 8
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        free = torch.randperm(num_slots - 1, generator=generator) + 1
+        entries = torch.randperm(num_rows, generator=generator) + 1
+        table = torch.full((num_rows + 1, _MAX_TOKENS), int(free[-1]))
+        kv = torch.full((LAYER + 1, 2, num_slots, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
+        kv[:, :, 0] = 0
+        new_slots = []
+        for entry, (prefix_len, num_new) in zip(entries.tolist(), lens, strict=True):
+            slots, free = free[: prefix_len + num_new], free[prefix_len + num_new :]
+            table[entry, : slots.numel()] = slots
+            kv[:, :, slots[:prefix_len].to(device)] = random(LAYER + 1, 2, prefix_len, num_kv_heads, head_dim)
+            new_slots.append(slots[prefix_len:])
+        num_tokens = sum(num_new for _, num_new in lens)
+        is_decode = all(num_new == 1 for _, num_new in lens)
+        nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        batch = ForwardInput(
+            input_ids=nothing,
+            positions=nothing,
+            out_cache_loc=torch.cat(new_slots).to(device),
+            req_to_token=table.to(device),
+            req_pool_indices=entries.to(device),
+            seq_lens=torch.tensor(seq_lens, device=device),
+            prefix_lens=None if is_decode else tuple(prefix for prefix, _ in lens),
+            extend_lens=None if is_decode else tuple(num_new for _, num_new in lens),
+            max_seq_len=max_seq_len or max(seq_lens),
+            kv=kv,
+            logits_rows=None,
+        )
+        # As transformers has them: heads before tokens in memory.
+        query, key, value = (
+            random(num, num_tokens, head_dim).transpose(0, 1) for num in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        return cls(batch, query, key, value)
+
+    def attend(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """What comes out, and the pool after it."""
+        kv = self.batch.kv.clone()
+        plan = backend.plan(replace(self.batch, kv=kv))
+        return plan.attend(LAYER, self.query, self.key, self.value, 1 / math.sqrt(self.query.shape[2])), kv
+
+    def check(self, seen: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> None:
+        """The same numbers, none of them NaN, and the same KV, of which no more is NaN than was."""
+        (output, kv), (expected_output, expected_kv) = seen, expected
+        assert output.dtype == self.query.dtype and output.shape == self.query.shape
+        assert torch.isfinite(expected_output).all()
+        torch.testing.assert_close(output, expected_output, atol=tolerance, rtol=tolerance)
+        assert torch.equal(kv.nan_to_num(7), expected_kv.nan_to_num(7))
+        assert kv[LAYER].isnan().sum() < self.batch.kv[LAYER].isnan().sum()

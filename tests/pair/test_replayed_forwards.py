@@ -1,0 +1,75 @@
+"""Recording the steps' forwards and replaying them changes no token, and every step is replayed (E7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from common.draft.head import DraftHead
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
+from tests.support.pair import InProcessPair, PairOptions
+from tests.support.recording_device import RecordingCpuDevice
+
+# Of recorded numbers of rows: 1, 2, 4, 5. Forwards of a step: the target's; the head's for each further draft, and its
+# reading behind the step, which has as many tokens as the step commits at most.
+NUM_SIZES = 4
+CASES = [
+    ("guessing", None, 1),  # the target
+    ("guessing", "chain-4", 2 + 1 + 2),  # verify with drafts and without; drafting; reading likewise
+    ("guessing", "tree-4x3-15", 2 + 2 + 2),  # as above, drafting level by level
+    ("guessing_layers", "chain-5", 2 + 2 * 5),  # nothing drafts but the reading, layer by layer
+]
+
+
+@contextmanager
+def recording_pair(
+    target: TargetModel, draft: DraftHead | None, shape: str | None, *, replays: bool
+) -> Iterator[tuple[InProcessPair, list[RecordingCpuDevice]]]:
+    devices: list[RecordingCpuDevice] = []
+
+    def new_device() -> RecordingCpuDevice:
+        devices.append(RecordingCpuDevice())
+        return devices[-1]
+
+    options = PairOptions(decode_rows=5, replays_forwards=replays, **(SHAPES[shape] if shape else {}))
+    pair = InProcessPair(target, new_device=new_device, draft=draft, options=options)
+    try:
+        yield pair, devices
+        pair.settle()
+    finally:
+        pair.close()
+
+
+def run(pair: InProcessPair) -> None:
+    """Rows come and go, so that numbers of them differ; some are sampled."""
+    for number, options in enumerate(SAMPLED.values()):
+        sampling = ResolvedSampling(
+            seed=number, max_tokens=4 + 3 * number, temperature=0.7 if number % 2 else 0.0, **options
+        )
+        pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(2 + 5 * number)], sampling)
+    pair.run()
+
+
+@pytest.mark.parametrize(("head", "shape", "num_shapes"), CASES)
+def test_replayed_forwards_give_the_same_tokens(
+    head: str, shape: str | None, num_shapes: int, request: pytest.FixtureRequest
+) -> None:
+    drafted: Drafted = request.getfixturevalue(head)
+    draft = drafted.head if shape else None
+    with recording_pair(drafted.target, draft, shape, replays=False) as (plain, devices):
+        run(plain)
+        assert plain.decode.recorded is None and not any(device.recorder.graphs for device in devices)
+    with recording_pair(drafted.target, draft, shape, replays=True) as (replaying, (device, _)):
+        assert replaying.decode.recorded is not None
+        num_recorded = replaying.decode.recorded.num_graphs
+        num_before = device.recorder.num_replays
+        run(replaying)
+        num_replays = device.recorder.num_replays - num_before
+    assert num_recorded == len(device.recorder.graphs) == NUM_SIZES * num_shapes
+    assert num_replays >= len(replaying.decode_steps), "a step's forward was not replayed"
+    for name, expected in plain.outcomes.items():
+        assert_same(replaying.outcomes[name], expected)
