@@ -13,6 +13,7 @@ from common.device.stream import Device, Scope, Stream
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.forward_graphs import ForwardGraphs
+from common.model.sampling_state import NUM_NEEDS
 from decode_service.future_map import FutureMap
 from decode_service.schedule_batch import ForwardBatch, ForwardMode, ScheduleBatch
 from decode_service.spec_info import SpecInfo
@@ -71,7 +72,7 @@ def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch
         seq_lens_cpu=column(seq_len, "cpu"),
         draft_lag=[0] * num_rows,
         forward_mode=ForwardMode.DECODE,
-        sampling_needs=np.zeros(num_rows, np.int64),
+        sampling_needs=np.zeros((num_rows, NUM_NEEDS), np.int64),
     )
     batch.spec_info = spec_info
     batch.out_cache_loc = column(PADDING_SLOT).repeat_interleave(batch.num_step_slots)
