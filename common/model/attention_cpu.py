@@ -19,7 +19,7 @@ from common.model.cpu_kernel import Kernel, NumberFormat, exp, jit, number_forma
 
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64
-_NUM_LANES = 16
+NUM_LANES = 16
 _MAX_QUERIES = 32  # of a row: past it gathering a row once costs less than keys and values read a query at a time
 
 
@@ -82,23 +82,23 @@ def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[
 
 
 @jit
-def _largest(numbers, num_numbers, lanes):  # type: ignore[no-untyped-def]
-    """Of the first `num_numbers`, which are not all NaN. `lanes` [_NUM_LANES] is scratch: each keeps its own largest,
+def largest(numbers, num_numbers, lanes):  # type: ignore[no-untyped-def]
+    """Of the first `num_numbers`, which are not all NaN. `lanes` [NUM_LANES] is scratch: each keeps its own largest,
     for a NaN keeps the compiler from turning one running maximum into vector code.
     """
-    for lane in range(_NUM_LANES):
+    for lane in range(NUM_LANES):
         lanes[lane] = -np.inf
-    num_whole = num_numbers - num_numbers % _NUM_LANES
-    for first in range(0, num_whole, _NUM_LANES):
-        for lane in range(_NUM_LANES):
+    num_whole = num_numbers - num_numbers % NUM_LANES
+    for first in range(0, num_whole, NUM_LANES):
+        for lane in range(NUM_LANES):
             number = numbers[first + lane]
             lanes[lane] = number if number > lanes[lane] else lanes[lane]
-    largest = np.float32(-np.inf)
-    for lane in range(_NUM_LANES):
-        largest = lanes[lane] if lanes[lane] > largest else largest
+    highest = np.float32(-np.inf)
+    for lane in range(NUM_LANES):
+        highest = lanes[lane] if lanes[lane] > highest else highest
     for place in range(num_whole, num_numbers):
-        largest = numbers[place] if numbers[place] > largest else largest
-    return largest
+        highest = numbers[place] if numbers[place] > highest else highest
+    return highest
 
 
 @cache
@@ -136,7 +136,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         query = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
         output = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
         token = np.empty(head_dim, np.float32)
-        lanes = np.empty(_NUM_LANES, np.float32)
+        lanes = np.empty(NUM_LANES, np.float32)
         plane_bytes = kv.shape[1] * token_bytes
         for i in range(queries.shape[0]):
             for h in range(num_kv_heads):
@@ -176,10 +176,10 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
             for h in range(num_kv_heads):
                 for m in range(num_new):
                     for g in range(num_shared):
-                        largest = _largest(scores[h, m, g], num_tokens, lanes)
+                        highest = largest(scores[h, m, g], num_tokens, lanes)
                         total = np.float32(0)
                         for t in range(num_tokens):
-                            weight = exp(scores[h, m, g, t] - largest)
+                            weight = exp(scores[h, m, g, t] - highest)
                             scores[h, m, g, t] = weight
                             total += weight
                         share = np.float32(1) / total

@@ -14,7 +14,7 @@ from common.model.forward_program import AttentionSize, Program
 from common.model.fused.dot_products import PANEL_WIDTH, packed
 from common.model.fused.operations import Field, Kind, Store
 
-_MAX_ITEMS = 64  # of a LINEAR: enough to share evenly, few enough that taking them costs nothing
+_ITEM_BYTES = 128 << 10  # of a LINEAR's weight: threads read long runs of memory, and the last ones end together
 
 
 def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: int) -> Program:
@@ -99,7 +99,7 @@ class ProgramBuilder:
             Field.WIDTH: width,
             Field.NUM_OUTPUTS: num_outputs,
             Field.NUM_PANELS: num_panels,
-            Field.ITEM_PANELS: -(-num_panels // _MAX_ITEMS),
+            Field.ITEM_PANELS: max(1, _ITEM_BYTES // (PANEL_WIDTH * width * weight.element_size())),
             Field.STORE: store,
             Field.SELECTED_ROWS: selected_rows,
             Field.SHOWS_LAYER: shows_layer,

@@ -24,7 +24,7 @@ from common.model.cpu_kernel import jit
 PANEL_WIDTH = 32
 MAX_ROWS = 8
 _LANES = 16
-_LINES_AHEAD = 32  # of the panel, asked for before they are needed
+_LINES_AHEAD = 16  # of the panel, asked for before they are needed
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)

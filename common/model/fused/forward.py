@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.attention import ForwardInput
-from common.model.attention_cpu import attended_tokens
+from common.model.attention_cpu import NUM_LANES, attended_tokens
 from common.model.forward_program import FusedDecoder
 from common.model.fused.decoder import LOGITS, STATES
 from common.model.fused.operations import Call
@@ -105,7 +105,7 @@ class FusedForward:
         """Address, at a multiple of 64, and bytes of each thread's."""
         attention = self._program.attention
         num_queries = max_queries * (attention.num_heads // attention.num_kv_heads)
-        attending = 4 * ((2 * num_queries + 1) * attention.head_dim + num_queries * max_seq_len)
+        attending = 4 * ((2 * num_queries + 1) * attention.head_dim + NUM_LANES + num_queries * max_seq_len)
         norming = num_tokens * self._program.normed_width * self._program.dtype.itemsize
         wanted = SUMS_BYTES + max(attending, norming)
         of_thread = wanted + -wanted % _ALIGNMENT

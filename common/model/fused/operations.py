@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from common.model.cpu_kernel import Kernel, exp, jit, prefetch
+from common.model.cpu_kernel import Kernel, jit
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
 from common.model.fused.numbers import read, rounded, silu
@@ -97,17 +97,15 @@ class Call(IntEnum):
 
 
 ITEM_TOKENS = 16  # of EMBED and NORM
-_TOKENS_AHEAD = 16
-_LINE_BYTES = 64
 _WORDS = np.int64
 
 
-_array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
+array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
 
 
 @jit
 def words(address, number):  # type: ignore[no-untyped-def]
-    return _array_at(pointer(address), (number,), _WORDS)
+    return array_at(pointer(address), (number,), _WORDS)
 
 
 def _elements(address: int, number: int, like: Any) -> Any:
@@ -117,7 +115,7 @@ def _elements(address: int, number: int, like: Any) -> Any:
 @overload(_elements)
 def _elements_like(address, number, like):  # type: ignore[no-untyped-def]
     element = like.dtype
-    return lambda address, number, like: _array_at(pointer(address), (number,), element)
+    return lambda address, number, like: array_at(pointer(address), (number,), element)
 
 
 elements = cast("Kernel", _elements)
@@ -137,7 +135,7 @@ def _normalise(source, weight, epsilon, target, like):  # type: ignore[no-untype
 
 
 @jit
-def _buffer_row(call, number, row, width, offset, like):  # type: ignore[no-untyped-def]
+def buffer_row(call, number, row, width, offset, like):  # type: ignore[no-untyped-def]
     base = call[Call.BUFFERS + 2 * number]
     length = call[Call.BUFFERS + 2 * number + 1]
     return elements(base + (row * length + offset) * like.itemsize, width, like)
@@ -149,15 +147,15 @@ def embed(call, fields, item, like):  # type: ignore[no-untyped-def]
     ids = words(call[Call.INPUT_IDS], call[Call.NUM_TOKENS])
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
         source = elements(fields[Field.WEIGHT] + ids[token] * width * like.itemsize, width, like)
-        _buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], like)[:] = source
+        buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], like)[:] = source
 
 
 @jit
 def norm(call, fields, epsilon, item, like):  # type: ignore[no-untyped-def]
     width = fields[Field.WIDTH]
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
-        source = _buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
-        target = _buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], like)
+        source = buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
+        target = buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], like)
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
@@ -173,7 +171,7 @@ def normalise_input(call, fields, epsilon, scratch, like):  # type: ignore[no-un
     is_selected = fields[Field.SELECTED_ROWS] and call[Call.SELECTED]
     for row in range(num_rows):
         token = selected[row] if is_selected else row
-        source = _buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
+        source = buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
         target = elements(scratch + row * width * like.itemsize, width, like)
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
@@ -187,7 +185,7 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):  # ty
     width, num_outputs = fields[Field.WIDTH], fields[Field.NUM_OUTPUTS]
     num_steps = width * like.itemsize // 4
     panel_bytes = num_steps * PANEL_WIDTH * 4
-    sums = _array_at(pointer(sums_address), (MAX_ROWS * PANEL_WIDTH,), np.float32)
+    sums = array_at(pointer(sums_address), (MAX_ROWS * PANEL_WIDTH,), np.float32)
     store = fields[Field.STORE]
     first = item * fields[Field.ITEM_PANELS]
     for panel in range(first, min(first + fields[Field.ITEM_PANELS], fields[Field.NUM_PANELS])):
@@ -219,7 +217,7 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):  # type: i
         for i in range(num):
             sums[i] += read(bias[i])
     if store == Store.LOGITS:
-        logits = _array_at(pointer(base + (row * length + first) * 4), (num,), np.float32)
+        logits = array_at(pointer(base + (row * length + first) * 4), (num,), np.float32)
         for i in range(num):
             logits[i] = read(rounded(sums[i], like))
         return
@@ -230,129 +228,3 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):  # type: i
     else:
         for i in range(num):
             target[i] = rounded(sums[i], like)
-
-
-@jit
-def _rotate(source, weight, epsilon, cosines, sines, target, like):  # type: ignore[no-untyped-def]
-    """One head, as float32 of what the model's dtype holds, to `target`; normed before where there is a `weight`."""
-    head_dim = target.shape[0]
-    half = head_dim // 2
-    if weight:
-        total = np.float32(0)
-        for d in range(head_dim):
-            total += read(source[d]) * read(source[d])
-        factor = np.float32(1) / np.sqrt(total / np.float32(head_dim) + np.float32(epsilon))
-        factors = elements(weight, head_dim, like)
-        for d in range(head_dim):
-            target[d] = read(rounded(read(factors[d]) * read(rounded(read(source[d]) * factor, like)), like))
-    else:
-        for d in range(head_dim):
-            target[d] = read(source[d])
-    for d in range(half):
-        first, second = target[d], target[half + d]
-        target[d] = read(rounded(first * read(cosines[d]) - second * read(sines[d]), like))
-        target[half + d] = read(rounded(second * read(cosines[half + d]) + first * read(sines[half + d]), like))
-
-
-@jit
-def _softmax(scores):  # type: ignore[no-untyped-def]
-    largest = np.float32(-np.inf)
-    for t in range(scores.shape[0]):
-        largest = scores[t] if scores[t] > largest else largest
-    total = np.float32(0)
-    for t in range(scores.shape[0]):
-        weight = exp(scores[t] - largest)
-        scores[t] = weight
-        total += weight
-    share = np.float32(1) / total
-    for t in range(scores.shape[0]):
-        scores[t] *= share
-
-
-@jit
-def attend(call, fields, epsilon, scaling, item, scratch, like):  # type: ignore[no-untyped-def]
-    head_dim, num_kv_heads = fields[Field.HEAD_DIM], fields[Field.NUM_KV_HEADS]
-    num_shared = fields[Field.NUM_HEADS] // num_kv_heads
-    b, h = item // num_kv_heads, item % num_kv_heads
-    size = like.itemsize
-    starts = words(call[Call.STARTS], call[Call.NUM_ROWS] + 1)
-    first, num_new = starts[b], starts[b + 1] - starts[b]
-    num_tokens = words(call[Call.SEQ_LENS], call[Call.NUM_ROWS])[b]
-    row = words(call[Call.REQ_POOL_INDICES], call[Call.NUM_ROWS])[b]
-    slots = words(call[Call.TABLE] + row * call[Call.TABLE_WIDTH] * 8, call[Call.TABLE_WIDTH])
-    positions = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])
-    out_cache_loc = words(call[Call.OUT_CACHE_LOC], call[Call.NUM_TOKENS])
-    num_masked = words(call[Call.NUM_MASKED], call[Call.NUM_ROWS])[b]
-    mask_width = call[Call.ATTENDED_WIDTH]
-    attended = _array_at(pointer(call[Call.ATTENDED]), (call[Call.NUM_TOKENS] * mask_width,), np.bool_)
-    token_numbers = num_kv_heads * head_dim
-    plane_numbers = call[Call.NUM_SLOTS] * token_numbers
-    kv = elements(call[Call.KV] + fields[Field.LAYER] * 2 * plane_numbers * size, 2 * plane_numbers, like)
-    num_queries = num_new * num_shared
-    queries = _array_at(pointer(scratch), (num_queries, head_dim), np.float32)
-    outputs = _array_at(pointer(scratch + num_queries * head_dim * 4), (num_queries, head_dim), np.float32)
-    token = _array_at(pointer(scratch + 2 * num_queries * head_dim * 4), (head_dim,), np.float32)
-    scores = _array_at(
-        pointer(scratch + (2 * num_queries + 1) * head_dim * 4), (num_queries, call[Call.MAX_SEQ_LEN]), np.float32
-    )
-    qkv_numbers = (fields[Field.NUM_HEADS] + 2 * num_kv_heads) * head_dim
-    key_start = (fields[Field.NUM_HEADS] + h) * head_dim
-    value_start = key_start + num_kv_heads * head_dim
-    for m in range(num_new):
-        qkv = _buffer_row(call, fields[Field.SOURCE], first + m, qkv_numbers, 0, like)
-        angles = positions[first + m] * head_dim * size
-        cosines = elements(call[Call.COSINES] + angles, head_dim, like)
-        sines = elements(call[Call.SINES] + angles, head_dim, like)
-        place = (out_cache_loc[first + m] * num_kv_heads + h) * head_dim
-        key = qkv[key_start : key_start + head_dim]
-        _rotate(key, fields[Field.KEY_NORM], epsilon, cosines, sines, token, like)
-        for d in range(head_dim):
-            kv[place + d] = rounded(token[d], like)
-            kv[plane_numbers + place + d] = qkv[value_start + d]
-        for g in range(num_shared):
-            start = (h * num_shared + g) * head_dim
-            query = queries[m * num_shared + g]
-            _rotate(qkv[start : start + head_dim], fields[Field.NORM], epsilon, cosines, sines, query, like)
-            for d in range(head_dim):
-                query[d] *= np.float32(scaling)
-                outputs[m * num_shared + g, d] = np.float32(0)
-    num_unmasked = num_tokens - num_masked
-    for t in range(num_tokens):
-        place = (slots[t] * num_kv_heads + h) * head_dim
-        ahead = (slots[min(t + _TOKENS_AHEAD, num_tokens - 1)] * num_kv_heads + h) * head_dim * size
-        for offset in range(0, head_dim * size, _LINE_BYTES):
-            prefetch(kv, ahead + offset)
-        for d in range(head_dim):
-            token[d] = read(kv[place + d])
-        for m in range(num_new):
-            if t < num_unmasked or attended[(first + m) * mask_width + t - num_unmasked]:
-                for g in range(num_shared):
-                    query = queries[m * num_shared + g]
-                    score = np.float32(0)
-                    for d in range(head_dim):
-                        score += query[d] * token[d]
-                    scores[m * num_shared + g, t] = score
-            else:
-                for g in range(num_shared):
-                    scores[m * num_shared + g, t] = -np.inf
-    for q in range(num_queries):
-        _softmax(scores[q, :num_tokens])
-    for t in range(num_tokens):
-        place = plane_numbers + (slots[t] * num_kv_heads + h) * head_dim
-        ahead = (slots[min(t + _TOKENS_AHEAD, num_tokens - 1)] * num_kv_heads + h) * head_dim * size
-        for offset in range(0, head_dim * size, _LINE_BYTES):
-            prefetch(kv, plane_numbers * size + ahead + offset)
-        for d in range(head_dim):
-            token[d] = read(kv[place + d])
-        for q in range(num_queries):
-            weight = scores[q, t]
-            if weight != 0:
-                output = outputs[q]
-                for d in range(head_dim):
-                    output[d] += weight * token[d]
-    for m in range(num_new):
-        for g in range(num_shared):
-            start = (h * num_shared + g) * head_dim
-            target = _buffer_row(call, fields[Field.TARGET], first + m, head_dim, start, like)
-            for d in range(head_dim):
-                target[d] = rounded(outputs[m * num_shared + g, d], like)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from common.model.cpu_kernel import jit, jit_cached
+from common.model.fused.attending import attend
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH
 from common.model.fused.operations import (
     ITEM_TOKENS,
     Call,
     Field,
     Kind,
-    attend,
     embed,
     linear,
     norm,
@@ -83,7 +83,13 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
                 norm(call, fields, epsilon, item, like)
             end_item(board, operation)
             item = take_item(board, run, operation, num_items)
-        if not await_operation(board, run, operation, num_items):
+        following = operations[(operation + 1) * NUM_FIELDS : (operation + 2) * NUM_FIELDS]
+        ahead, ahead_bytes = call, np.int64(0)
+        if following.shape[0] and following[Field.KIND] == Kind.LINEAR:
+            item_bytes = following[Field.ITEM_PANELS] * PANEL_WIDTH * following[Field.WIDTH] * like.itemsize
+            start = min(thread * item_bytes, (following[Field.NUM_PANELS] // following[Field.ITEM_PANELS]) * item_bytes)
+            ahead, ahead_bytes = words(following[Field.WEIGHT] + start, 1), item_bytes
+        if not await_operation(board, run, operation, num_items, ahead, ahead_bytes):
             return
 
 

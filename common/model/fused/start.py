@@ -30,7 +30,7 @@ def kernels_key() -> str:
     """Names what compiled kernels depend on: their source, the compiler and the CPU."""
     digest = hashlib.sha256()
     model = Path(__file__).parent.parent
-    for source in (model / "cpu_kernel.py", *sorted((model / "fused").glob("*.py"))):
+    for source in (model / "attention_cpu.py", model / "cpu_kernel.py", *sorted((model / "fused").glob("*.py"))):
         digest.update(source.read_bytes())
     features = llvmlite.binding.get_host_cpu_features().flatten()
     for part in (numba.__version__, llvmlite.__version__, llvmlite.binding.get_host_cpu_name(), features):

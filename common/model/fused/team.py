@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.model.cpu_kernel import jit
+from common.model.cpu_kernel import jit, prefetch
 from common.model.fused.memory import (
     add_to_word,
     address_of,
@@ -32,6 +32,7 @@ from common.model.fused.memory import (
     yield_core,
 )
 
+_LINE_BYTES = 64
 _LINE = 8  # words; what threads write often lies on cache lines of its own
 _RUN, _NUM_ASLEEP, _PROGRESS = 0, _LINE, 2 * _LINE
 _COUNTERS = 3 * _LINE
@@ -64,8 +65,11 @@ def end_item(board, operation):  # type: ignore[no-untyped-def]
 
 
 @jit
-def await_operation(board, run, operation, num_items):  # type: ignore[no-untyped-def]
-    """Until all its items are done. False when the run is over."""
+def await_operation(board, run, operation, num_items, ahead, ahead_bytes):  # type: ignore[no-untyped-def]
+    """Until all its items are done. False when the run is over. Who waits asks for memory meanwhile: `ahead_bytes` from
+    the start of array `ahead` on.
+    """
+    offset = np.int64(0)
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE)
     expected = (np.int64(run) << _RUN_SHIFT) + num_items
     num_spins = 0
@@ -76,7 +80,10 @@ def await_operation(board, run, operation, num_items):  # type: ignore[no-untype
         if seen >> _RUN_SHIFT != run:
             return False
         num_spins += 1
-        if num_spins > _SPINS_BEFORE_YIELD:
+        if offset < ahead_bytes:
+            prefetch(ahead, offset)
+            offset += _LINE_BYTES
+        elif num_spins > _SPINS_BEFORE_YIELD:
             yield_core()
         else:
             pause()
