@@ -24,6 +24,7 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.handoff_peers import BARE_STREAM, VOCAB_SIZE, HandoffShape, NothingModel, bare_peer, prefill_peer
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
+from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
+    keep_freed_memory()
     shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
     num_bytes = args.prompts * shape.prompt_bytes
     rates: dict[str, list[float]] = {"gRPC": [], "bare": [], "copy": []}

@@ -1,4 +1,4 @@
-"""The processes that `benchmarks.handoff` reads from: a prefill service whose model computes nothing, and a bare stream.
+"""The processes that `benchmarks.handoff` reads from: a prefill service without a model, and a bare stream.
 
 Each is a process of its own that sends its port through a pipe and serves until the pipe closes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,6 +20,7 @@ import torch
 
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
+from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.target import TargetModel, TargetOutput
@@ -28,7 +29,7 @@ from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.messages import Command
+from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 
 BARE_STREAM = "/benchmark.Bare/Stream"
@@ -106,6 +107,7 @@ def _process(serve: object, argument: object) -> Iterator[str]:
 
 def _run(serve: object, argument: object, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    keep_freed_memory()
     asyncio.run(serve(argument, pipe))  # type: ignore[operator]
 
 
@@ -128,10 +130,17 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     )
     for buffer in engine.pool.buffers.values():
         buffer.view(torch.uint8).random_()
+
+    def deliver(events: Sequence[Event]) -> None:
+        servicer.deliver(events)
+
+    def on_death(error: BaseException) -> None:
+        servicer.engine_died(error)
+
     thread: EngineThread[Command] = EngineThread(
         engine=engine,
-        deliver=lambda events: servicer.deliver(events),
-        on_death=lambda error: servicer.engine_died(error),
+        deliver=deliver,
+        on_death=on_death,
         name="prefill-engine",
     )
     servicer = PrefillServicer(
@@ -159,8 +168,8 @@ async def _serve_bare(num_messages: int, pipe: Connection) -> None:
             yield message
 
     server = grpc.aio.server(options=server_options())
-    handlers = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmark.Bare", handlers),))
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(stream)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmark.Bare", {"Stream": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     pipe.send(port)

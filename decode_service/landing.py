@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.dlpack import from_dlpack
 
 from common.device.stream import Device, Event, Scope, StreamKind
 from common.draft.seed import TOPK_INDEX, TOPK_P
@@ -258,13 +259,14 @@ class LandingZone:
     def _copy_in(self, segment: KvSegment, slots: torch.Tensor) -> None:
         group = self._pool.groups[segment.layer_group]
         buffer = self._pool.buffers[segment.layer_group]
-        staged = self._device.host_buffer((segment.num_bytes,), torch.uint8)
-        staged.numpy()[:] = np.frombuffer(segment.payload, dtype=np.uint8)
-        values = staged.view(buffer.dtype).view(
+        payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
+        values = payload.view(buffer.dtype).view(
             segment.num_layers, group.num_planes, segment.num_tokens, group.num_heads, group.head_dim
         )
         layers = buffer[segment.layer_start : segment.layer_start + segment.num_layers]
-        layers.index_copy_(2, self._device.to_device(slots), self._device.to_device(values))
+        if layers.device != values.device:
+            values = self._device.to_device(values)
+        layers.index_copy_(2, self._device.to_device(slots), values)
 
     def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> None:
         for entry, index in enumerate(columns.rows.tolist()):

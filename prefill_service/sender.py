@@ -183,8 +183,13 @@ class KvSender:
             slots = torch.tensor(
                 piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens], dtype=torch.int64
             )
-            gathered = layers.index_select(2, self._device.to_device(slots))
-            payload.set(self._device.to_host(gathered.view(torch.uint8)))
+            destination = self._device.host_buffer((piece.num_bytes,), torch.uint8)
+            values = destination.view(buffer.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+            if layers.device == values.device:
+                torch.index_select(layers, 2, slots, out=values)
+            else:
+                values.copy_(layers.index_select(2, self._device.to_device(slots)), non_blocking=True)
+            payload.set(destination)
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.computed)
@@ -216,5 +221,5 @@ def _segment(piece: _Piece, payload: torch.Tensor) -> KvSegment:
         num_layers=piece.num_layers,
         token_start=piece.token_start,
         num_tokens=piece.num_tokens,
-        payload=payload.numpy().tobytes(),
+        payload=payload.numpy().reshape(-1),
     )

@@ -14,6 +14,7 @@ from common.wire.codec_segment import decode_segment, encode_segment
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.segment_bytes import split
 
 _FIELDS_A_ROW = 16
 """It has the three of its log-probabilities; room for columns that come unpacked."""
@@ -37,7 +38,7 @@ class FrameCodec:
                 message.accepted.instance_id = frame.instance_id
                 message.accepted.crc32c = checksum(message.accepted)
             case KvSegment():
-                encode_segment(frame, message.kv_segment)
+                return encode_segment(frame)
             case PrebuiltBatch():
                 encode_prebuilt(frame, message.prebuilt_batch)
             case RowFailed():
@@ -55,12 +56,13 @@ class FrameCodec:
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
         """
         require_few_fields(data, prefill_pb2.HandoffFrame, at_most=_FIELDS_A_ROW * len(rows) + _OTHER_FIELDS)
-        message = parse(prefill_pb2.HandoffFrame, data)
+        header, payload = split(data)
+        message = parse(prefill_pb2.HandoffFrame, header)
         match message.WhichOneof("frame"):
             case "accepted":
                 return self._decode_accepted(message.accepted)
             case "kv_segment":
-                return decode_segment(message.kv_segment, groups=self._groups, rows=rows)
+                return decode_segment(message.kv_segment, payload, groups=self._groups, rows=rows)
             case "prebuilt_batch":
                 return decode_prebuilt(
                     message.prebuilt_batch,

@@ -19,6 +19,8 @@ MAX_ROW_TOKENS = 1 << 20
 TARGET_GROUP = "target"
 DRAFT_GROUP = "draft"
 
+Payload = bytes | NDArray[np.uint8]
+
 
 @dataclass(frozen=True, slots=True)
 class HandoffRow:
@@ -47,7 +49,7 @@ class KvSegment:
     """KV of one row: tokens [token_start, token_start + num_tokens) of layers [layer_start, layer_start + num_layers).
 
     `payload` is [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, contiguous,
-    at most MAX_SEGMENT_BYTES.
+    at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more.
     """
 
     row: int
@@ -56,7 +58,7 @@ class KvSegment:
     num_layers: int
     token_start: int
     num_tokens: int
-    payload: bytes
+    payload: Payload
 
     @property
     def num_bytes(self) -> int:

@@ -138,7 +138,7 @@ def test_a_failing_copy_out_of_the_prefill_pool_is_retried(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    fail_once(monkeypatch, "to_host", lambda tensor: tensor.dtype is torch.uint8)
+    fail_once(monkeypatch, "host_buffer", lambda shape, dtype: dtype is torch.uint8)
     for name in NAMES:
         submit(pair, name)
     pair.run()
@@ -150,7 +150,7 @@ def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    fail_once(monkeypatch, "host_buffer", lambda shape, dtype: dtype is torch.uint8)
+    fail_once(monkeypatch, "to_device", lambda tensor: tensor.dtype is torch.int64)
     for name in NAMES:
         submit(pair, name)
     pair.run()
