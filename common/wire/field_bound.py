@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from common.wire.codec_checks import ProtocolError
-from common.wire.segment_bytes import read_varint
+from common.wire.varint import read_varint
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from baton.v1 import prefill_pb2
 from common.wire.codec_checks import require
 from common.wire.handoff import Payload
+from common.wire.varint import read_varint, varint
 
 _DELIMITED = 2
 _SEGMENT_TAG = prefill_pb2.HandoffFrame.DESCRIPTOR.fields_by_name["kv_segment"].number << 3 | _DELIMITED
@@ -59,25 +60,3 @@ def split(data: bytes) -> tuple[bytes, NDArray[np.uint8]]:
     fields = data[begin:start] + data[payload_end:]
     payload = np.frombuffer(data, np.uint8, payload_end - payload_start, payload_start)
     return bytes((_SEGMENT_TAG,)) + varint(len(fields)) + fields, payload
-
-
-def varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def read_varint(data: bytes, position: int, end: int) -> tuple[int, int]:
-    """The number there and the position behind it."""
-    value = shift = 0
-    while position < end:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128 or shift == 70:
-            break
-    return value, position
