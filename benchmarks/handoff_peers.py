@@ -29,6 +29,7 @@ from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.main import open_ring
 from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 
@@ -44,6 +45,7 @@ class HandoffShape:
     layer_group: LayerGroupSpec
     prompt_tokens: int
     num_prompts: int
+    shared_memory_bytes: int = 0
 
     @property
     def prompt_bytes(self) -> int:
@@ -120,6 +122,7 @@ async def _until_closed(pipe: Connection) -> None:
 async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     torch.set_num_threads(1)
     model = NothingModel(shape)
+    ring = open_ring(shape.shared_memory_bytes)
     engine = PrefillEngine(
         model=cast(TargetModel, model),
         device=open_device("cpu", num_threads=1),
@@ -127,6 +130,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         max_kv_tokens=shape.num_prompts * shape.prompt_tokens,
         max_context_tokens=model.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
+        ring=ring,
     )
     for buffer in engine.pool.buffers.values():
         buffer.view(torch.uint8).random_()
@@ -149,6 +153,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens),
         instance_id="benchmark",
         limits=HandoffLimits(),
+        ring=ring,
     )
     server = PrefillServer(servicer=servicer)
     thread.start()
@@ -158,6 +163,8 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     await _until_closed(pipe)
     await server.stop(0)
     thread.stop(10.0)
+    if ring is not None:
+        ring.close()
 
 
 async def _serve_bare(num_messages: int, pipe: Connection) -> None:

@@ -20,6 +20,7 @@ from common.serving import ServerLimits, server_credentials, server_tokens, term
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.watchdog import Watchdog
+from common.wire.kv_ring import KvRing, sweep
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -38,8 +39,17 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
 
     Raises EngineLost when the engine died or hangs: every call has then been failed.
     """
+    check_chunks(settings, process.runtime.draft)
+    ring = open_ring(settings.shared_memory_bytes)
+    try:
+        await _serve(settings, process, ring)
+    finally:
+        if ring is not None:
+            ring.close()
+
+
+async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | None) -> None:
     runtime = process.runtime
-    check_chunks(settings, runtime.draft)
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
     engine = PrefillEngine(
         model=runtime.model,
@@ -56,6 +66,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         max_queued_rows=settings.max_queued_rows,
         on_step=engine_metrics.on_step,
         debug_checks=settings.debug_checks,
+        ring=ring,
     )
 
     def deliver(events: Sequence[Event]) -> None:
@@ -75,6 +86,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         instance_id=process.instance_id,
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
         tracer=process.tracer,
+        ring=ring,
     )
     server = PrefillServer(
         servicer=servicer,
@@ -117,6 +129,18 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
             raise watchdog.lost
         if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S if watchdog.is_well else 0.0):
             raise EngineStalled("the engine did not stop")
+
+
+def open_ring(num_bytes: int) -> KvRing | None:
+    """Shared memory for receivers on this host; None where there is none. What killed processes left of it is removed."""
+    if not num_bytes:
+        return None
+    try:
+        sweep()
+        return KvRing(num_bytes=num_bytes)
+    except OSError as error:
+        _log.warning("no_shared_memory", reason=str(error))
+        return None
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:

@@ -30,6 +30,7 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.wire.handoff import PrebuiltBatch, RowFailed
+from common.wire.kv_ring import KvRing
 from prefill_service.chunk_batch import ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.messages import (
     CallDone,
@@ -42,8 +43,10 @@ from prefill_service.messages import (
     OpenCall,
     RowStarted,
     SegmentBytesSent,
+    SlotsReturned,
 )
 from prefill_service.prompt import Prompt, PromptPhase
+from prefill_service.segment_memory import SegmentMemory
 from prefill_service.sender import KvSender
 from prefill_service.worker import Computed, PrefillWorker
 
@@ -69,7 +72,7 @@ class PrefillEngine:
 
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
-    prompts that wait for a row. `clock` is in monotonic seconds.
+    prompts that wait for a row. `clock` is in monotonic seconds. `ring`: shared memory for receivers on this host.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class PrefillEngine:
         wall_clock: Callable[[], float] = time.time,
         on_step: OnStep = lambda stats: None,
         debug_checks: bool = False,
+        ring: KvRing | None = None,
     ) -> None:
         self._layer_group = model.layer_group.name
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
@@ -127,7 +131,11 @@ class PrefillEngine:
             stream=self._forward_stream,
         )
         self._sender = KvSender(
-            device=device, pool=self.pool, budget_bytes=send_budget_bytes, max_segment_bytes=max_segment_bytes
+            device=device,
+            pool=self.pool,
+            memory=SegmentMemory(device=device, ring=ring),
+            budget_bytes=send_budget_bytes,
+            max_segment_bytes=max_segment_bytes,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._queued: dict[Prompt, None] = {}
@@ -207,11 +215,15 @@ class PrefillEngine:
             case SegmentBytesSent(call_id, num_bytes):
                 if call_id in self._calls or self._sender.owes(call_id):
                     self._sender.return_budget(call_id, num_bytes)
+            case SlotsReturned(_, generations):
+                self._sender.return_slots(generations)
             case Drain():
                 self._is_draining = True
 
     def _open_call(self, command: OpenCall) -> None:
         assert command.call_id not in self._calls, "call ids are new"
+        if command.shares_memory:
+            self._sender.share_memory(command.call_id)
         prompts = self._calls[command.call_id] = {}
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
@@ -385,4 +397,5 @@ class PrefillEngine:
     def _end_call_if_done(self, call_id: str) -> None:
         if call_id in self._calls and not self._calls[call_id]:
             del self._calls[call_id]
+            self._sender.end_call(call_id)
             self._outbox.append(CallDone(call_id))

@@ -7,16 +7,17 @@ chunk launched ──▶ pieces queued ──budget──▶ copied to the host 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from common.device.cell import Cell
 from common.device.stream import Device, Event, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.wire.handoff import KvSegment
 from prefill_service.prompt import Prompt
+from prefill_service.segment_memory import SegmentBuffer, SegmentMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _Piece:
 class _Copy:
     piece: _Piece
     scope: Scope
-    payload: Cell[torch.Tensor]
+    buffer: SegmentBuffer
     done: Event
 
 
@@ -62,9 +63,12 @@ class KvSender:
     something to send, none takes more than a quarter of the budget.
     """
 
-    def __init__(self, *, device: Device, pool: KvPool, budget_bytes: int, max_segment_bytes: int) -> None:
+    def __init__(
+        self, *, device: Device, pool: KvPool, memory: SegmentMemory, budget_bytes: int, max_segment_bytes: int
+    ) -> None:
         self._device = device
         self._pool = pool
+        self._memory = memory
         self._budget_bytes = budget_bytes
         self._max_segment_bytes = max_segment_bytes
         self._stream = device.new_stream("sending", StreamKind.COPY)
@@ -132,6 +136,19 @@ class KvSender:
         """The call's transport is gone: what it had not taken is dropped, and its budget is free."""
         self._queued.pop(call_id, None)
         self._unsent.pop(call_id, None)
+        self._memory.forget_call(call_id)
+
+    def share_memory(self, call_id: str) -> None:
+        """The call's receiver has mapped the KV ring."""
+        self._memory.share(call_id)
+
+    def return_slots(self, generations: Sequence[int]) -> None:
+        for generation in generations:
+            self._memory.give_back(generation)
+
+    def end_call(self, call_id: str) -> None:
+        """Nothing more of the call will be queued."""
+        self._memory.end_call(call_id)
 
     def start_copies(self) -> None:
         """Start as many copies as the budget allows, the calls taking turns."""
@@ -142,25 +159,31 @@ class KvSender:
                 if not pieces:
                     del self._queued[call_id]
                 elif self._may_copy(call_id, pieces[0].num_bytes):
-                    self._copy(pieces.popleft())
-                    progressing = True
+                    buffer = self._memory.take(call_id, pieces[0].num_bytes)
+                    if buffer is not None:
+                        self._copy(pieces.popleft(), buffer)
+                        progressing = True
 
     def poll(self) -> list[SentPiece]:
         """The segments whose copies have ended, in order."""
         sent = []
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
-            piece = copy.piece
+            piece, slot = copy.piece, copy.buffer.slot
+            self._memory.written(copy.buffer)
             is_wanted = piece.prompt in self._num_pieces
-            if (not is_wanted or copy.scope.error is not None) and self.owes(piece.prompt.call_id):
-                self.return_budget(piece.prompt.call_id, piece.num_bytes)
+            if not is_wanted or copy.scope.error is not None:
+                if self.owes(piece.prompt.call_id):
+                    self.return_budget(piece.prompt.call_id, piece.num_bytes)
+                if slot is not None:
+                    self._memory.give_back(slot.ticket.generation)
             if not is_wanted:
                 continue
             self._num_pieces[piece.prompt] -= 1
             if copy.scope.error is not None:
                 sent.append(SentPiece(piece.prompt, None, copy.scope.error))
                 continue
-            sent.append(SentPiece(piece.prompt, _segment(piece, copy.payload.get()), None))
+            sent.append(SentPiece(piece.prompt, _segment(piece, copy.buffer), None))
         return sent
 
     def close(self, timeout_s: float) -> None:
@@ -173,30 +196,27 @@ class KvSender:
         share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 
-    def _copy(self, piece: _Piece) -> None:
+    def _copy(self, piece: _Piece, buffer: SegmentBuffer) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
-        payload: Cell[torch.Tensor] = Cell()
 
         def copy_out() -> None:
-            buffer = self._pool.buffers[piece.group.name]
-            layers = buffer[piece.layer_start : piece.layer_start + piece.num_layers]
+            pool = self._pool.buffers[piece.group.name]
+            layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
             slots = torch.tensor(
                 piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens], dtype=torch.int64
             )
-            destination = self._device.host_buffer((piece.num_bytes,), torch.uint8)
-            values = destination.view(buffer.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+            values = buffer.memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
             if layers.device == values.device:
                 torch.index_select(layers, 2, slots, out=values)
             else:
                 values.copy_(layers.index_select(2, self._device.to_device(slots)), non_blocking=True)
-            payload.set(destination)
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.computed)
         self._stream.enqueue(copy_out, scope)
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
-        self._copying.append(_Copy(piece, scope, payload, done))
+        self._copying.append(_Copy(piece, scope, buffer, done))
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         if num_bytes:
@@ -213,7 +233,7 @@ def segment_shape(group: LayerGroupSpec, max_segment_bytes: int) -> tuple[int, i
     return max(1, max_segment_bytes // group.layer_token_bytes), 1
 
 
-def _segment(piece: _Piece, payload: torch.Tensor) -> KvSegment:
+def _segment(piece: _Piece, buffer: SegmentBuffer) -> KvSegment:
     return KvSegment(
         row=piece.prompt.index,
         layer_group=piece.group.name,
@@ -221,5 +241,6 @@ def _segment(piece: _Piece, payload: torch.Tensor) -> KvSegment:
         num_layers=piece.num_layers,
         token_start=piece.token_start,
         num_tokens=piece.num_tokens,
-        payload=payload.numpy().reshape(-1),
+        payload=buffer.memory.numpy(),
+        slot=buffer.slot,
     )

@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.config.fields import Address, OptionalAddress, Positive, RequestBytes, Seconds, SegmentBytes, Targets
+from common.config.fields import (
+    Address,
+    OptionalAddress,
+    Positive,
+    RequestBytes,
+    Seconds,
+    SegmentBytes,
+    SharedMemoryBytes,
+    Targets,
+)
 from common.config.process_settings import ProcessSettings
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
@@ -52,6 +61,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
+    shared_memory_bytes: SharedMemoryBytes = 32 << 20
     max_queued_rows: Positive = 1024
     stall_timeout_s: Seconds = 30.0
 

@@ -14,6 +14,7 @@ from common.wire.codec_segment import decode_segment, encode_segment
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.kv_ring import MappedRing
 from common.wire.segment_bytes import split
 
 _FIELDS_A_ROW = 16
@@ -50,8 +51,8 @@ class FrameCodec:
                 message.row_failed.crc32c = checksum(message.row_failed)
         return message.SerializeToString()
 
-    def decode(self, data: bytes, rows: Sequence[HandoffRow]) -> Frame:
-        """The frame in `data`, of a call over `rows`.
+    def decode(self, data: bytes, rows: Sequence[HandoffRow], ring: MappedRing | None = None) -> Frame:
+        """The frame in `data`, of a call over `rows` whose tickets lead into `ring`.
 
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
         """
@@ -62,7 +63,7 @@ class FrameCodec:
             case "accepted":
                 return self._decode_accepted(message.accepted)
             case "kv_segment":
-                return decode_segment(message.kv_segment, payload, groups=self._groups, rows=rows)
+                return decode_segment(message.kv_segment, payload, groups=self._groups, rows=rows, ring=ring)
             case "prebuilt_batch":
                 return decode_prebuilt(
                     message.prebuilt_batch,

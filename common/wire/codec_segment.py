@@ -13,6 +13,7 @@ from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, require
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import HandoffRow, KvSegment
+from common.wire.kv_ring import MappedRing, RingSlot, SlotTicket
 from common.wire.segment_bytes import joined
 
 
@@ -26,6 +27,15 @@ def encode_segment(segment: KvSegment) -> bytes:
     into.token_start = segment.token_start
     into.num_tokens = segment.num_tokens
     into.num_shards = 1
+    if segment.slot is not None:
+        ticket = segment.slot.ticket
+        into.ticket.offset, into.ticket.num_bytes, into.ticket.generation = (
+            ticket.offset,
+            ticket.num_bytes,
+            ticket.generation,
+        )
+        into.crc32c = checksum(into)
+        return prefill_pb2.HandoffFrame(kv_segment=into).SerializeToString()
     into.crc32c = checksum(into, payload=segment.payload)
     return joined(into, segment.payload)
 
@@ -36,10 +46,11 @@ def decode_segment(
     *,
     groups: Mapping[str, LayerGroupSpec],
     rows: Sequence[HandoffRow],
+    ring: MappedRing | None,
 ) -> KvSegment:
     """The segment, with every bound and its checksum verified. Raises ProtocolError naming the field.
 
-    `payload`: what `split` took out of the message's bytes.
+    `payload`: what `split` took out of the message's bytes. `ring`: where tickets lead.
     """
     require(not message.payload, "kv_segment.payload", "is not alone in its frame")
     require(message.row < len(rows), "kv_segment.row", f"{message.row} is not one of the call's {len(rows)} rows")
@@ -59,10 +70,15 @@ def decode_segment(
         "kv_segment.num_tokens",
         f"tokens {message.token_start}..{token_end} are not within the row's {num_row_tokens}",
     )
+    sent = payload
+    slot = _slot(message.ticket, ring) if message.HasField("ticket") else None
+    if slot is not None:
+        require(not len(payload), "kv_segment.payload", "comes with a ticket")
+        payload = slot.payload
     require(len(payload) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
     num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
     require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
-    require(checksum(message, payload=payload) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
+    require(checksum(message, payload=sent) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
     return KvSegment(
         row=message.row,
         layer_group=message.layer_group,
@@ -71,4 +87,14 @@ def decode_segment(
         token_start=message.token_start,
         num_tokens=message.num_tokens,
         payload=payload,
+        slot=slot,
     )
+
+
+def _slot(message: prefill_pb2.SlotTicket, ring: MappedRing | None) -> RingSlot:
+    if ring is None:
+        raise ProtocolError("kv_segment.ticket", "is into shared memory that is not mapped")
+    slot = ring.slot(SlotTicket(message.offset, message.num_bytes, message.generation))
+    if slot is None:
+        raise ProtocolError("kv_segment.ticket", "is of no slot that is there")
+    return slot

@@ -11,11 +11,12 @@ import grpc
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
 from common.wire.codec_checks import ProtocolError
-from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
+from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_slots
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment
+from common.wire.kv_ring import MappedRing
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -44,8 +45,9 @@ class GrpcCall:
         timeouts: HandoffTimeouts,
         metadata: Metadata,
         num_steps: Callable[[], int],
+        ring: MappedRing | None,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at."""
+        """`num_steps` says how often the replica's engine has stepped, as last looked at; `ring` is its, if mapped."""
         self._call_id = command.call_id
         self.replica = command.replica
         self._rows = command.rows
@@ -57,14 +59,19 @@ class GrpcCall:
         self._timeouts = timeouts
         self._metadata = metadata
         self._num_steps = num_steps
-        self._cancellations: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
+        self._ring = ring
+        self._commands: asyncio.Queue[bytes] = asyncio.Queue()
 
     def cancel_rows(self, rows: tuple[int, ...]) -> None:
-        self._cancellations.put_nowait(rows)
+        self._commands.put_nowait(encode_cancel_rows(rows))
+
+    def release_slots(self, generations: tuple[int, ...]) -> None:
+        self._commands.put_nowait(encode_release_slots(generations))
 
     async def exchange(self) -> None:
         """Post the call's frames until the replica ends it. Raises the BatonError to end it with otherwise."""
-        batch = encode_prefill_batch(self._fingerprint, self._rows)
+        secret = b"" if self._ring is None else self._ring.secret
+        batch = encode_prefill_batch(self._fingerprint, self._rows, ring_secret=secret)
         await self._connect()
         stream: Stream = self._channel.stream_stream(_HANDOFF)(metadata=self._metadata)
         writer = asyncio.create_task(self._write_commands(stream, batch))
@@ -91,7 +98,7 @@ class GrpcCall:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await stream.write(batch)
             while True:
-                await stream.write(encode_cancel_rows(await self._cancellations.get()))
+                await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
         accepted = await self._read(stream, self._timeouts.accept_timeout_s)
@@ -123,4 +130,4 @@ class GrpcCall:
             data = reading.result()
         finally:
             reading.cancel()
-        return self._codec.decode(data, self._rows) if isinstance(data, bytes) else None
+        return self._codec.decode(data, self._rows, self._ring) if isinstance(data, bytes) else None
