@@ -132,7 +132,7 @@ async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | Non
 
 
 def open_ring(num_bytes: int) -> KvRing | None:
-    """Shared memory for receivers on this host; None where there is none. What killed processes left of it is removed."""
+    """Shared memory for receivers on this host, or None. What killed processes left of theirs is removed."""
     if not num_bytes:
         return None
     try:
