@@ -133,7 +133,7 @@ class PrefillEngine:
         self._sender = KvSender(
             device=device,
             pool=self.pool,
-            memory=SegmentMemory(device=device, ring=ring),
+            memory=SegmentMemory(ring),
             budget_bytes=send_budget_bytes,
             max_segment_bytes=max_segment_bytes,
         )

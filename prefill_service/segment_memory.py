@@ -13,11 +13,17 @@ from common.wire.kv_ring import KvRing, RingSlot
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentBuffer:
-    """`memory` [num_bytes] uint8 on the host; in `slot` when that is of the ring."""
+class SegmentPlace:
+    """Where one segment goes: `slot`, or host memory that is still to be allocated."""
 
-    memory: Tensor
+    num_bytes: int
     slot: RingSlot | None = None
+
+    def memory(self, device: Device) -> Tensor:
+        """[num_bytes] uint8 on the host. To be called once, where a failure is the segment's own."""
+        if self.slot is not None:
+            return from_dlpack(self.slot.payload)
+        return device.host_buffer((self.num_bytes,), torch.uint8)
 
 
 class SegmentMemory:
@@ -28,8 +34,7 @@ class SegmentMemory:
     host memory, so that receivers that give nothing back cannot hold up the others.
     """
 
-    def __init__(self, *, device: Device, ring: KvRing | None) -> None:
-        self._device = device
+    def __init__(self, ring: KvRing | None) -> None:
         self._ring = ring
         self._sharing: set[str] = set()
         self._lent: dict[int, tuple[str, RingSlot]] = {}
@@ -40,22 +45,22 @@ class SegmentMemory:
         """The call's receiver has mapped the ring."""
         self._sharing.add(call_id)
 
-    def take(self, call_id: str, num_bytes: int) -> SegmentBuffer | None:
-        """Memory for a segment; None when the call must wait until it gets slots back."""
+    def take(self, call_id: str, num_bytes: int) -> SegmentPlace | None:
+        """A place for a segment; None when the call must wait until it gets slots back."""
         if self._ring is not None and call_id in self._sharing:
             slot = self._ring.take(num_bytes)
             if slot is not None:
                 self._lent[slot.ticket.generation] = (call_id, slot)
                 self._writing.add(slot.ticket.generation)
-                return SegmentBuffer(from_dlpack(slot.payload), slot)
+                return SegmentPlace(num_bytes, slot)
             if any(holder == call_id for holder, _ in self._lent.values()):
                 return None
-        return SegmentBuffer(self._device.host_buffer((num_bytes,), torch.uint8))
+        return SegmentPlace(num_bytes)
 
-    def written(self, buffer: SegmentBuffer) -> None:
+    def written(self, place: SegmentPlace) -> None:
         """No stream writes there any more."""
-        if buffer.slot is not None:
-            generation = buffer.slot.ticket.generation
+        if place.slot is not None:
+            generation = place.slot.ticket.generation
             self._writing.discard(generation)
             if generation in self._forgotten:
                 self._forgotten.discard(generation)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from common.device.cell import Cell
 from common.device.stream import Device, Event, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.wire.handoff import KvSegment
+from common.wire.kv_ring import RingSlot
 from prefill_service.prompt import Prompt
-from prefill_service.segment_memory import SegmentBuffer, SegmentMemory
+from prefill_service.segment_memory import SegmentMemory, SegmentPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class _Piece:
 class _Copy:
     piece: _Piece
     scope: Scope
-    buffer: SegmentBuffer
+    place: SegmentPlace
+    payload: Cell[torch.Tensor]
     done: Event
 
 
@@ -159,9 +162,9 @@ class KvSender:
                 if not pieces:
                     del self._queued[call_id]
                 elif self._may_copy(call_id, pieces[0].num_bytes):
-                    buffer = self._memory.take(call_id, pieces[0].num_bytes)
-                    if buffer is not None:
-                        self._copy(pieces.popleft(), buffer)
+                    place = self._memory.take(call_id, pieces[0].num_bytes)
+                    if place is not None:
+                        self._copy(pieces.popleft(), place)
                         progressing = True
 
     def poll(self) -> list[SentPiece]:
@@ -169,8 +172,8 @@ class KvSender:
         sent = []
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
-            piece, slot = copy.piece, copy.buffer.slot
-            self._memory.written(copy.buffer)
+            piece, slot = copy.piece, copy.place.slot
+            self._memory.written(copy.place)
             is_wanted = piece.prompt in self._num_pieces
             if not is_wanted or copy.scope.error is not None:
                 if self.owes(piece.prompt.call_id):
@@ -183,7 +186,7 @@ class KvSender:
             if copy.scope.error is not None:
                 sent.append(SentPiece(piece.prompt, None, copy.scope.error))
                 continue
-            sent.append(SentPiece(piece.prompt, _segment(piece, copy.buffer), None))
+            sent.append(SentPiece(piece.prompt, _segment(piece, copy.payload.get(), slot), None))
         return sent
 
     def close(self, timeout_s: float) -> None:
@@ -196,8 +199,9 @@ class KvSender:
         share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 
-    def _copy(self, piece: _Piece, buffer: SegmentBuffer) -> None:
+    def _copy(self, piece: _Piece, place: SegmentPlace) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
+        payload: Cell[torch.Tensor] = Cell()
 
         def copy_out() -> None:
             pool = self._pool.buffers[piece.group.name]
@@ -205,18 +209,20 @@ class KvSender:
             slots = torch.tensor(
                 piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens], dtype=torch.int64
             )
-            values = buffer.memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+            memory = place.memory(self._device)
+            values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
             if layers.device == values.device:
                 torch.index_select(layers, 2, slots, out=values)
             else:
                 values.copy_(layers.index_select(2, self._device.to_device(slots)), non_blocking=True)
+            payload.set(memory)
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.computed)
         self._stream.enqueue(copy_out, scope)
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
-        self._copying.append(_Copy(piece, scope, buffer, done))
+        self._copying.append(_Copy(piece, scope, place, payload, done))
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         if num_bytes:
@@ -233,7 +239,7 @@ def segment_shape(group: LayerGroupSpec, max_segment_bytes: int) -> tuple[int, i
     return max(1, max_segment_bytes // group.layer_token_bytes), 1
 
 
-def _segment(piece: _Piece, buffer: SegmentBuffer) -> KvSegment:
+def _segment(piece: _Piece, payload: torch.Tensor, slot: RingSlot | None) -> KvSegment:
     return KvSegment(
         row=piece.prompt.index,
         layer_group=piece.group.name,
@@ -241,6 +247,6 @@ def _segment(piece: _Piece, buffer: SegmentBuffer) -> KvSegment:
         num_layers=piece.num_layers,
         token_start=piece.token_start,
         num_tokens=piece.num_tokens,
-        payload=buffer.memory.numpy(),
-        slot=buffer.slot,
+        payload=payload.numpy(),
+        slot=slot,
     )
