@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of an 8-billion Llama's KV, or the demo model's")
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--shared-memory-bytes", type=int, default=32 << 20)
+    parser.add_argument("--shared-memory-bytes", type=int, default=48 << 20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()

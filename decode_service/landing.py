@@ -25,6 +25,7 @@ from common.errors import (
     error_for_row_failure,
 )
 from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.slot_run import run_of
 from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import SegmentsLanded
 from decode_service.request import Request
@@ -221,12 +222,11 @@ class LandingZone:
             self._free(call_id, segment)
             return
         try:
-            target = self._claim(row, segment)
+            slots = self._claim(row, segment)
         except FrameRejected:
             self._free(call_id, segment)
             raise
         row.lease.state = LeaseState.TRANSFERRING
-        slots = torch.tensor(target, dtype=torch.int64)
 
         def land() -> None:
             self._copy_in(segment, slots)
@@ -264,7 +264,7 @@ class LandingZone:
         row.req.kv_bytes += segment.num_bytes
         return row.lease.slots[tokens]
 
-    def _copy_in(self, segment: KvSegment, slots: torch.Tensor) -> None:
+    def _copy_in(self, segment: KvSegment, slots: list[int]) -> None:
         group = self._pool.groups[segment.layer_group]
         buffer = self._pool.buffers[segment.layer_group]
         payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
@@ -274,7 +274,10 @@ class LandingZone:
         layers = buffer[segment.layer_start : segment.layer_start + segment.num_layers]
         if layers.device != values.device:
             values = self._device.to_device(values)
-        layers.index_copy_(2, self._device.to_device(slots), values)
+        if (run := run_of(slots)) is not None:
+            layers[:, :, run].copy_(values)
+        else:
+            layers.index_copy_(2, self._device.to_device(torch.tensor(slots)), values)
         if segment.slot is not None and not segment.slot.is_current:
             raise SlotReused("the replica used the slot again")
 

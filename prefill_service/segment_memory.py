@@ -11,6 +11,8 @@ from torch.utils.dlpack import from_dlpack
 from common.device.stream import Device
 from common.wire.kv_ring import KvRing, RingSlot
 
+_NUM_SLOTS = 4  # one is written, one is read, two are on their way
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlace:
@@ -44,6 +46,10 @@ class SegmentMemory:
     def share(self, call_id: str) -> None:
         """The call's receiver has mapped the ring."""
         self._sharing.add(call_id)
+
+    def max_segment_bytes(self, call_id: str) -> int:
+        """Of segments of this call that go through the ring, of which four fit; 0 when none do."""
+        return self._ring.num_bytes // _NUM_SLOTS if self._ring is not None and call_id in self._sharing else 0
 
     def take(self, call_id: str, num_bytes: int) -> SegmentPlace | None:
         """A place for a segment; None when the call must wait until it gets slots back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from common.device.cell import Cell
 from common.device.stream import Device, Event, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
+from common.kv.slot_run import run_of
 from common.wire.handoff import KvSegment
 from common.wire.kv_ring import RingSlot
 from prefill_service.prompt import Prompt
@@ -38,6 +39,22 @@ class _Piece:
     @property
     def num_bytes(self) -> int:
         return self.group.layer_token_bytes * self.num_layers * self.num_tokens
+
+    def split(self, max_segment_bytes: int) -> list[_Piece]:
+        """The same KV in pieces of at most so many bytes, or a token of a layer."""
+        num_layers, num_tokens = segment_shape(self.group, max_segment_bytes)
+        token_stop, layer_stop = self.token_start + self.num_tokens, self.layer_start + self.num_layers
+        return [
+            replace(
+                self,
+                layer_start=layer,
+                num_layers=min(num_layers, layer_stop - layer),
+                token_start=token,
+                num_tokens=min(num_tokens, token_stop - token),
+            )
+            for token in range(self.token_start, token_stop, num_tokens)
+            for layer in range(self.layer_start, layer_stop, num_layers)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +114,21 @@ class KvSender:
         """Send tokens [start, stop) of a prompt once `computed`: the end of the forward that writes them."""
         assert prompt.lease is not None
         pieces = self._queued.setdefault(prompt.call_id, deque())
+        max_segment_bytes = max(self._max_segment_bytes, self._memory.max_segment_bytes(prompt.call_id))
         for group in self._pool.groups.values():
-            num_layers, num_tokens = segment_shape(group, self._max_segment_bytes)
-            for token in range(start, stop, num_tokens):
-                for layer in range(0, group.num_layers, num_layers):
-                    pieces.append(
-                        _Piece(
-                            prompt=prompt,
-                            lease=prompt.lease,
-                            group=group,
-                            layer_start=layer,
-                            num_layers=min(num_layers, group.num_layers - layer),
-                            token_start=token,
-                            num_tokens=min(num_tokens, stop - token),
-                            computed=computed,
-                        )
-                    )
-                    self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + 1
+            whole = _Piece(
+                prompt=prompt,
+                lease=prompt.lease,
+                group=group,
+                layer_start=0,
+                num_layers=group.num_layers,
+                token_start=start,
+                num_tokens=stop - start,
+                computed=computed,
+            )
+            parts = whole.split(max_segment_bytes)
+            pieces += parts
+            self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
 
     def bytes_of(self, prompt: Prompt) -> dict[str, int]:
         """KV bytes of the whole prompt in each layer group."""
@@ -162,10 +177,7 @@ class KvSender:
                 if not pieces:
                     del self._queued[call_id]
                 elif self._may_copy(call_id, pieces[0].num_bytes):
-                    place = self._memory.take(call_id, pieces[0].num_bytes)
-                    if place is not None:
-                        self._copy(pieces.popleft(), place)
-                        progressing = True
+                    progressing = self._start_copy(pieces) or progressing
 
     def poll(self) -> list[SentPiece]:
         """The segments whose copies have ended, in order."""
@@ -199,6 +211,21 @@ class KvSender:
         share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 
+    def _start_copy(self, pieces: deque[_Piece]) -> bool:
+        """Whether the first of a call's pieces has a place, perhaps after it was cut to what a frame may hold."""
+        piece = pieces[0]
+        place = self._memory.take(piece.prompt.call_id, piece.num_bytes)
+        if place is None:
+            return False
+        pieces.popleft()
+        if place.slot is None and piece.num_bytes > self._max_segment_bytes:
+            parts = piece.split(self._max_segment_bytes)
+            self._num_pieces[piece.prompt] += len(parts) - 1
+            pieces.extendleft(reversed(parts))
+        else:
+            self._copy(piece, place)
+        return True
+
     def _copy(self, piece: _Piece, place: SegmentPlace) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
         payload: Cell[torch.Tensor] = Cell()
@@ -206,15 +233,16 @@ class KvSender:
         def copy_out() -> None:
             pool = self._pool.buffers[piece.group.name]
             layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
-            slots = torch.tensor(
-                piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens], dtype=torch.int64
-            )
+            numbers = piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens]
             memory = place.memory(self._device)
             values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
-            if layers.device == values.device:
-                torch.index_select(layers, 2, slots, out=values)
+            if (run := run_of(numbers)) is not None:
+                values.copy_(layers[:, :, run], non_blocking=True)
+            elif layers.device == values.device:
+                torch.index_select(layers, 2, torch.tensor(numbers), out=values)
             else:
-                values.copy_(layers.index_select(2, self._device.to_device(slots)), non_blocking=True)
+                slots = self._device.to_device(torch.tensor(numbers))
+                values.copy_(layers.index_select(2, slots), non_blocking=True)
             payload.set(memory)
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)

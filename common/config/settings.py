@@ -61,7 +61,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
-    shared_memory_bytes: SharedMemoryBytes = 32 << 20
+    shared_memory_bytes: SharedMemoryBytes = 48 << 20
     max_queued_rows: Positive = 1024
     stall_timeout_s: Seconds = 30.0
 

@@ -75,7 +75,7 @@ def decode_segment(
     if slot is not None:
         require(not len(payload), "kv_segment.payload", "comes with a ticket")
         payload = slot.payload
-    require(len(payload) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
+    require(len(sent) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
     num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
     require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
     require(checksum(message, payload=sent) == message.crc32c, "kv_segment.crc32c", "does not match the segment")

@@ -62,13 +62,13 @@ class _Layout:
     """Views of a ring's memory."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self.num_blocks = (len(memory) - _PAGE_BYTES) // (BLOCK_BYTES + _STAMP_BYTES)
+        self.num_blocks = len(memory) // BLOCK_BYTES  # less what the header takes: part of a block or more
+        while _file_bytes(self.num_blocks * BLOCK_BYTES) > len(memory):
+            self.num_blocks -= 1
         everything = np.frombuffer(memory, np.uint8)
         self.secret = everything[:SECRET_BYTES]
         self.stamps = everything[SECRET_BYTES:][: self.num_blocks * _STAMP_BYTES].view(np.uint64)
-        self.data_start = -(-(SECRET_BYTES + self.stamps.nbytes) // _PAGE_BYTES) * _PAGE_BYTES
-        self.num_blocks = min(self.num_blocks, (len(memory) - self.data_start) // BLOCK_BYTES)
-        self.data = everything[self.data_start :][: self.num_blocks * BLOCK_BYTES]
+        self.data = everything[_header_bytes(self.num_blocks) :][: self.num_blocks * BLOCK_BYTES]
 
     def slot(self, ticket: SlotTicket) -> RingSlot:
         first = ticket.offset // BLOCK_BYTES
@@ -80,13 +80,14 @@ class KvRing:
     """The writer's side. Not thread-safe. The lowest free place is taken: it was used last, and is in the caches."""
 
     def __init__(self, *, num_bytes: int, directory: Path = DIRECTORY) -> None:
-        """Raises OSError when the directory has no room or is not there."""
+        """`num_bytes` are for segments; stamps come on top. Raises OSError when there is no room for it."""
         self._path = directory / f"{_PREFIX}{secrets.token_hex(16)}"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)  # for as long as this process lives
-            os.posix_fallocate(self._file, 0, num_bytes)  # a page that is missing later would be a SIGBUS
-            self._layout = _Layout(mmap.mmap(self._file, num_bytes))
+            file_bytes = _file_bytes(num_bytes)
+            os.posix_fallocate(self._file, 0, file_bytes)  # a page that is missing later would be a SIGBUS
+            self._layout = _Layout(mmap.mmap(self._file, file_bytes))
         except BaseException:
             self.close()
             raise
@@ -166,6 +167,14 @@ class MappedRing:
             return None
         slot = self._layout.slot(ticket)
         return slot if slot.is_current else None
+
+
+def _header_bytes(num_blocks: int) -> int:
+    return -(-(SECRET_BYTES + num_blocks * _STAMP_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _file_bytes(num_bytes: int) -> int:
+    return _header_bytes(num_blocks(num_bytes)) + num_blocks(num_bytes) * BLOCK_BYTES
 
 
 def num_blocks(num_bytes: int) -> int:

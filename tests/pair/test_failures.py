@@ -16,6 +16,7 @@ from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.handoff import Frame, KvSegment
 from common.wire.kv_ring import KvRing
+from decode_service.landing import LandingZone
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from prefill_service import messages as prefill
 from tests.conftest import MakePair
@@ -155,7 +156,16 @@ def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    fail_once(monkeypatch, "to_device", lambda tensor: tensor.dtype is torch.int64)
+    failing: list[bool] = [True]
+    copy_in = LandingZone._copy_in
+
+    def fail_first(zone: LandingZone, segment: KvSegment, slots: list[int]) -> None:
+        if failing:
+            failing.clear()
+            raise ForwardFailed("planted")
+        copy_in(zone, segment, slots)
+
+    monkeypatch.setattr(LandingZone, "_copy_in", fail_first)
     for name in NAMES:
         submit(pair, name)
     pair.run()

@@ -14,8 +14,7 @@ from prefill_service.segment_memory import SegmentMemory, SegmentPlace
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Iterator[KvRing]:
-    ring = KvRing(num_bytes=4 * BLOCK_BYTES, directory=tmp_path)  # the first block is its own
-    assert ring.num_bytes == 3 * BLOCK_BYTES
+    ring = KvRing(num_bytes=3 * BLOCK_BYTES, directory=tmp_path)
     yield ring
     ring.close()
 

@@ -84,7 +84,7 @@ class Sending:
 
 @pytest.fixture
 def sending(tmp_path: Path) -> Iterator[Sending]:
-    ring = KvRing(num_bytes=6 * BLOCK_BYTES, directory=tmp_path)  # of which five are slots
+    ring = KvRing(num_bytes=5 * BLOCK_BYTES, directory=tmp_path)
     sending = Sending(ring)
     yield sending
     sending.engine.close()
@@ -119,7 +119,7 @@ def test_a_row_cancelled_with_slots_out_keeps_them_until_they_return(sending: Se
 
 def test_a_call_that_is_lost_at_any_step_leaves_no_slot_behind(tmp_path: Path) -> None:
     for num_steps in range(12):
-        ring = KvRing(num_bytes=6 * BLOCK_BYTES, directory=tmp_path)
+        ring = KvRing(num_bytes=5 * BLOCK_BYTES, directory=tmp_path)
         sending = Sending(ring)
         for _ in range(num_steps):
             sending.step()

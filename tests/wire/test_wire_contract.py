@@ -31,7 +31,7 @@ CHECKSUMS = {
     "prebuilt_batch": 0xBC1D142E,
     "row_failed": 0x85CF59B1,
 }
-"""Of the messages below, in which every field but `shard` and `ticket` has a value; as protocol version 4 makes them."""
+"""Of the messages below: every field but `shard` and `ticket` has a value; as protocol version 4 makes them."""
 
 TARGET = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 FINGERPRINT = Fingerprint(
