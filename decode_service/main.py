@@ -206,4 +206,5 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         credentials=credentials,
         metadata=metadata,
         look_up=look_up,
+        num_channels_per_replica=settings.connections_per_prefill,
     )

@@ -222,8 +222,7 @@ class PrefillEngine:
 
     def _open_call(self, command: OpenCall) -> None:
         assert command.call_id not in self._calls, "call ids are new"
-        if command.shares_memory:
-            self._sender.share_memory(command.call_id)
+        self._sender.open_call(command.call_id, shares_memory=command.shares_memory)
         prompts = self._calls[command.call_id] = {}
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
@@ -375,8 +374,7 @@ class PrefillEngine:
 
     def _fail(self, prompt: Prompt, reason: RowFailure, message: str, *, retryable: bool) -> None:
         if prompt.phase is not PromptPhase.SENDING:
-            retry_after_ms = _RETRY_AFTER_MS if retryable else 0
-            failed = RowFailed(prompt.index, reason, retryable, retry_after_ms, message)
+            failed = RowFailed(prompt.index, reason, retryable, _RETRY_AFTER_MS if retryable else 0, message)
             self._outbox.append(FrameReady(prompt.call_id, failed))
         self._end(prompt)
 

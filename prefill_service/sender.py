@@ -156,9 +156,10 @@ class KvSender:
         self._unsent.pop(call_id, None)
         self._memory.forget_call(call_id)
 
-    def share_memory(self, call_id: str) -> None:
-        """The call's receiver has mapped the KV ring."""
-        self._memory.share(call_id)
+    def open_call(self, call_id: str, *, shares_memory: bool) -> None:
+        """`shares_memory`: the call's receiver has mapped the KV ring."""
+        if shares_memory:
+            self._memory.share(call_id)
 
     def return_slots(self, generations: Sequence[int]) -> None:
         for generation in generations:

@@ -81,6 +81,7 @@ class DecodeSettings(ServiceSettings):
     adaptive_depth: bool = True
     overlap: bool = True
     receive_budget_bytes: Positive = 64 << 20
+    connections_per_prefill: Annotated[int, Field(ge=1, le=16)] = 2
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     max_handoff_attempts: Positive = 3
     prefill_timeout_s: Seconds = 10.0
