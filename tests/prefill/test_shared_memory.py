@@ -117,6 +117,19 @@ def test_a_row_cancelled_with_slots_out_keeps_them_until_they_return(sending: Se
     assert sending.num_out == 0
 
 
+def test_copies_under_way_when_their_rows_are_cancelled_give_their_slots_back(tmp_path: Path) -> None:
+    for num_steps in range(12):
+        ring = KvRing(num_bytes=5 * BLOCK_BYTES, directory=tmp_path)
+        sending = Sending(ring)
+        for _ in range(num_steps):
+            sending.step()
+        sending.step_until_nothing_moves(CancelCallRows("call", (0, 1)))
+        sending.step_until_nothing_moves(sending.release(sending.segments))
+        assert sending.num_out == 0
+        sending.engine.close()
+        ring.close()
+
+
 def test_a_call_that_is_lost_at_any_step_leaves_no_slot_behind(tmp_path: Path) -> None:
     for num_steps in range(12):
         ring = KvRing(num_bytes=5 * BLOCK_BYTES, directory=tmp_path)

@@ -159,7 +159,7 @@ def hold_a_ring(directory: Path, pipe: Connection) -> None:
 
 def test_the_ring_of_a_killed_process_is_readable_until_the_next_start_sweeps_it(ring: KvRing, tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=hold_a_ring, args=(tmp_path, theirs))
+    process = multiprocessing.get_context("fork").Process(target=hold_a_ring, args=(tmp_path, theirs), daemon=True)
     process.start()
     assert ours.poll(BOUND_S)
     mapped = MappedRing(ours.recv(), directory=tmp_path)
