@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -29,7 +30,8 @@ from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of
 
 PROMPT = tuple(range(1, 25))
 NUM_SEGMENTS = len(PROMPT) // 2
-MAX_STEPS = 2000
+BOUND_S = 30.0
+IDLE_STEP_S = 0.001
 
 
 class Sending:
@@ -69,7 +71,9 @@ class Sending:
     def step_until_nothing_moves(self, *commands: Command) -> None:
         self.step(*commands)
         num_quiet = 0
-        for _ in range(MAX_STEPS):
+        give_up_s = time.monotonic() + BOUND_S
+        while time.monotonic() < give_up_s:
+            time.sleep(min(self.engine.idle_timeout_s(), IDLE_STEP_S))  # the streams' threads run meanwhile
             before = (len(self.segments), self.num_out, self.engine.load().num_steps)
             self.step()
             is_quiet = before == (len(self.segments), self.num_out, self.engine.load().num_steps)
@@ -142,3 +146,24 @@ def test_a_call_that_is_lost_at_any_step_leaves_no_slot_behind(tmp_path: Path) -
         assert (load.rows.free, load.slots.free) == (load.rows.total, load.slots.total)
         sending.engine.close()
         ring.close()
+
+
+def test_a_segment_meant_for_the_full_ring_is_cut_to_what_a_frame_may_hold(sending: Sending) -> None:
+    sending.step_until_nothing_moves()
+    row = HandoffRow("late", 0, PROMPT, len(PROMPT), ResolvedSampling(seed=0, max_tokens=4))
+    whole = PrefillEngine(
+        model=cast(TargetModel, TagModel()),
+        device=open_device("cpu", num_threads=1),
+        max_rows=2,
+        max_kv_tokens=CONTEXT_TOKENS,
+        max_context_tokens=CONTEXT_TOKENS,
+        max_segment_bytes=2 * GROUP.token_bytes,
+        ring=sending.ring,
+    )
+    sending.engine, own = whole, sending.engine
+    sending.segments.clear()
+    sending.step_until_nothing_moves(OpenCall("call", (row,), shares_memory=True))
+    own.close()
+    assert [segment.slot for segment in sending.segments] == [None] * NUM_SEGMENTS
+    assert {segment.num_bytes for segment in sending.segments} == {2 * GROUP.token_bytes}
+    assert sending.is_done
