@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from common.config.load import load_settings
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError, EngineLost, StartupError
+from common.host_memory import keep_freed_memory
 from common.openmp import spin_briefly
 from common.process_exit import EXIT_CONFIG, EXIT_ENGINE_LOST, EXIT_OK, EXIT_STARTUP, exit_on_termination
 from common.telemetry.exposition import MetricsServer
@@ -62,6 +63,7 @@ def run_service(
             configure_logs(settings.log_level, service=program, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
             spin_briefly()
+            keep_freed_memory()
             with _all_kept():
                 from common.runtime import open_runtime
 

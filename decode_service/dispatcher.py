@@ -19,7 +19,6 @@ from decode_service.messages import (
     CancelHandoffRows,
     Event,
     ReplicasChanged,
-    SegmentsLanded,
     Stage,
     StartHandoff,
 )
@@ -129,8 +128,8 @@ class PrefillDispatcher:
             if req.phase is Phase.HANDED_OFF:  # else it ended, or was lost after all, since the frame came
                 self._stages.began(req, Stage.TRANSFER, now_s)
         self._handle_lost(landed.lost)
-        for call_id, num_bytes in landed.freed_bytes:
-            self._post(SegmentsLanded(call_id, num_bytes))
+        for freed in landed.freed:
+            self._post(freed)
         for part in landed.ready:
             for req in part.reqs:
                 req.phase = Phase.READY

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.dlpack import from_dlpack
 
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
 from common.draft.seed import TOPK_INDEX, TOPK_P
@@ -24,10 +25,16 @@ from common.errors import (
     error_for_row_failure,
 )
 from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, segment_flow
+from decode_service.messages import SegmentsLanded
 from decode_service.request import Request
 from decode_service.schedule_batch import ReadyRows
+
+
+class SlotReused(Exception):
+    """A segment's slot of shared memory was used for another before it was read: its call had ended."""
 
 
 class FrameRejected(Exception):
@@ -79,12 +86,12 @@ class LostRow:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """What became known since the last poll. `freed_bytes`: (call id, segment bytes that left host memory)."""
+    """What became known since the last poll. `freed`: segments that were read, or are not wanted."""
 
     ready: tuple[ReadyRows, ...]
     arrived: tuple[Request, ...]
     lost: tuple[LostRow, ...]
-    freed_bytes: tuple[tuple[str, int], ...]
+    freed: tuple[SegmentsLanded, ...]
 
 
 class LandingZone:
@@ -98,8 +105,8 @@ class LandingZone:
         self._calls: dict[str, _Call] = {}
         self._complete: dict[_LandingRow, None] = {}
         self._arrived: list[Request] = []
-        self._copying: deque[tuple[str, int, Event]] = deque()
-        self._dropped_bytes: dict[str, int] = {}
+        self._copying: deque[tuple[str, KvSegment, Event]] = deque()
+        self._freed: dict[str, list[KvSegment]] = {}
 
     @property
     def is_copying(self) -> bool:
@@ -168,11 +175,10 @@ class LandingZone:
 
     def poll(self) -> Landed:
         """Collect what the landing stream has finished."""
-        freed = self._dropped_bytes
-        self._dropped_bytes = {}
         while self._copying and self._copying[0][-1].is_done():  # in the order of their stream
-            call_id, num_bytes, _ = self._copying.popleft()
-            freed[call_id] = freed.get(call_id, 0) + num_bytes
+            call_id, segment, _ = self._copying.popleft()
+            self._free(call_id, segment)
+        freed, self._freed = self._freed, {}
         landed = [row for row in self._complete if row.has_landed]
         lost = []
         ready: list[_LandingRow] = []
@@ -183,10 +189,11 @@ class LandingZone:
             if error is None:
                 ready.append(row)
             else:
-                fault = EngineFault(f"landing KV failed: {error}")
-                lost.append(LostRow(row.req, "", fault, is_retryable=False))
+                is_retryable = isinstance(error, SlotReused)
+                kind = PrefillUnavailable if is_retryable else EngineFault
+                lost.append(LostRow(row.req, "", kind(f"landing KV failed: {error}"), is_retryable))
         arrived, self._arrived = self._arrived, []
-        return Landed(tuple(_group(ready)), tuple(arrived), tuple(lost), tuple(freed.items()))
+        return Landed(tuple(_group(ready)), tuple(arrived), tuple(lost), tuple(map(_landed, freed, freed.values())))
 
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
@@ -213,15 +220,14 @@ class LandingZone:
     def _take_segment(self, call_id: str, segment: KvSegment) -> None:
         row = self._row(call_id, segment.row)
         if row is None:
-            self._dropped_bytes[call_id] = self._dropped_bytes.get(call_id, 0) + segment.num_bytes
+            self._free(call_id, segment)
             return
         try:
-            target = self._claim(row, segment)
+            slots = self._claim(row, segment)
         except FrameRejected:
-            self._dropped_bytes[call_id] = self._dropped_bytes.get(call_id, 0) + segment.num_bytes
+            self._free(call_id, segment)
             raise
         row.lease.state = LeaseState.TRANSFERRING
-        slots = torch.tensor(target, dtype=torch.int64)
 
         def land() -> None:
             self._copy_in(segment, slots)
@@ -233,8 +239,11 @@ class LandingZone:
         event = self._stream.record(row.scope)
         row.last_copy = event
         row.lease.use_until(event, self._stream)
-        self._copying.append((call_id, segment.num_bytes, event))
+        self._copying.append((call_id, segment, event))
         self._note_if_complete(row)
+
+    def _free(self, call_id: str, segment: KvSegment) -> None:
+        self._freed.setdefault(call_id, []).append(segment)
 
     def _claim(self, row: _LandingRow, segment: KvSegment) -> list[int]:
         """Mark the segment's tokens as received. Returns their slots."""
@@ -258,16 +267,22 @@ class LandingZone:
         row.req.kv_bytes += segment.num_bytes
         return row.lease.slots[tokens]
 
-    def _copy_in(self, segment: KvSegment, slots: torch.Tensor) -> None:
+    def _copy_in(self, segment: KvSegment, slots: list[int]) -> None:
         group = self._pool.groups[segment.layer_group]
         buffer = self._pool.buffers[segment.layer_group]
-        staged = self._device.host_buffer((segment.num_bytes,), torch.uint8)
-        staged.numpy()[:] = np.frombuffer(segment.payload, dtype=np.uint8)
-        values = staged.view(buffer.dtype).view(
+        payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
+        values = payload.view(buffer.dtype).view(
             segment.num_layers, group.num_planes, segment.num_tokens, group.num_heads, group.head_dim
         )
         layers = buffer[segment.layer_start : segment.layer_start + segment.num_layers]
-        layers.index_copy_(2, self._device.to_device(slots), self._device.to_device(values))
+        if layers.device != values.device:
+            values = self._device.to_device(values)
+        if (run := run_of(slots)) is not None:
+            layers[:, :, run].copy_(values)
+        else:
+            layers.index_copy_(2, self._device.to_device(torch.tensor(slots)), values)
+        if segment.slot is not None and not segment.slot.is_current:
+            raise SlotReused("the replica used the slot again")
 
     def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> None:
         for entry, index in enumerate(columns.rows.tolist()):
@@ -310,6 +325,11 @@ class LandingZone:
     def _note_if_complete(self, row: _LandingRow) -> None:
         if row.is_complete:
             self._complete[row] = None
+
+
+def _landed(call_id: str, segments: Sequence[KvSegment]) -> SegmentsLanded:
+    slots = tuple(segment.slot.ticket.generation for segment in segments if segment.slot is not None)
+    return SegmentsLanded(call_id, sum(segment.num_bytes for segment in segments), slots)
 
 
 def _group(rows: Iterable[_LandingRow]) -> list[ReadyRows]:

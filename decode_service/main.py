@@ -225,4 +225,5 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         metadata=metadata,
         look_up=look_up,
         timeline=process.runtime.timeline,
+        num_channels_per_replica=settings.connections_per_prefill,
     )

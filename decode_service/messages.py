@@ -234,10 +234,14 @@ class BreakCall:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsLanded:
-    """`num_bytes` of this call's segments have left host memory: that much of the receive budget is free again."""
+    """`num_bytes` of this call's segments have left host memory: that much of the receive budget is free again.
+
+    `slots`: the generations of those that lay in shared memory, which the replica may use again.
+    """
 
     call_id: str
     num_bytes: int
+    slots: tuple[int, ...] = ()
 
 
 Event = StageBegan | Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded

@@ -21,6 +21,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.timeline_rpc import TimelineServicer
 from common.watchdog import Watchdog
+from common.wire.kv_ring import KvRing, sweep
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -39,8 +40,17 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
 
     Raises EngineLost when the engine died or hangs: every call has then been failed.
     """
+    check_chunks(settings, process.runtime.draft)
+    ring = open_ring(settings.shared_memory_bytes)
+    try:
+        await _serve(settings, process, ring)
+    finally:
+        if ring is not None:
+            ring.close()
+
+
+async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | None) -> None:
     runtime = process.runtime
-    check_chunks(settings, runtime.draft)
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
     engine = PrefillEngine(
         model=runtime.model,
@@ -59,6 +69,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         on_step=engine_metrics.on_step,
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
+        ring=ring,
     )
 
     def deliver(events: Sequence[Event]) -> None:
@@ -79,6 +90,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
         tracer=process.tracer,
         timeline=runtime.timeline,
+        ring=ring,
     )
     server = PrefillServer(
         servicer=servicer,
@@ -122,6 +134,18 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
             raise watchdog.lost
         if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S if watchdog.is_well else 0.0):
             raise EngineStalled("the engine did not stop")
+
+
+def open_ring(num_bytes: int) -> KvRing | None:
+    """Shared memory for receivers on this host, or None. What killed processes left of theirs is removed."""
+    if not num_bytes:
+        return None
+    try:
+        sweep()
+        return KvRing(num_bytes=num_bytes)
+    except OSError as error:
+        _log.warning("no_shared_memory", reason=str(error))
+        return None
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:

@@ -17,6 +17,7 @@ class OpenCall:
     call_id: str
     rows: tuple[HandoffRow, ...]
     traced_rows: frozenset[int] = frozenset()
+    shares_memory: bool = False  # the receiver has mapped this service's KV ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,19 @@ class SegmentBytesSent:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsReturned:
+    """Nobody reads these slots of the KV ring any more."""
+
+    call_id: str
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Refuse new calls (RowFailed DRAINING, retryable); finish what is there."""
 
 
-Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | Drain
+Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | SlotsReturned | Drain
 
 
 @dataclass(frozen=True, slots=True)

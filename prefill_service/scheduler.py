@@ -31,6 +31,7 @@ from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import PrebuiltBatch, RowFailed
+from common.wire.kv_ring import KvRing
 from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.messages import (
     CallDone,
@@ -43,8 +44,10 @@ from prefill_service.messages import (
     OpenCall,
     RowStarted,
     SegmentBytesSent,
+    SlotsReturned,
 )
 from prefill_service.prompt import Prompt, PromptPhase
+from prefill_service.segment_memory import SegmentMemory
 from prefill_service.sender import KvSender
 from prefill_service.worker import Computed, PrefillWorker
 
@@ -71,7 +74,7 @@ class PrefillEngine:
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
-    `clock` is in monotonic seconds.
+    `clock` is in monotonic seconds. `ring`: shared memory for receivers on this host.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class PrefillEngine:
         on_step: OnStep = lambda stats: None,
         timeline: Timeline | None = None,
         debug_checks: bool = False,
+        ring: KvRing | None = None,
     ) -> None:
         self._layer_group = model.layer_group
         self._early_sending = early_sending
@@ -133,7 +137,11 @@ class PrefillEngine:
             stream=self._forward_stream,
         )
         self._sender = KvSender(
-            device=device, pool=self.pool, budget_bytes=send_budget_bytes, max_segment_bytes=max_segment_bytes
+            device=device,
+            pool=self.pool,
+            memory=SegmentMemory(ring),
+            budget_bytes=send_budget_bytes,
+            max_segment_bytes=max_segment_bytes,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._queued: dict[Prompt, None] = {}
@@ -214,11 +222,14 @@ class PrefillEngine:
             case SegmentBytesSent(call_id, num_bytes):
                 if call_id in self._calls or self._sender.owes(call_id):
                     self._sender.return_budget(call_id, num_bytes)
+            case SlotsReturned(_, generations):
+                self._sender.return_slots(generations)
             case Drain():
                 self._is_draining = True
 
     def _open_call(self, command: OpenCall) -> None:
         assert command.call_id not in self._calls, "call ids are new"
+        self._sender.open_call(command.call_id, shares_memory=command.shares_memory)
         prompts = self._calls[command.call_id] = {}
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
@@ -381,8 +392,7 @@ class PrefillEngine:
 
     def _fail(self, prompt: Prompt, reason: RowFailure, message: str, *, retryable: bool) -> None:
         if prompt.phase is not PromptPhase.SENDING:
-            retry_after_ms = _RETRY_AFTER_MS if retryable else 0
-            failed = RowFailed(prompt.index, reason, retryable, retry_after_ms, message)
+            failed = RowFailed(prompt.index, reason, retryable, _RETRY_AFTER_MS if retryable else 0, message)
             self._outbox.append(FrameReady(prompt.call_id, failed))
         self._end(prompt)
 
@@ -403,4 +413,5 @@ class PrefillEngine:
     def _end_call_if_done(self, call_id: str) -> None:
         if call_id in self._calls and not self._calls[call_id]:
             del self._calls[call_id]
+            self._sender.end_call(call_id)
             self._outbox.append(CallDone(call_id))

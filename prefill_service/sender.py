@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,9 +16,12 @@ from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
+from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, segment_flow
+from common.wire.kv_ring import RingSlot
 from prefill_service.prompt import Prompt
+from prefill_service.segment_memory import SegmentMemory, SegmentPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,28 @@ class _Piece:
     def num_bytes(self) -> int:
         return self.group.layer_token_bytes * self.num_layers * self.num_tokens
 
+    def split(self, max_segment_bytes: int) -> list[_Piece]:
+        """The same KV in pieces of at most so many bytes, or a token of a layer."""
+        num_layers, num_tokens = segment_shape(self.group, max_segment_bytes, layers=self.num_layers)
+        token_stop, layer_stop = self.token_start + self.num_tokens, self.layer_start + self.num_layers
+        return [
+            replace(
+                self,
+                layer_start=layer,
+                num_layers=min(num_layers, layer_stop - layer),
+                token_start=token,
+                num_tokens=min(num_tokens, token_stop - token),
+            )
+            for token in range(self.token_start, token_stop, num_tokens)
+            for layer in range(self.layer_start, layer_stop, num_layers)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     piece: _Piece
     scope: Scope
+    place: SegmentPlace
     payload: Cell[torch.Tensor]
     done: Event
 
@@ -64,9 +84,12 @@ class KvSender:
     something to send, none takes more than a quarter of the budget.
     """
 
-    def __init__(self, *, device: Device, pool: KvPool, budget_bytes: int, max_segment_bytes: int) -> None:
+    def __init__(
+        self, *, device: Device, pool: KvPool, memory: SegmentMemory, budget_bytes: int, max_segment_bytes: int
+    ) -> None:
         self._device = device
         self._pool = pool
+        self._memory = memory
         self._budget_bytes = budget_bytes
         self._max_segment_bytes = max_segment_bytes
         self._stream = device.new_stream("sending", StreamKind.COPY)
@@ -107,24 +130,22 @@ class KvSender:
         """
         assert prompt.lease is not None
         pieces = self._queued.setdefault(prompt.call_id, deque())
+        max_segment_bytes = max(self._max_segment_bytes, self._memory.max_segment_bytes(prompt.call_id))
         for name, group in self._pool.groups.items():
             for layers, event in layers_written.get(name) or [(range(group.num_layers), computed)]:
-                num_layers, num_tokens = segment_shape(group, self._max_segment_bytes, layers=len(layers))
-                for token in range(start, stop, num_tokens):
-                    for layer in layers[::num_layers]:
-                        pieces.append(
-                            _Piece(
-                                prompt=prompt,
-                                lease=prompt.lease,
-                                group=group,
-                                layer_start=layer,
-                                num_layers=min(num_layers, layers.stop - layer),
-                                token_start=token,
-                                num_tokens=min(num_tokens, stop - token),
-                                written=event,
-                            )
-                        )
-                        self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + 1
+                whole = _Piece(
+                    prompt=prompt,
+                    lease=prompt.lease,
+                    group=group,
+                    layer_start=layers.start,
+                    num_layers=len(layers),
+                    token_start=start,
+                    num_tokens=stop - start,
+                    written=event,
+                )
+                parts = whole.split(max_segment_bytes)
+                pieces += parts
+                self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
 
     def bytes_of(self, prompt: Prompt) -> dict[str, int]:
         """KV bytes of the whole prompt in each layer group."""
@@ -150,6 +171,20 @@ class KvSender:
         """The call's transport is gone: what it had not taken is dropped, and its budget is free."""
         self._queued.pop(call_id, None)
         self._unsent.pop(call_id, None)
+        self._memory.forget_call(call_id)
+
+    def open_call(self, call_id: str, *, shares_memory: bool) -> None:
+        """`shares_memory`: the call's receiver has mapped the KV ring."""
+        if shares_memory:
+            self._memory.share(call_id)
+
+    def return_slots(self, generations: Sequence[int]) -> None:
+        for generation in generations:
+            self._memory.give_back(generation)
+
+    def end_call(self, call_id: str) -> None:
+        """Nothing more of the call will be queued."""
+        self._memory.end_call(call_id)
 
     def start_copies(self) -> None:
         """Start as many copies as the budget allows, the calls taking turns."""
@@ -160,8 +195,7 @@ class KvSender:
                 if not pieces:
                     del self._queued[call_id]
                 elif self._may_copy(call_id, pieces[0].num_bytes):
-                    self._copy(pieces.popleft())
-                    progressing = True
+                    progressing = self._start_copy(pieces) or progressing
 
     def poll(self) -> list[SentPiece]:
         """The segments whose copies have ended, in order.
@@ -171,17 +205,21 @@ class KvSender:
         sent = []
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
-            piece = copy.piece
+            piece, slot = copy.piece, copy.place.slot
+            self._memory.written(copy.place)
             is_wanted = piece.prompt in self._num_pieces and piece.written.error is None
-            if (not is_wanted or copy.scope.error is not None) and self.owes(piece.prompt.call_id):
-                self.return_budget(piece.prompt.call_id, piece.num_bytes)
+            if not is_wanted or copy.scope.error is not None:
+                if self.owes(piece.prompt.call_id):
+                    self.return_budget(piece.prompt.call_id, piece.num_bytes)
+                if slot is not None:
+                    self._memory.give_back(slot.ticket.generation)
             if not is_wanted:
                 continue
             self._num_pieces[piece.prompt] -= 1
             if copy.scope.error is not None:
                 sent.append(SentPiece(piece.prompt, None, copy.scope.error))
                 continue
-            sent.append(SentPiece(piece.prompt, _segment(piece, copy.payload.get()), None))
+            sent.append(SentPiece(piece.prompt, _segment(piece, copy.payload.get(), slot), None))
         return sent
 
     def close(self, timeout_s: float) -> None:
@@ -194,18 +232,39 @@ class KvSender:
         share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 
-    def _copy(self, piece: _Piece) -> None:
+    def _start_copy(self, pieces: deque[_Piece]) -> bool:
+        """Whether the first of a call's pieces has a place, perhaps after it was cut to what a frame may hold."""
+        piece = pieces[0]
+        place = self._memory.take(piece.prompt.call_id, piece.num_bytes)
+        if place is None:
+            return False
+        pieces.popleft()
+        if place.slot is None and piece.num_bytes > self._max_segment_bytes:
+            parts = piece.split(self._max_segment_bytes)
+            self._num_pieces[piece.prompt] += len(parts) - 1
+            pieces.extendleft(reversed(parts))
+        else:
+            self._copy(piece, place)
+        return True
+
+    def _copy(self, piece: _Piece, place: SegmentPlace) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
         payload: Cell[torch.Tensor] = Cell()
 
         def copy_out() -> None:
-            buffer = self._pool.buffers[piece.group.name]
-            layers = buffer[piece.layer_start : piece.layer_start + piece.num_layers]
-            slots = torch.tensor(
-                piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens], dtype=torch.int64
-            )
-            gathered = layers.index_select(2, self._device.to_device(slots))
-            payload.set(self._device.to_host(gathered.view(torch.uint8)))
+            pool = self._pool.buffers[piece.group.name]
+            layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
+            numbers = piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens]
+            memory = place.memory(self._device)
+            values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+            if (run := run_of(numbers)) is not None:
+                values.copy_(layers[:, :, run], non_blocking=True)
+            elif layers.device == values.device:
+                torch.index_select(layers, 2, torch.tensor(numbers), out=values)
+            else:
+                slots = self._device.to_device(torch.tensor(numbers))
+                values.copy_(layers.index_select(2, slots), non_blocking=True)
+            payload.set(memory)
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.written)
@@ -214,7 +273,7 @@ class KvSender:
         self._stream.enqueue(Measured(copy_out, {"bytes": piece.num_bytes, FLOW: flow}), scope)
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
-        self._copying.append(_Copy(piece, scope, payload, done))
+        self._copying.append(_Copy(piece, scope, place, payload, done))
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         if num_bytes:
@@ -231,7 +290,7 @@ def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int)
     return max(1, max_segment_bytes // group.layer_token_bytes), 1
 
 
-def _segment(piece: _Piece, payload: torch.Tensor) -> KvSegment:
+def _segment(piece: _Piece, payload: torch.Tensor, slot: RingSlot | None) -> KvSegment:
     return KvSegment(
         row=piece.prompt.index,
         layer_group=piece.group.name,
@@ -239,5 +298,6 @@ def _segment(piece: _Piece, payload: torch.Tensor) -> KvSegment:
         num_layers=piece.num_layers,
         token_start=piece.token_start,
         num_tokens=piece.num_tokens,
-        payload=payload.numpy().tobytes(),
+        payload=payload.numpy(),
+        slot=slot,
     )

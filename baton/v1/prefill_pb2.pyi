@@ -57,23 +57,27 @@ class HandoffCommand(_message.Message):
 
     PREFILL_BATCH_FIELD_NUMBER: _builtins.int
     CANCEL_ROWS_FIELD_NUMBER: _builtins.int
+    RELEASE_SLOTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefill_batch(self) -> Global___PrefillBatch:
         """the first command, once"""
 
     @_builtins.property
     def cancel_rows(self) -> Global___CancelRows: ...
+    @_builtins.property
+    def release_slots(self) -> Global___ReleaseSlots: ...
     def __init__(
         self,
         *,
         prefill_batch: Global___PrefillBatch | None = ...,
         cancel_rows: Global___CancelRows | None = ...,
+        release_slots: Global___ReleaseSlots | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch", "release_slots", b"release_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch", "release_slots", b"release_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["prefill_batch", "cancel_rows"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["prefill_batch", "cancel_rows", "release_slots"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -86,7 +90,10 @@ class PrefillBatch(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    RING_SECRET_FIELD_NUMBER: _builtins.int
     crc32c: _builtins.int
+    ring_secret: _builtins.bytes
+    """what the replica's kv_ring begins with: proof that this receiver has mapped it; else empty"""
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     @_builtins.property
@@ -97,10 +104,11 @@ class PrefillBatch(_message.Message):
         fingerprint: _types_pb2.Fingerprint | None = ...,
         rows: _abc.Iterable[Global___PrefillRow] | None = ...,
         crc32c: _builtins.int = ...,
+        ring_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "ring_secret", b"ring_secret", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,6 +279,31 @@ class CancelRows(_message.Message):
 Global___CancelRows: _TypeAlias = CancelRows  # noqa: Y015
 
 @_typing.final
+class ReleaseSlots(_message.Message):
+    """Slots that were read; a receiver reads none after its call has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    crc32c: _builtins.int
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+        crc32c: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "generations", b"generations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSlots: _TypeAlias = ReleaseSlots  # noqa: Y015
+
+@_typing.final
 class HandoffFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -335,7 +368,7 @@ Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class KvSegment(_message.Message):
-    """KV of one row: payload [layers, planes, tokens, row_bytes], little-endian, contiguous, at most 4 MiB."""
+    """KV of one row: payload [layers, planes, tokens, row_bytes], little-endian, contiguous, in frames at most 4 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -347,6 +380,7 @@ class KvSegment(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     row: _builtins.int
@@ -361,6 +395,10 @@ class KvSegment(_message.Message):
     """0"""
     num_shards: _builtins.int
     """1"""
+    @_builtins.property
+    def ticket(self) -> Global___SlotTicket:
+        """in place of a payload"""
+
     def __init__(
         self,
         *,
@@ -372,16 +410,45 @@ class KvSegment(_message.Message):
         num_tokens: _builtins.int = ...,
         crc32c: _builtins.int = ...,
         payload: _builtins.bytes = ...,
+        ticket: Global___SlotTicket | None = ...,
         shard: _builtins.int = ...,
         num_shards: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "layer_group", b"layer_group", "layer_start", b"layer_start", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_tokens", b"num_tokens", "payload", b"payload", "row", b"row", "shard", b"shard", "token_start", b"token_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "layer_group", b"layer_group", "layer_start", b"layer_start", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_tokens", b"num_tokens", "payload", b"payload", "row", b"row", "shard", b"shard", "ticket", b"ticket", "token_start", b"token_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvSegment: _TypeAlias = KvSegment  # noqa: Y015
+
+@_typing.final
+class SlotTicket(_message.Message):
+    """Where a payload lies in the replica's kv_ring. The segment's crc32c covers the ticket, not the bytes there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    num_bytes: _builtins.int
+    generation: _builtins.int
+    """of the slot, never used again in this ring"""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotTicket: _TypeAlias = SlotTicket  # noqa: Y015
 
 @_typing.final
 class PrebuiltBatch(_message.Message):
@@ -562,7 +629,10 @@ class GetFingerprintResponse(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    KV_RING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
+    kv_ring: _builtins.str
+    """file of shared memory for KV, empty without one"""
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     def __init__(
@@ -570,10 +640,11 @@ class GetFingerprintResponse(_message.Message):
         *,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         instance_id: _builtins.str = ...,
+        kv_ring: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id", "kv_ring", b"kv_ring"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

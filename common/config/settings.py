@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.config.fields import Address, OptionalAddress, Positive, RequestBytes, Seconds, SegmentBytes, Targets
+from common.config.fields import (
+    Address,
+    OptionalAddress,
+    Positive,
+    RequestBytes,
+    Seconds,
+    SegmentBytes,
+    SharedMemoryBytes,
+    Targets,
+)
 from common.config.process_settings import ProcessSettings
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
@@ -58,6 +67,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
+    shared_memory_bytes: SharedMemoryBytes = 48 << 20
     max_queued_rows: Positive = 1024
     early_sending: bool = True
     stall_timeout_s: Seconds = 30.0
@@ -80,6 +90,7 @@ class DecodeSettings(ServiceSettings):
     fused_forward: bool = True
     cuda_graphs: bool = True
     receive_budget_bytes: Positive = 64 << 20
+    connections_per_prefill: Annotated[int, Field(ge=1, le=16)] = 2
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     max_handoff_attempts: Positive = 3
     prefill_timeout_s: Seconds = 10.0

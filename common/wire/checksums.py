@@ -17,6 +17,8 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from common.wire.handoff import Payload
+
 _Parts = Callable[[Any], Iterator[bytes]]
 _NUMBERS = {
     FieldDescriptor.CPPTYPE_BOOL: "<?",
@@ -31,7 +33,7 @@ _NUMBERS = {
 """Formats that struct and numpy both read."""
 
 
-def checksum(message: Message, **known: bytes) -> int:
+def checksum(message: Message, **known: Payload) -> int:
     """`known`: fields of bytes whose value is at hand; to read a payload from its message would copy it."""
     crc = 0
     for name, parts in _fields(message.DESCRIPTOR):

@@ -14,6 +14,8 @@ from common.wire.codec_segment import decode_segment, encode_segment
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.kv_ring import MappedRing
+from common.wire.segment_bytes import split
 
 _FIELDS_A_ROW = 16
 """It has the three of its log-probabilities; room for columns that come unpacked."""
@@ -37,7 +39,7 @@ class FrameCodec:
                 message.accepted.instance_id = frame.instance_id
                 message.accepted.crc32c = checksum(message.accepted)
             case KvSegment():
-                encode_segment(frame, message.kv_segment)
+                return encode_segment(frame)
             case PrebuiltBatch():
                 encode_prebuilt(frame, message.prebuilt_batch)
             case RowFailed():
@@ -49,18 +51,19 @@ class FrameCodec:
                 message.row_failed.crc32c = checksum(message.row_failed)
         return message.SerializeToString()
 
-    def decode(self, data: bytes, rows: Sequence[HandoffRow]) -> Frame:
-        """The frame in `data`, of a call over `rows`.
+    def decode(self, data: bytes, rows: Sequence[HandoffRow], ring: MappedRing | None = None) -> Frame:
+        """The frame in `data`, of a call over `rows` whose tickets lead into `ring`.
 
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
         """
         require_few_fields(data, prefill_pb2.HandoffFrame, at_most=_FIELDS_A_ROW * len(rows) + _OTHER_FIELDS)
-        message = parse(prefill_pb2.HandoffFrame, data)
+        header, payload = split(data)
+        message = parse(prefill_pb2.HandoffFrame, header)
         match message.WhichOneof("frame"):
             case "accepted":
                 return self._decode_accepted(message.accepted)
             case "kv_segment":
-                return decode_segment(message.kv_segment, groups=self._groups, rows=rows)
+                return decode_segment(message.kv_segment, payload, groups=self._groups, rows=rows, ring=ring)
             case "prebuilt_batch":
                 return decode_prebuilt(
                     message.prebuilt_batch,

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from common.wire.codec_checks import ProtocolError
+from common.wire.varint import read_varint
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
@@ -23,31 +24,18 @@ def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> Non
     while inside:
         path, message, position, end = inside.pop()
         while position < end:
-            tag, position = _varint(data, position, end)
+            tag, position = read_varint(data, position, end)
             field = message.fields_by_number.get(tag >> 3)
             num_fields += 1
             if num_fields > at_most:
                 raise ProtocolError(f"{path}{field.name if field else tag >> 3}", f"is beyond {at_most} fields")
             wire_type = tag & 7
             if wire_type == _VARINT:
-                _, position = _varint(data, position, end)
+                _, position = read_varint(data, position, end)
             elif wire_type == _DELIMITED:
-                length, position = _varint(data, position, end)
+                length, position = read_varint(data, position, end)
                 if field is not None and field.message_type is not None:
                     inside.append((f"{path}{field.name}.", field.message_type, position, min(position + length, end)))
                 position += length
             else:
                 position += _WIDTHS.get(wire_type, 0)
-
-
-def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
-    """The number there and the position behind it."""
-    value = shift = 0
-    while position < end:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128 or shift == 70:
-            break
-    return value, position

@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from common.errors import RowFailure
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.telemetry.timeline import FLOW
+from common.wire.kv_ring import RingSlot
 
 MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
 TARGET_GROUP = "target"
 DRAFT_GROUP = "draft"
+
+Payload = bytes | NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class KvSegment:
     """KV of one row: tokens [token_start, token_start + num_tokens) of layers [layer_start, layer_start + num_layers).
 
     `payload` is [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, contiguous,
-    at most MAX_SEGMENT_BYTES.
+    at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more. With `slot` they lie in shared
+    memory: they count when it was still current after they were read, and are free again when it is released.
     """
 
     row: int
@@ -59,7 +63,8 @@ class KvSegment:
     num_layers: int
     token_start: int
     num_tokens: int
-    payload: bytes
+    payload: Payload
+    slot: RingSlot | None = None
 
     @property
     def num_bytes(self) -> int:

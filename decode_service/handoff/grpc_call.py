@@ -13,11 +13,12 @@ from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
 from common.telemetry.timeline import Track
 from common.wire.codec_checks import ProtocolError
-from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
+from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_slots
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
+from common.wire.kv_ring import MappedRing
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -46,9 +47,12 @@ class GrpcCall:
         timeouts: HandoffTimeouts,
         metadata: Metadata,
         num_steps: Callable[[], int],
+        ring: MappedRing | None,
         track: Track,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at. Frames are on `track`."""
+        """`num_steps` says how often the replica's engine has stepped, as last looked at; `ring` is its, if mapped.
+        Frames are on `track`.
+        """
         self._track = track
         self._call_id = command.call_id
         self.replica = command.replica
@@ -61,15 +65,20 @@ class GrpcCall:
         self._timeouts = timeouts
         self._metadata = metadata
         self._num_steps = num_steps
-        self._cancellations: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
+        self._ring = ring
+        self._commands: asyncio.Queue[bytes] = asyncio.Queue()
 
     def cancel_rows(self, rows: tuple[int, ...]) -> None:
-        self._cancellations.put_nowait(rows)
+        self._commands.put_nowait(encode_cancel_rows(rows))
+
+    def release_slots(self, generations: tuple[int, ...]) -> None:
+        self._commands.put_nowait(encode_release_slots(generations))
 
     async def exchange(self) -> None:
         """Post the call's frames until the replica ends it. Raises the BatonError to end it with otherwise."""
+        secret = b"" if self._ring is None else self._ring.secret
         start_ns = time.monotonic_ns()
-        batch = encode_prefill_batch(self._fingerprint, self._rows)
+        batch = encode_prefill_batch(self._fingerprint, self._rows, ring_secret=secret)
         self._track.ended("send PrefillBatch", start_ns, self._call_id, bytes=len(batch), rows=len(self._rows))
         await self._connect()
         stream: Stream = self._channel.stream_stream(_HANDOFF)(metadata=self._metadata)
@@ -97,7 +106,7 @@ class GrpcCall:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await stream.write(batch)
             while True:
-                await stream.write(encode_cancel_rows(await self._cancellations.get()))
+                await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
         accepted = await self._read(stream, self._timeouts.accept_timeout_s)
@@ -133,7 +142,7 @@ class GrpcCall:
 
     def _decode(self, data: bytes) -> Frame:
         start_ns = time.monotonic_ns()
-        frame = self._codec.decode(data, self._rows)
+        frame = self._codec.decode(data, self._rows, self._ring)
         if self._track.ring is not None:
             figures = frame_figures(frame, self._rows.__getitem__)
             self._track.ended(f"receive {type(frame).__name__}", start_ns, self._call_id, bytes=len(data), **figures)

@@ -16,6 +16,7 @@ from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.grpc_options import Metadata, Options
+from common.wire.kv_ring import MappedRing, RingUnusable
 from decode_service.messages import Replica
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
@@ -56,6 +57,7 @@ class GrpcReplica:
         self._metadata = metadata
         self._known_instance_id: str | None = None
         self._mismatch: FingerprintMismatch | None = None
+        self.ring: MappedRing | None = None  # of the instance last looked at, where it can be mapped
         self.num_steps = 0  # of its engine, when last looked at
 
     def next_channel(self) -> grpc.aio.Channel:
@@ -101,6 +103,16 @@ class GrpcReplica:
             _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
         else:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
+        self.ring = self._mapped(response.kv_ring)
+
+    def _mapped(self, name: str) -> MappedRing | None:
+        if not name:
+            return None
+        try:
+            return MappedRing(name)
+        except RingUnusable as error:
+            _log.info("prefill replica %s shares no memory with this host: %s", self.address, error)
+            return None
 
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
         """The answer, parsed here: gRPC gives None for what it cannot parse. Raises ProtocolError."""

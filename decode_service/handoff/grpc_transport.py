@@ -104,7 +104,7 @@ class GrpcTransport:
         self._loop.call_soon_threadsafe(self._break, command.call_id, error)
 
     def landed(self, command: SegmentsLanded) -> None:
-        self._loop.call_soon_threadsafe(self._budget.give_back, command.num_bytes)
+        self._loop.call_soon_threadsafe(self._landed, command)
 
     async def close(self) -> None:
         self._is_open = False
@@ -126,6 +126,7 @@ class GrpcTransport:
             command=command,
             channel=replica.next_channel(),
             num_steps=lambda: replica.num_steps,
+            ring=replica.ring,
             fingerprint=self._fingerprint,
             codec=self._codec,
             budget=self._budget,
@@ -143,6 +144,11 @@ class GrpcTransport:
     def _cancel_rows(self, command: CancelHandoffRows) -> None:
         if (call := self._calls.get(command.call_id)) is not None:
             call.cancel_rows(command.rows)
+
+    def _landed(self, command: SegmentsLanded) -> None:
+        self._budget.give_back(command.num_bytes)
+        if command.slots and (call := self._calls.get(command.call_id)) is not None:
+            call.release_slots(command.slots)
 
     def _break(self, call_id: str, error: BatonError) -> None:
         if (task := self._tasks.get(call_id)) is not None:

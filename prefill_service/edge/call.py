@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 from common.errors import BatonError
-from common.wire.codec_checks import ProtocolError
+from common.wire.codec_checks import ProtocolError, require
 from common.wire.handoff import Frame, KvSegment
 from prefill_service.edge.row_checks import RowNumbering
 from prefill_service.edge.row_traces import RowTraces
@@ -28,34 +29,44 @@ class HandoffCall:
         self.traces = traces
         self._frames: deque[Frame] = deque()
         self._cancelled: set[int] = set()
+        self._lent: set[int] = set()
         self._is_done = False
         self._error: CallError | None = None
         self._changed = asyncio.Event()
 
-    def take(self, event: Event) -> int:
-        """Returns the bytes of a segment that is not sent, because its row was cancelled."""
+    def take(self, event: Event) -> Sequence[KvSegment]:
+        """Returns the segment if it is not sent, because its row was cancelled."""
         match event:
             case FrameReady(_, frame):
                 frame = self.numbering.for_call(frame)
-                if num_bytes := self._cancelled_bytes(frame):
-                    return num_bytes
+                if self._is_cancelled(frame):
+                    return (frame,)
                 self._frames.append(frame)
             case CallDone():
                 self._is_done = True
             case RowStarted(row=row) | ChunkComputed(row=row):
                 self.traces.on_event(self.numbering.call_row(row), event)
-                return 0
+                return ()
         self._changed.set()
-        return 0
+        return ()
 
-    def cancel(self, rows: Iterable[int]) -> int:
-        """Send no further segment of these rows, as the call numbers them. Returns the bytes that are dropped."""
+    def cancel(self, rows: Iterable[int]) -> Sequence[KvSegment]:
+        """Send no further segment of these rows, as the call numbers them. Returns what is dropped."""
         rows = tuple(rows)
         self._cancelled.update(rows)
         self.traces.on_cancelled(rows)
-        num_bytes = sum(map(self._cancelled_bytes, self._frames))
-        self._frames = deque(frame for frame in self._frames if not self._cancelled_bytes(frame))
-        return num_bytes
+        dropped = [frame for frame in self._frames if self._is_cancelled(frame)]
+        self._frames = deque(frame for frame in self._frames if not self._is_cancelled(frame))
+        return dropped
+
+    def release(self, generations: Sequence[int]) -> None:
+        """The receiver has read these slots. Raises ProtocolError when it was not given one of them."""
+        for generation in generations:
+            require(
+                generation in self._lent, "release_slots.generations", f"{generation} is no slot that the call holds"
+            )
+            self._lent.discard(generation)
+        self._changed.set()
 
     def fail(self, error: CallError) -> None:
         """End the call with `error`, before any frame that is left. The first error stays."""
@@ -68,11 +79,24 @@ class HandoffCall:
             if self._error is not None:
                 raise self._error
             if self._frames:
-                return self._frames.popleft()
+                frame = self._frames.popleft()
+                if isinstance(frame, KvSegment) and frame.slot is not None:
+                    self._lent.add(frame.slot.ticket.generation)
+                return frame
             if self._is_done:
                 return None
             self._changed.clear()
             await self._changed.wait()
 
-    def _cancelled_bytes(self, frame: Frame) -> int:
-        return frame.num_bytes if isinstance(frame, KvSegment) and frame.row in self._cancelled else 0
+    async def until_released(self, timeout_s: float) -> None:
+        """Until the receiver has read every slot. Raises TimeoutError when it reads none for `timeout_s`, or the call's
+        error."""
+        while self._lent:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def _is_cancelled(self, frame: Frame) -> TypeGuard[KvSegment]:
+        return isinstance(frame, KvSegment) and frame.row in self._cancelled

@@ -1,6 +1,7 @@
 """Handoff, GetFingerprint and GetLoad over the prefill engine.
 
-receiver ──PrefillBatch, CancelRows──▶ servicer ──OpenCall, CancelCallRows, SegmentBytesSent, CloseCall──▶ engine
+receiver ──PrefillBatch, CancelRows, ReleaseSlots──▶ servicer
+         servicer ──OpenCall, CancelCallRows, SegmentBytesSent, SlotsReturned, CloseCall──▶ engine
 receiver ◀──Accepted, frames in order── servicer ◀───────────── FrameReady, CallDone ───────────────────── engine
 """
 
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from hmac import compare_digest
 from itertools import count
 
 import grpc
@@ -31,15 +33,24 @@ from common.rpc_errors import abort_with
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.wire.codec_checks import ProtocolError, require
-from common.wire.codec_commands import CancelRows, PrefillBatch, decode_command
+from common.wire.codec_commands import PrefillBatch, ReleaseSlots, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed, frame_figures
+from common.wire.kv_ring import KvRing
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row
 from prefill_service.edge.row_traces import RowTraces
-from prefill_service.messages import CancelCallRows, CloseCall, Command, Event, OpenCall, SegmentBytesSent
+from prefill_service.messages import (
+    CancelCallRows,
+    CloseCall,
+    Command,
+    Event,
+    OpenCall,
+    SegmentBytesSent,
+    SlotsReturned,
+)
 
 HandoffContext = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -73,6 +84,7 @@ class PrefillServicer:
         limits: HandoffLimits,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
+        ring: KvRing | None = None,
     ) -> None:
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
@@ -85,6 +97,7 @@ class PrefillServicer:
         self._instance_id = instance_id
         self._limits = limits
         self._tracer = tracer
+        self._ring = ring
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, HandoffCall] = {}
         self._call_numbers = count()
@@ -120,7 +133,9 @@ class PrefillServicer:
         self, _request: prefill_pb2.GetFingerprintRequest, _context: object
     ) -> prefill_pb2.GetFingerprintResponse:
         return prefill_pb2.GetFingerprintResponse(
-            fingerprint=encode_fingerprint(self._fingerprint), instance_id=self._instance_id
+            fingerprint=encode_fingerprint(self._fingerprint),
+            instance_id=self._instance_id,
+            kv_ring="" if self._ring is None else self._ring.name,
         )
 
     async def get_load(
@@ -151,7 +166,14 @@ class PrefillServicer:
         self._calls[call.call_id] = call
         self._require_engine_of(call)
         traced = call.traces.begin((numbering.call_row(row), each) for row, each in enumerate(numbering.accepted))
-        self._engine.post(OpenCall(call.call_id, numbering.accepted, frozenset(numbering.for_engine(sorted(traced)))))
+        self._engine.post(
+            OpenCall(
+                call.call_id,
+                numbering.accepted,
+                frozenset(numbering.for_engine(sorted(traced))),
+                shares_memory=self._ring is not None and compare_digest(batch.ring_secret, self._ring.secret),
+            )
+        )
         commands = asyncio.create_task(self._follow_commands(context, call))
         is_complete = False
         try:
@@ -162,6 +184,7 @@ class PrefillServicer:
                 call.traces.on_frame(frame, begun_s)
                 if isinstance(frame, KvSegment):
                     self._engine.post(SegmentBytesSent(call.call_id, frame.num_bytes))
+            await self._until_released(call)
             is_complete = True
         finally:
             commands.cancel()
@@ -209,12 +232,16 @@ class PrefillServicer:
         try:
             while isinstance(data := await context.read(), bytes):
                 command = decode_command(data, max_rows=self._limits.max_rows)
-                if not isinstance(command, CancelRows):
+                if isinstance(command, PrefillBatch):
                     raise ProtocolError("prefill_batch", "is not the first command")
+                if isinstance(command, ReleaseSlots):
+                    call.release(command.generations)
+                    self._engine.post(SlotsReturned(call.call_id, command.generations))
+                    continue
                 num_rows = call.numbering.num_rows
                 in_range = all(row < num_rows for row in command.rows)
                 require(in_range, "cancel_rows.rows", f"names a row that is not one of the call's {num_rows}")
-                self._return_budget(call, call.cancel(command.rows))
+                self._give_back(call, call.cancel(command.rows))
                 if rows := call.numbering.for_engine(command.rows):
                     self._engine.post(CancelCallRows(call.call_id, rows))
         except ProtocolError as error:
@@ -222,9 +249,19 @@ class PrefillServicer:
         except Exception as error:  # a stream that broke ends the call by itself; anything else ends it here
             call.fail(EngineFault(f"reading the call's commands failed: {error!r}"))
 
-    def _return_budget(self, call: HandoffCall, num_bytes: int) -> None:
-        if num_bytes:
-            self._engine.post(SegmentBytesSent(call.call_id, num_bytes))
+    def _give_back(self, call: HandoffCall, dropped: Sequence[KvSegment]) -> None:
+        if dropped:
+            self._engine.post(SegmentBytesSent(call.call_id, sum(segment.num_bytes for segment in dropped)))
+        if slots := tuple(segment.slot.ticket.generation for segment in dropped if segment.slot is not None):
+            self._engine.post(SlotsReturned(call.call_id, slots))
+
+    async def _until_released(self, call: HandoffCall) -> None:
+        """The stream's end would tell the receiver that nobody waits for it any more."""
+        timeout_s = self._limits.stall_timeout_s
+        try:
+            await call.until_released(timeout_s)
+        except TimeoutError:
+            raise PrefillUnavailable(f"the receiver released no slot for {timeout_s} s") from None
 
     async def _write_opening(self, context: HandoffContext, call: HandoffCall) -> None:
         await self._write(context, call, Accepted(self._instance_id))
@@ -260,7 +297,7 @@ class PrefillServicer:
         for event in events:
             call = self._calls.get(event.call_id)
             if call is not None:  # else it was closed, and CloseCall is on its way to the engine
-                self._return_budget(call, call.take(event))
+                self._give_back(call, call.take(event))
 
 
 def _pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:

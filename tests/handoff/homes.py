@@ -1,17 +1,22 @@
-"""The homes of the handoff that the contract suite runs in: one process without a wire, and gRPC over loopback."""
+"""The homes of the handoff that the contract suite runs in: one process, gRPC, gRPC with shared memory."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import HandoffRow
+from common.wire.handoff import HandoffRow, KvSegment
+from common.wire.kv_ring import KvRing
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.handoff.transport import HandoffTransport
+from decode_service.handoff.transport import HandoffTransport, TransportReport
+from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -37,6 +42,8 @@ FAST = HandoffTimeouts(
 class Home(Protocol):
     address: str
     transport: HandoffTransport
+    most_under_way: int
+    """Segments that the prefill side may be rid of beyond those the decode side has budget for."""
 
     def lose_peer(self) -> None:
         """The prefill side is gone, as when its process was killed."""
@@ -64,6 +71,8 @@ class _PrefillPort:
 
 
 class InProcessHome:
+    most_under_way = 0
+
     def __init__(
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
     ) -> None:
@@ -99,6 +108,10 @@ class InProcessHome:
 class GrpcHome:
     """The real edge and the real transport around the scripted engine, in one loop."""
 
+    ring: KvRing | None = None
+    stall_timeout_s = 60.0
+    most_under_way = 4  # one read ahead, one window, and what both ends hold of one each
+
     def __init__(
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
     ) -> None:
@@ -114,7 +127,8 @@ class GrpcHome:
             fingerprint=fingerprint,
             model_limits=LIMITS,
             instance_id="instance",
-            limits=HandoffLimits(),
+            limits=HandoffLimits(stall_timeout_s=self.stall_timeout_s),
+            ring=self.ring,
         )
         prefill.deliver = servicer.deliver
         server = PrefillServer(servicer=servicer)
@@ -146,3 +160,43 @@ class GrpcHome:
         self.close_transport()
         self._loop.run(self._server.stop(0))
         self._loop.close()
+
+
+class SharedMemoryHome(GrpcHome):
+    """GrpcHome whose segments lie in shared memory. The decode side reads and releases each as it comes."""
+
+    most_under_way = 64  # as many as the ring holds
+
+    def __init__(
+        self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
+    ) -> None:
+        self.ring = KvRing(num_bytes=64 << 20)
+        self._record = decode.post
+        decode.post = self._read  # type: ignore[method-assign]
+        super().__init__(prefill, decode, fingerprint, receive_budget_bytes)
+        self._deliver = prefill.deliver
+        prefill.deliver = self._put_into_slots
+
+    def close(self) -> None:
+        super().close()
+        self.ring.close()
+
+    def _put_into_slots(self, events: Sequence[Event]) -> None:
+        self._deliver([self._in_slot(event) for event in events])
+
+    def _in_slot(self, event: Event) -> Event:
+        if not isinstance(event, FrameReady) or not isinstance(event.frame, KvSegment):
+            return event
+        slot = self.ring.take(event.frame.num_bytes)
+        assert slot is not None, "the ring holds every segment of a test"
+        slot.payload[:] = np.frombuffer(event.frame.payload, np.uint8)
+        return replace(event, frame=replace(event.frame, payload=slot.payload, slot=slot))
+
+    def _read(self, report: TransportReport) -> None:
+        if isinstance(report, FrameArrived) and isinstance(report.frame, KvSegment):
+            slot = report.frame.slot
+            assert slot is not None, "it came as a payload"
+            self._record(replace(report, frame=replace(report.frame, payload=slot.payload.tobytes(), slot=None)))
+            self.transport.landed(SegmentsLanded(report.call_id, 0, (slot.ticket.generation,)))
+        else:
+            self._record(report)

@@ -37,6 +37,7 @@ class RawReplica:
         self.health = health_pb2.HealthCheckResponse.SERVING
         self.num_queued = 0
         self.num_looks = 0
+        self.peers: list[str] = []  # whose connection each call came on
         self.num_computing = 0
         self.is_stepping = False  # once between any two looks at its load, which grows with its steps
         self.num_steps = 0
@@ -78,6 +79,7 @@ class RawReplica:
 
     async def _handoff(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         await context.read()
+        self.peers.append(context.peer())
         for frame in self.frames:
             await context.write(frame)
         if self.status is not None:

@@ -42,7 +42,7 @@ class Rig:
         self._replicas.append(replica)
         return f"127.0.0.1:{replica.port}"
 
-    def connect(self, *addresses: str, timeouts: HandoffTimeouts = FAST) -> GrpcTransport:
+    def connect(self, *addresses: str, timeouts: HandoffTimeouts = FAST, num_channels: int = 2) -> GrpcTransport:
         async def build() -> GrpcTransport:
             transport = GrpcTransport(
                 post=self.decode.post,
@@ -51,6 +51,7 @@ class Rig:
                 vocab_size=VOCAB_SIZE,
                 receive_budget_bytes=ROOMY_BUDGET_BYTES,
                 timeouts=timeouts,
+                num_channels_per_replica=num_channels,
             )
             await transport.open()
             return transport
@@ -325,3 +326,16 @@ def test_a_call_to_a_mismatched_replica_ends_with_the_mismatch(rig: Rig) -> None
     rig.decode.latest_replica(lambda replica: isinstance(replica.error, FingerprintMismatch))
     transport.start(StartHandoff("call", address, (row(),)))
     assert isinstance(rig.decode.ended("call").error, FingerprintMismatch)
+
+
+def test_calls_take_turns_on_as_many_connections_as_were_asked_for(rig: Rig) -> None:
+    replica = RawReplica()
+    replica.frames = [ACCEPTED, CODEC.encode(prebuilt(0))]
+    address = rig.bring_up(replica)
+    transport = rig.connect(address, num_channels=3)
+    rig.decode.latest_replica(is_ready)
+    for number in range(6):
+        transport.start(StartHandoff(f"call {number}", address, (row(),)))
+        assert rig.decode.ended(f"call {number}").error is None
+    assert len(set(replica.peers)) == 3
+    assert replica.peers[:3] == replica.peers[3:]

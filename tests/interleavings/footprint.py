@@ -61,6 +61,7 @@ _CHOICES: dict[Any, Callable[..., Tensor]] = {
     _aten.index_put_.default: _index,
     _aten._index_put_impl_.default: _index,
     _aten.index_select.default: _index_select,
+    _aten.index_select.out: _index_select,
     _aten.index_copy_.default: _index_select,
     _aten.index_add_.default: _index_select,
     _aten.index_fill_.int_Scalar: _index_select,

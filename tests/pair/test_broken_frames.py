@@ -32,7 +32,7 @@ SEGMENTS: dict[str, Corrupt] = {
     "has no such layer group": lambda segment: [replace(segment, layer_group="draft")],
     "has no tokens": lambda segment: [replace(segment, num_tokens=0, payload=b"")],
     "has too few bytes": lambda segment: [replace(segment, payload=segment.payload[:-4])],
-    "has too many bytes": lambda segment: [replace(segment, payload=segment.payload + bytes(4))],
+    "has too many bytes": lambda segment: [replace(segment, payload=bytes(segment.payload) + bytes(4))],
 }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +14,9 @@ from common.device.cpu import CpuDevice
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.wire.handoff import Frame, KvSegment
+from common.wire.kv_ring import KvRing
+from decode_service.landing import LandingZone
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from prefill_service import messages as prefill
 from tests.conftest import MakePair
@@ -138,7 +144,7 @@ def test_a_failing_copy_out_of_the_prefill_pool_is_retried(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    fail_once(monkeypatch, "to_host", lambda tensor: tensor.dtype is torch.uint8)
+    fail_once(monkeypatch, "host_buffer", lambda shape, dtype: dtype is torch.uint8)
     for name in NAMES:
         submit(pair, name)
     pair.run()
@@ -150,7 +156,16 @@ def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    fail_once(monkeypatch, "host_buffer", lambda shape, dtype: dtype is torch.uint8)
+    failing: list[bool] = [True]
+    copy_in = LandingZone._copy_in
+
+    def fail_first(zone: LandingZone, segment: KvSegment, slots: list[int]) -> None:
+        if failing:
+            failing.clear()
+            raise ForwardFailed("planted")
+        copy_in(zone, segment, slots)
+
+    monkeypatch.setattr(LandingZone, "_copy_in", fail_first)
     for name in NAMES:
         submit(pair, name)
     pair.run()
@@ -354,3 +369,32 @@ def test_a_call_that_meets_another_fingerprint_is_retried_elsewhere(
     pair.run()
     assert pair.outcomes["a"].token_ids == undisturbed["a"]
     assert pair.decode.load().num_row_retries == 1
+
+
+def test_a_slot_of_shared_memory_used_again_before_it_was_read_costs_a_retry_and_no_token(
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], tmp_path: Path
+) -> None:
+    ring = KvRing(num_bytes=1 << 20, directory=tmp_path)
+    reused: list[KvSegment] = []
+
+    def lend_and_use_again(frame: Frame) -> list[Frame]:
+        if not isinstance(frame, KvSegment) or reused:
+            return [frame]
+        slot = ring.take(frame.num_bytes)
+        assert slot is not None
+        slot.payload[:] = np.frombuffer(frame.payload, np.uint8)
+        reused.append(replace(frame, payload=slot.payload, slot=slot))
+        ring.give_back(slot)
+        again = ring.take(frame.num_bytes)
+        assert again is not None and again.ticket.offset == slot.ticket.offset
+        again.payload[:] = 0
+        return [*reused]
+
+    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
+    pair.tamper = lend_and_use_again
+    for name in NAMES:
+        submit(pair, name)
+    pair.run()
+    assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()}.items() <= undisturbed.items()
+    assert pair.decode.load().num_row_retries == 1
+    ring.close()

@@ -141,6 +141,8 @@ def frames(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerpri
 
 def comparable(value: object) -> object:
     """`value` with numpy arrays replaced by something `==` compares, dtype and shape included."""
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        return value.tobytes()  # a payload, which is bytes too
     if isinstance(value, np.ndarray):
         return (str(value.dtype), value.shape, value.tolist())
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,0 +1,227 @@
+"""How fast KV moves from a prefill service's pool into a decode engine's, beside what the machine could do at best.
+
+Two processes with their own engines, edges and connections; only the models compute nothing. In turn within each
+round: the handoff over gRPC, a bare gRPC stream of 4 MiB messages between two Python processes, the handoff through
+shared memory, and a copy from memory to memory by one thread, far larger than the caches. Rates are in MB/s of payload,
+ratios are taken within a round, the table shows medians. Writes a table into benchmarks/results. Exit status 1 when a
+bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import grpc
+import numpy as np
+import torch
+
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.handoff_peers import BARE_STREAM, VOCAB_SIZE, HandoffShape, NothingModel, bare_peer, prefill_peer
+from common.device.factory import open_device
+from common.engine_thread import EngineThread
+from common.host_memory import keep_freed_memory
+from common.kv.layer_group import LayerGroupSpec
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.wire.grpc_options import MAX_SEGMENT_BYTES, channel_options
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.messages import (
+    Command,
+    Event,
+    Failed,
+    Finished,
+    ReplicasChanged,
+    SegmentsLanded,
+    StartHandoff,
+    Submit,
+)
+from decode_service.scheduler import DecodeEngine
+
+SHAPES = {
+    "8b": LayerGroupSpec("target", num_layers=32, num_planes=2, num_heads=8, head_dim=128, dtype="bfloat16"),
+    "demo": LayerGroupSpec("target", num_layers=30, num_planes=2, num_heads=3, head_dim=64, dtype="bfloat16"),
+}
+MIN_GRPC_SHARE = 0.6
+MIN_SHARED_MEMORY_SHARE = 0.5
+COPY_BYTES = 256 << 20
+BOUND_S = 120.0
+
+
+class DecodePeer:
+    """A decode engine in this process, one token a request: whatever it waits for is the handoff."""
+
+    def __init__(self, shape: HandoffShape, address: str) -> None:
+        self._shape = shape
+        model = NothingModel(shape)
+        self._loop = asyncio.get_running_loop()
+        self._left = 0
+        self._ended = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._error: BaseException | None = None
+        engine = DecodeEngine(
+            model=cast(TargetModel, model),
+            device=open_device("cpu", num_threads=1),
+            max_rows=shape.num_prompts,
+            max_kv_tokens=shape.num_prompts * shape.prompt_tokens,
+            max_context_tokens=model.max_context_tokens,
+        )
+        for buffer in engine.pool.buffers.values():
+            buffer.view(torch.uint8).random_()  # its pages are there
+        self._thread: EngineThread[Command] = EngineThread(
+            engine=engine, deliver=self._deliver, on_death=self._fail, name="decode-engine"
+        )
+        self._transport = GrpcTransport(
+            post=self._post,
+            addresses=[address],
+            fingerprint=shape.fingerprint,
+            vocab_size=VOCAB_SIZE,
+            receive_budget_bytes=64 << 20,
+            timeouts=HandoffTimeouts(),
+        )
+
+    async def open(self) -> None:
+        self._thread.start()
+        await self._transport.open()
+        await asyncio.wait_for(self._ready.wait(), BOUND_S)
+
+    async def hand_over(self, num_prompts: int) -> float:
+        """Bytes a second, from the requests' arrival until the last has its first token."""
+        self._left = num_prompts
+        self._ended.clear()
+        prompt = tuple(place % VOCAB_SIZE for place in range(self._shape.prompt_tokens))
+        begun_s = time.perf_counter()
+        for number in range(num_prompts):
+            sampling = ResolvedSampling(seed=0, max_tokens=1, temperature=0.0)
+            self._thread.post(Submit(f"{begun_s} {number}", prompt, len(prompt), sampling))
+        await asyncio.wait_for(self._ended.wait(), BOUND_S)
+        if self._error is not None:
+            raise self._error
+        return num_prompts * self._shape.prompt_bytes / (time.perf_counter() - begun_s)
+
+    async def close(self) -> None:
+        await self._transport.close()
+        self._thread.stop(10.0)
+
+    def _post(self, report: Command) -> None:
+        if isinstance(report, ReplicasChanged) and report.replicas[0].is_ready:
+            self._ready.set()
+        self._thread.post(report)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        self._loop.call_soon_threadsafe(self._dispatch, tuple(events))
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case StartHandoff():
+                    self._transport.start(event)
+                case SegmentsLanded():
+                    self._transport.landed(event)
+                case Finished():
+                    self._left -= 1
+                case Failed(_, error):
+                    self._fail(error)
+        if not self._left:
+            self._ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._left = 0
+
+
+async def handoff_rate(shape: HandoffShape, num_prompts: int) -> float:
+    with prefill_peer(shape) as address:
+        peer = DecodePeer(shape, address)
+        await peer.open()
+        await peer.hand_over(shape.num_prompts)  # connections, and pages that were never touched
+        rate = await peer.hand_over(num_prompts)
+        await peer.close()
+        return rate
+
+
+async def bare_rate(num_messages: int) -> float:
+    with bare_peer(num_messages) as address:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            await asyncio.wait_for(channel.channel_ready(), BOUND_S)
+            call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(BARE_STREAM)
+            stream = call(b"", timeout=BOUND_S)
+            await stream.read()
+            begun_s = time.perf_counter()
+            num_bytes = 0
+            while isinstance(message := await stream.read(), bytes):
+                num_bytes += len(message)
+            return num_bytes / (time.perf_counter() - begun_s)
+
+
+def copy_rate() -> float:
+    source = np.random.default_rng(0).integers(0, 256, COPY_BYTES, np.uint8)
+    target = source.copy()
+    begun_s = time.perf_counter()
+    for _ in range(4):
+        np.copyto(target, source)
+    return 4 * COPY_BYTES / (time.perf_counter() - begun_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of an 8-billion Llama's KV, or the demo model's")
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--shared-memory-bytes", type=int, default=48 << 20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    keep_freed_memory()
+    shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
+    num_bytes = args.prompts * shape.prompt_bytes
+    sharing = replace(shape, shared_memory_bytes=args.shared_memory_bytes)
+    rates: dict[str, list[float]] = {"gRPC": [], "bare": [], "shared": [], "copy": []}
+    for _ in range(args.rounds):
+        rates["gRPC"].append(asyncio.run(handoff_rate(shape, args.prompts)))
+        rates["bare"].append(asyncio.run(bare_rate(num_bytes // MAX_SEGMENT_BYTES)))
+        rates["shared"].append(asyncio.run(handoff_rate(sharing, args.prompts)))
+        rates["copy"].append(copy_rate())
+    grpc_share, shared_share = _share(rates["gRPC"], rates["bare"]), _share(rates["shared"], rates["copy"])
+    run = BenchmarkRun.of("handoff")
+    rows = [
+        ("handoff over gRPC", "gRPC", f"{grpc_share:.0%} of the bare stream; bound {MIN_GRPC_SHARE:.0%}"),
+        ("bare gRPC stream of 4 MiB messages", "bare", ""),
+        (
+            "handoff through shared memory",
+            "shared",
+            f"{shared_share:.0%} of the copy; bound {MIN_SHARED_MEMORY_SHARE:.0%}",
+        ),
+        ("memory to memory, one thread", "copy", ""),
+    ]
+    lines = [
+        *run.heading(
+            "KV handoff",
+            f"{args.prompts} prompts of {args.prompt_tokens} tokens, {shape.prompt_bytes / 1e6:.0f} MB each, models "
+            f"that compute nothing, a process for each service, {args.rounds} rounds.",
+        ),
+        "",
+        "| path | MB/s (median) | share |",
+        "|---|---|---|",
+        *(f"| {path} | {statistics.median(rates[key]) / 1e6:.0f} | {share} |" for path, key, share in rows),
+    ]
+    table = "\n".join(lines)
+    print(table)
+    if not args.no_save:
+        run.save("handoff", table, figures={"bytes_per_s": rates})
+    sys.exit(0 if grpc_share >= MIN_GRPC_SHARE and shared_share >= MIN_SHARED_MEMORY_SHARE else 1)
+
+
+def _share(ours: Sequence[float], best: Sequence[float]) -> float:
+    return statistics.median(mine / bound for mine, bound in zip(ours, best, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The processes that `benchmarks.handoff` reads from: a prefill service without a model, and a bare stream.
+
+Each is a process of its own that sends its port through a pipe and serves until the pipe closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import cast
+
+import grpc
+import structlog
+import torch
+
+from common.device.factory import open_device
+from common.engine_thread import EngineThread
+from common.host_memory import keep_freed_memory
+from common.kv.layer_group import LayerGroupSpec
+from common.model.attention import ForwardInput
+from common.model.target import TargetModel, TargetOutput
+from common.wire.fingerprint import Fingerprint
+from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
+from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.main import open_ring
+from prefill_service.messages import Command, Event
+from prefill_service.scheduler import PrefillEngine
+
+BARE_STREAM = "/benchmark.Bare/Stream"
+VOCAB_SIZE = 128
+_START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffShape:
+    """The KV that is handed over, in prompts of `prompt_tokens`; at most `num_prompts` at a time."""
+
+    layer_group: LayerGroupSpec
+    prompt_tokens: int
+    num_prompts: int
+    shared_memory_bytes: int = 0
+
+    @property
+    def prompt_bytes(self) -> int:
+        return self.prompt_tokens * self.layer_group.token_bytes
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(
+            config_digest="", target_weights_digest="", tokenizer_digest="", layer_groups=(self.layer_group,)
+        )
+
+
+class NothingModel:
+    """Has the attributes of TargetModel that engines use. Its KV is what the pool holds, its logits are zeros."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    hidden_size = 1
+    dtype = torch.float32
+    torch_device = torch.device("cpu")
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, shape: HandoffShape) -> None:
+        self.layer_group = shape.layer_group
+        self.max_context_tokens = shape.prompt_tokens + 8
+
+    def forward(self, batch: ForwardInput) -> TargetOutput:
+        num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
+        return TargetOutput(torch.zeros(num_rows, VOCAB_SIZE), None)
+
+
+@contextmanager
+def prefill_peer(shape: HandoffShape) -> Iterator[str]:
+    """Yields the address of a prefill service: its own engine, sender, edge and gRPC server."""
+    with _process(_serve_prefill, shape) as address:
+        yield address
+
+
+@contextmanager
+def bare_peer(num_messages: int) -> Iterator[str]:
+    """Yields the address of a server whose one method streams `num_messages` of the largest segment's size."""
+    with _process(_serve_bare, num_messages) as address:
+        yield address
+
+
+@contextmanager
+def _process(serve: object, argument: object) -> Iterator[str]:
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    process = spawning.Process(target=_run, args=(serve, argument, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START_TIMEOUT_S):
+            raise TimeoutError("a process of the benchmark did not start")
+        yield f"127.0.0.1:{ours.recv()}"
+    finally:
+        ours.close()
+        process.join(10.0)
+        process.kill()
+
+
+def _run(serve: object, argument: object, pipe: Connection) -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    keep_freed_memory()
+    asyncio.run(serve(argument, pipe))  # type: ignore[operator]
+
+
+async def _until_closed(pipe: Connection) -> None:
+    closed = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pipe.fileno(), closed.set)
+    await closed.wait()
+
+
+async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    model = NothingModel(shape)
+    ring = open_ring(shape.shared_memory_bytes)
+    engine = PrefillEngine(
+        model=cast(TargetModel, model),
+        device=open_device("cpu", num_threads=1),
+        max_rows=shape.num_prompts,
+        max_kv_tokens=shape.num_prompts * shape.prompt_tokens,
+        max_context_tokens=model.max_context_tokens,
+        max_segment_bytes=MAX_SEGMENT_BYTES,
+        ring=ring,
+    )
+    for buffer in engine.pool.buffers.values():
+        buffer.view(torch.uint8).random_()
+
+    def deliver(events: Sequence[Event]) -> None:
+        servicer.deliver(events)
+
+    def on_death(error: BaseException) -> None:
+        servicer.engine_died(error)
+
+    thread: EngineThread[Command] = EngineThread(
+        engine=engine,
+        deliver=deliver,
+        on_death=on_death,
+        name="prefill-engine",
+    )
+    servicer = PrefillServicer(
+        engine=thread,
+        fingerprint=shape.fingerprint,
+        model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens),
+        instance_id="benchmark",
+        limits=HandoffLimits(),
+        ring=ring,
+    )
+    server = PrefillServer(servicer=servicer)
+    thread.start()
+    port = await server.start("127.0.0.1:0")
+    await server.set_ready(True)
+    pipe.send(port)
+    await _until_closed(pipe)
+    await server.stop(0)
+    thread.stop(10.0)
+    if ring is not None:
+        ring.close()
+
+
+async def _serve_bare(num_messages: int, pipe: Connection) -> None:
+    message = torch.randint(0, 256, (MAX_SEGMENT_BYTES,), dtype=torch.uint8).numpy().tobytes()
+
+    async def stream(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        for _ in range(num_messages):
+            yield message
+
+    server = grpc.aio.server(options=server_options())
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(stream)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmark.Bare", {"Stream": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    pipe.send(port)
+    await _until_closed(pipe)
+    await server.stop(0)
