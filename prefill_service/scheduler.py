@@ -14,25 +14,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed, is_of_device
 from common.device.stream import Device, Scope
 from common.device.stream import Event as DeviceEvent
 from common.draft.head import DraftHead
-from common.draft.seed import column_to_numpy
 from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
-from common.model.logprobs import unpack_logprobs
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from common.wire.handoff import PrebuiltBatch, RowFailed
+from common.wire.handoff import RowFailed
 from common.wire.kv_ring import KvRing
 from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
+from prefill_service.first_tokens import first_tokens
 from prefill_service.messages import (
     CallDone,
     CancelCallRows,
@@ -352,26 +349,9 @@ class PrefillEngine:
             self._sending[prompt] = None
             by_call.setdefault(prompt.call_id, []).append(place)
         for call_id, places in by_call.items():
-            columns = self._columns([prompts[place] for place in places], places, batch, computed)
+            groups = list(self.pool.groups.values())
+            columns = first_tokens(batch, computed, places, groups=groups, now_s=self._clock())
             self._outbox.append(FrameReady(call_id, columns))
-
-    def _columns(
-        self, prompts: Sequence[Prompt], places: Sequence[int], batch: ChunkBatch, computed: Computed
-    ) -> PrebuiltBatch:
-        now_s, sampled = self._clock(), computed.sampled
-        wanted = [batch.chunks[entry].prompt.row.sampling.num_logprobs for entry in batch.sampled_entries]
-        logprobs = unpack_logprobs(sampled, batch.sampling, wanted)
-        sizes = [self._sender.bytes_of(prompt) for prompt in prompts]
-        return PrebuiltBatch(
-            rows=np.array([prompt.index for prompt in prompts], dtype=np.int64),
-            seq_lens=np.array([prompt.num_tokens for prompt in prompts], dtype=np.int64),
-            first_token_ids=sampled.token_ids.numpy()[list(places)],
-            bytes_sent={name: np.array([size[name] for size in sizes], dtype=np.int64) for name in self.pool.groups},
-            queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
-            compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
-            first_token_logprobs=tuple(logprobs[place] for place in places),
-            seed_columns={name: column_to_numpy(seeds[list(places)]) for name, seeds in computed.seeds.items()},
-        )
 
     # ---- sending ------------------------------------------------------------------------------------------------
 

@@ -147,10 +147,6 @@ class KvSender:
                 pieces += parts
                 self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
 
-    def bytes_of(self, prompt: Prompt) -> dict[str, int]:
-        """KV bytes of the whole prompt in each layer group."""
-        return {name: group.token_bytes * prompt.num_tokens for name, group in self._pool.groups.items()}
-
     def owes(self, call_id: str) -> bool:
         """Whether the call's transport holds bytes that it has not returned."""
         return call_id in self._unsent
