@@ -147,7 +147,9 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             timeline=runtime.timeline,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
-        engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)
+        engine_metrics.watch(
+            lambda: thread.load, is_ready=lambda: server.is_ready, is_fused=lambda: runtime.model.runs_program
+        )
         thread.start()
         await transport.open()
         port = await server.start(settings.listen)

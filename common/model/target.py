@@ -91,6 +91,11 @@ class TargetModel:
     def capture(self) -> HiddenCapture | None:
         return self._capture
 
+    @property
+    def runs_program(self) -> bool:
+        """Whether forwards are the program's, where it takes them."""
+        return self._program is not None
+
     def run_program(self, program: ForwardProgram) -> None:
         """From the next forward on, for those it takes. May be called from any thread, beside forwards."""
         self._program = program

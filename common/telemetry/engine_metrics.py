@@ -33,19 +33,29 @@ class EngineMetrics:
         self._step_tokens.observe(stats.num_tokens)
         self._step_s.observe(stats.step_s)
 
-    def watch(self, load: Callable[[], EngineLoad], *, is_ready: Callable[[], bool]) -> None:
-        """Expose what `load` and `is_ready` say at each scrape."""
-        self._registry.register(_LoadCollector(load, is_ready))
+    def watch(
+        self,
+        load: Callable[[], EngineLoad],
+        *,
+        is_ready: Callable[[], bool],
+        is_fused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Expose what these say at each scrape."""
+        self._registry.register(_LoadCollector(load, is_ready, is_fused))
 
 
 class _LoadCollector(Collector):
-    def __init__(self, load: Callable[[], EngineLoad], is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, load: Callable[[], EngineLoad], is_ready: Callable[[], bool], is_fused: Callable[[], bool]
+    ) -> None:
         self._load = load
         self._is_ready = is_ready
+        self._is_fused = is_fused
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
         yield GaugeMetricFamily("baton_ready", "1 while health says that it serves.", value=float(self._is_ready()))
+        yield GaugeMetricFamily("baton_fused", "1 while forwards run by one kernel.", value=float(self._is_fused()))
         yield _pool("baton_rows", "Request rows by state.", load.rows)
         yield _pool("baton_kv_slots", "KV token slots by state.", load.slots)
         yield GaugeMetricFamily("baton_queued_requests", "Requests without a row.", value=load.num_queued)

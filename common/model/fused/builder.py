@@ -13,6 +13,7 @@ from common.model.capture import HiddenCapture
 from common.model.forward_program import AttentionSize, Program
 from common.model.fused.dot_products import PANEL_WIDTH, packed
 from common.model.fused.operations import Field, Kind, Store
+from common.model.fused.weight_memory import WeightMemory
 
 _ITEM_BYTES = 128 << 10  # of a LINEAR's weight: threads read long runs of memory, and the last ones end together
 
@@ -55,6 +56,7 @@ class ProgramBuilder:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self._memory = WeightMemory()
         self._operations: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
         self._widths: list[int] = []
@@ -93,7 +95,7 @@ class ProgramBuilder:
         fields = {
             Field.SOURCE: source,
             Field.TARGET: target,
-            Field.WEIGHT: self._address(packed(weight)),
+            Field.WEIGHT: self._address(packed(weight, self._memory)),
             Field.BIAS: self._address(bias),
             Field.NORM: self._address(norm),
             Field.WIDTH: width,

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from common.model.cpu_kernel import jit
+from common.model.fused.weight_memory import WeightMemory
 
 PANEL_WIDTH = 32
 MAX_ROWS = 8
@@ -52,18 +53,14 @@ def step_of(dtype: torch.dtype) -> int:
     return {torch.bfloat16: 2, torch.float32: 1}[dtype]
 
 
-def packed(weight: Tensor) -> Tensor:
-    """`weight` [outputs, inputs], whose inputs are whole steps, in panels at a multiple of 64 bytes. Missing outputs of
-    the last panel are 0.
-    """
+def packed(weight: Tensor, memory: WeightMemory) -> Tensor:
+    """`weight` [outputs, inputs], whose inputs are whole steps, in panels. Missing outputs of the last are 0."""
     num_outputs, num_inputs = weight.shape
     step = step_of(weight.dtype)
     assert num_inputs % step == 0
     num_panels = -(-num_outputs // PANEL_WIDTH)
-    storage = torch.zeros(num_panels * PANEL_WIDTH * num_inputs + 64, dtype=weight.dtype)
-    start = -storage.data_ptr() % 64 // weight.element_size()
-    panels = storage[start : start + num_panels * PANEL_WIDTH * num_inputs]
-    panels = panels.view(num_panels, num_inputs // step, PANEL_WIDTH, step)
+    storage = memory.zeros(num_panels * PANEL_WIDTH * num_inputs, weight.dtype)
+    panels = storage.view(num_panels, num_inputs // step, PANEL_WIDTH, step)
     whole = num_outputs // PANEL_WIDTH
     columns = weight.unflatten(1, (-1, step))
     panels[:whole] = columns[: whole * PANEL_WIDTH].unflatten(0, (whole, PANEL_WIDTH)).transpose(1, 2)
