@@ -94,6 +94,10 @@ class MortalEngine:
     def load(self) -> EngineLoad:
         return self._engine.load()
 
+    @property
+    def recorded(self) -> None:
+        return None
+
     def close(self) -> None:
         self._engine.close()
 

@@ -48,7 +48,18 @@ _ACTIONS: dict[str, frozenset[Action]] = {
 _STREAM_ACTIONS = frozenset({Action.STALL, Action.RAISE})
 STREAM_PIECES: dict[str, frozenset[str]] = {
     "forward": frozenset(
-        {"reset", "resolve", "forward", "decode", "draft", "verify", "extend", "write", "copy_results"}
+        {
+            "reset",
+            "resolve",
+            "forward",
+            "decode",
+            "draft",
+            "verify",
+            "publish_lengths",
+            "extend",
+            "stash_payload",
+            "copy_results",
+        }
     ),
     "landing": frozenset({"land"}),
     "sending": frozenset({"copy_out"}),

@@ -190,7 +190,8 @@ def test_frames_may_come_in_any_order_within_a_row(
     def tamper(frame: Frame) -> Sequence[Frame]:
         held.append(frame)
         num_bytes = sum(segment.num_bytes for segment in held if isinstance(segment, KvSegment))
-        if num_bytes < NUM_ROWS * 40 * pair.decode.pool.groups["target"].token_bytes:
+        num_rows = sum(len(columns.rows) for columns in held if isinstance(columns, PrebuiltBatch))
+        if num_rows < NUM_ROWS or num_bytes < NUM_ROWS * 40 * pair.decode.pool.groups["target"].token_bytes:
             return []
         return list(reversed(held))
 
