@@ -66,6 +66,8 @@ PROMPT_TOKENS = 64
 CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 256
 NUM_VARIANTS = 61  # of what a forward brings, one after the other
+STEPS_A_TURN = 8
+"""Of the edge: on a core of its own it would not empty the engine's caches, so most steps do not come behind it."""
 _REPLICA = "replica"
 _ROW_BYTES = 4
 
@@ -310,7 +312,7 @@ class ScheduleRig:
         """One of the engine's, and what its events bring about."""
         commands, self._port.posted = self._port.posted, []
         self._iterate(commands)
-        if self._loop.due:
+        if len(self._loop.due) == STEPS_A_TURN:
             self._turn_edge()
         for request_id in [id for id, live in self._readers.items() if live.ending is not None]:
             live = self._readers.pop(request_id)

@@ -22,7 +22,7 @@ import torch
 
 from baton.load_generator import percentile
 from benchmarks.benchmark_run import BenchmarkRun
-from benchmarks.schedule_rig import ScheduleRig
+from benchmarks.schedule_rig import STEPS_A_TURN, ScheduleRig
 from decode_service.spec_info import SpecInfo
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -72,7 +72,7 @@ def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | No
         p99=1e6 * percentile(seconds["total"], 99),
         cpu=median_us(seconds["cpu"]),
         parts=parts,
-        edge=median_us(seconds["edge"]),
+        edge=median_us(seconds["edge"]) / STEPS_A_TURN,
     )
 
 
