@@ -311,8 +311,9 @@ class ScheduleRig:
     def step(self) -> None:
         """One of the engine's, and what its events bring about."""
         commands, self._port.posted = self._port.posted, []
+        num_due = len(self._loop.due)
         self._iterate(commands)
-        if len(self._loop.due) == STEPS_A_TURN:
+        if len(self._loop.due) in (num_due, STEPS_A_TURN):  # all is waited for, or enough has come
             self._turn_edge()
         for request_id in [id for id, live in self._readers.items() if live.ending is not None]:
             live = self._readers.pop(request_id)
