@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from common.model_cache import default_cache_dir, make_once, run_python, silent
 
 MAX_FUSED_TOKENS = 512
 """Of a forward: past it the kernels that are made for many tokens are as fast."""
+
+_CLOSE_TIMEOUT_S = 5.0
 
 _log = structlog.get_logger(__name__)
 
@@ -36,31 +39,38 @@ def fuse(model: TargetModel, *, num_threads: int) -> float:
     from common.model.fused.start import difference, kernels_key, load_kernels, new_forward, tolerance
 
     assert model.decoder is not None
-    torch.set_num_threads(1)  # of this thread: it only compares a few tokens
     dtype = model.dtype
     name = str(dtype).removeprefix("torch.")
     directory = default_cache_dir() / "kernels" / f"{kernels_key()}-{name}"
 
     def compile_kernels(scratch: Path, out: Path) -> None:
         _log.info("compiling_kernels", dtype=name)
-        error = run_python(["-m", "common.model.fused.compile", name, str(out)])
+        error = run_python(["-m", "common.model.fused.compile", name, str(out), str(os.getpid())])
         if error is not None:
             raise StartupError(f"kernels could not be compiled: {error}")
+        if next(out.rglob("*.nbc"), None) is None:
+            raise StartupError("compiled kernels were not kept")
 
     load_kernels(make_once(directory, compile_kernels, silent), dtype)
     forward = new_forward(model.decoder, model.capture, num_threads=num_threads, max_tokens=MAX_FUSED_TOKENS)
-    apart = difference(model, forward)
-    if not apart <= tolerance(dtype):
-        raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
+    try:
+        apart = difference(model, forward)
+        if not apart <= tolerance(dtype):
+            raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
+    except BaseException:
+        forward.close(_CLOSE_TIMEOUT_S)
+        raise
     model.run_program(forward)
     return apart
 
 
 def _fuse_logged(model: TargetModel, num_threads: int) -> None:
     begin_s = time.monotonic()
+    torch.set_num_threads(1)  # of this thread: it only compares a few tokens
     try:
         apart = fuse(model, num_threads=num_threads)
     except Exception as error:
         _log.warning("fused_forward_failed", error=str(error))
+        model.decoder = None  # and its weights
         return
     _log.info("fused_forward_ready", seconds=round(time.monotonic() - begin_s, 1), difference=round(apart, 5))

@@ -20,7 +20,7 @@ from common.model.cpu_kernel import Kernel, NumberFormat, exp, jit, number_forma
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64
 NUM_LANES = 16
-_MAX_QUERIES = 32  # of a row: past it gathering a row once costs less than keys and values read a query at a time
+MAX_QUERIES = 32  # of a row: past it gathering a row once costs less than keys and values read a query at a time
 
 
 class PagedCpuAttention:
@@ -35,7 +35,7 @@ class PagedCpuAttention:
         self._kernel = _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype)
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        if max(batch.extend_lens or (1,), default=1) > _MAX_QUERIES:
+        if max(batch.extend_lens or (1,), default=1) > MAX_QUERIES:
             return ExtendPlan(batch)
         return _PagedPlan(batch, self._kernel, self._numbers)
 
@@ -77,7 +77,9 @@ def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[
     if batch.tree_mask is not None:
         mask = batch.tree_mask.contiguous().numpy()
         return mask, np.full(len(extend_lens), mask.shape[1], dtype=np.int64)
-    causal = np.tri(max(extend_lens, default=1), dtype=np.bool_)
+    if not extend_lens:
+        return np.ones((0, 1), np.bool_), np.zeros(0, np.int64)
+    causal = np.tri(max(extend_lens), dtype=np.bool_)
     return np.concatenate([causal[:extend_len] for extend_len in extend_lens]), np.array(extend_lens, dtype=np.int64)
 
 

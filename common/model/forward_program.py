@@ -54,6 +54,9 @@ class ForwardProgram(Protocol):
     def num_layers_begun(self) -> int:
         """Over all forwards, growing while one runs. May be asked from any thread."""
 
+    def close(self, timeout_s: float) -> bool:
+        """End its threads; it computes nothing any more. False when one did not end within `timeout_s`."""
+
     def takes(self, batch: ForwardInput) -> bool: ...
 
     def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from common.model.forward_program import FusedDecoder
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,7 +86,11 @@ def target_of(
 def _fused_decoder(model: nn.Module) -> FusedDecoder | None:
     from common.model.fused.decoder import can_fuse, fused_decoder  # as below
 
-    return fused_decoder(model) if can_fuse(model) else None
+    try:
+        return fused_decoder(model) if can_fuse(model) else None
+    except (OSError, RuntimeError) as error:  # no memory for the weights once more
+        _log.warning("no program of the model: %s", error)
+        return None
 
 
 @torch.inference_mode()

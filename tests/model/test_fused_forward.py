@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ def program(model: TargetModel) -> Iterator[ForwardProgram]:
     fuse(model, num_threads=2)
     assert model._program is not None
     yield model._program
+    assert model._program.close(5.0), "a thread of the team did not end"
 
 
 def _batch(model: TargetModel, *, prefix_lens: list[int], num_new: list[int], tree: bool = False) -> ForwardInput:
@@ -102,9 +104,28 @@ def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> N
     model = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
     assert model.decoder is not None
     model.decoder.program.numbers[:] *= 1.5
+    before = threading.enumerate()
     with pytest.raises(StartupError, match="differ from the model's"):
-        fuse(model, num_threads=1)
+        fuse(model, num_threads=2)
     assert model._program is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "forward-1" and thread not in before]
+
+
+def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> None:
+    empty = torch.zeros(0, dtype=torch.int64)
+    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    nothing = replace(
+        batch,
+        input_ids=empty,
+        positions=empty,
+        out_cache_loc=empty,
+        req_pool_indices=empty,
+        seq_lens=empty,
+        max_seq_len=0,
+    )
+    kv = batch.kv.clone()
+    logits, _ = program.forward(nothing)
+    assert logits.shape == (0, model.vocab_size) and torch.equal(batch.kv, kv)
 
 
 def test_forwards_past_the_rotation_table_are_the_models_own(model: TargetModel, program: ForwardProgram) -> None:

@@ -1,6 +1,6 @@
-"""`python -m common.model.fused.compile DTYPE DIRECTORY`: compile the kernels, keep them in DIRECTORY.
+"""`python -m common.model.fused.compile DTYPE DIRECTORY PARENT`: compile the kernels, keep them in DIRECTORY.
 
-Run by a service beside its serving; ends with it.
+Run by a service beside its serving; ends with process PARENT, which it is.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-
-import torch
-
-from common.model.fused.start import load_kernels
 
 _POLL_INTERVAL_S = 0.5
 
@@ -25,5 +21,9 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[3]),), daemon=True).start()
+    import torch  # seconds, in which the parent may end
+
+    from common.model.fused.start import load_kernels
+
     load_kernels(Path(sys.argv[2]), getattr(torch, sys.argv[1]))

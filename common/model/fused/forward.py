@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.attention import ForwardInput
-from common.model.attention_cpu import NUM_LANES, attended_tokens
+from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
 from common.model.forward_program import FusedDecoder
 from common.model.fused.decoder import LOGITS, STATES
 from common.model.fused.operations import Call
@@ -33,12 +33,20 @@ class FusedForward:
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._captures = program.widths[STATES] > 1
 
+    def close(self, timeout_s: float) -> bool:
+        """End the team. False when a thread did not end within `timeout_s`."""
+        return self._team.close(timeout_s)
+
     @property
     def num_layers_begun(self) -> int:
         return self._team.num_shown
 
     def takes(self, batch: ForwardInput) -> bool:
-        return batch.input_ids.shape[0] <= self._max_tokens and batch.max_seq_len <= self._decoder.cosines.shape[0]
+        return (
+            batch.input_ids.shape[0] <= self._max_tokens
+            and max(batch.extend_lens or (1,), default=1) <= MAX_QUERIES
+            and batch.max_seq_len <= self._decoder.cosines.shape[0]
+        )
 
     def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]

@@ -49,6 +49,19 @@ pause = cast("Kernel", _pause)
 
 
 @intrinsic
+def _fence(_context):  # type: ignore[no-untyped-def]
+    def generate(target, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
+        builder.fence("seq_cst")
+        return target.get_dummy_value()
+
+    return types.void(), generate
+
+
+fence = cast("Kernel", _fence)
+"""What this thread wrote and read before it, others see before what it writes and reads after it."""
+
+
+@intrinsic
 def _load(_context, address):  # type: ignore[no-untyped-def]
     def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
         return builder.load_atomic(_word(builder, arguments[0]), "seq_cst", 8)

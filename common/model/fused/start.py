@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +28,14 @@ _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 
 
 def kernels_key() -> str:
-    """Names what compiled kernels depend on: their source, the compiler and the CPU."""
+    """Names what compiled kernels depend on: their source and where it is, the compiler, the interpreter, the CPU."""
     digest = hashlib.sha256()
-    model = Path(__file__).parent.parent
+    model = Path(__file__).resolve().parent.parent
     for source in (model / "attention_cpu.py", model / "cpu_kernel.py", *sorted((model / "fused").glob("*.py"))):
         digest.update(source.read_bytes())
     features = llvmlite.binding.get_host_cpu_features().flatten()
-    for part in (numba.__version__, llvmlite.__version__, llvmlite.binding.get_host_cpu_name(), features):
+    cpu, tag = llvmlite.binding.get_host_cpu_name(), str(sys.implementation.cache_tag)
+    for part in (str(model), tag, numba.__version__, llvmlite.__version__, cpu, features):
         digest.update(part.encode())
     return digest.hexdigest()[:20]
 

@@ -23,6 +23,7 @@ from common.model.cpu_kernel import jit, prefetch
 from common.model.fused.memory import (
     add_to_word,
     address_of,
+    fence,
     load_word,
     pause,
     read_file,
@@ -39,6 +40,7 @@ _COUNTERS = 3 * _LINE
 _COUNTER_WORDS = 2 * _LINE  # of an operation: the next item, and the number done
 _RUN_SHIFT = 32
 STOP = -1
+_MAX_RUNS = (1 << 31) - 1
 _LEADER = 0
 _NO_RUN = 0
 _NO_ITEM = (1 << 31) - 1
@@ -102,6 +104,7 @@ def close_items(board, run, num_operations):  # type: ignore[no-untyped-def]
         counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS)
         store_word(counter, (np.int64(run) << _RUN_SHIFT) + _NO_ITEM)
         store_word(counter + 8 * _LINE, np.int64(run) << _RUN_SHIFT)
+    fence()
 
 
 @jit
@@ -140,7 +143,8 @@ def await_run(board, last_run, sleep_fd):  # type: ignore[no-untyped-def]
 @jit
 def is_run(board, run):  # type: ignore[no-untyped-def]
     """Whether `run` is still the one; what was read of its description before this call then was all its own."""
-    return add_to_word(board + 8 * _RUN, 0) == run
+    fence()
+    return load_word(board + 8 * _RUN) == run
 
 
 class Team:
@@ -170,7 +174,7 @@ class Team:
 
     def run(self, call: NDArray[np.int64]) -> None:
         """Run what `call` describes to its end. The arrays it has addresses of stay until then."""
-        self._num_runs += 1
+        self._num_runs = self._num_runs % _MAX_RUNS + 1
         self._take_part(self._board.ctypes.data, self._num_runs, call, self._shared.ctypes.data, _LEADER, self._wake_fd)
 
     @property
