@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -71,7 +71,10 @@ class NothingModel:
         self.layer_group = shape.layer_group
         self.max_context_tokens = shape.prompt_tokens + 8
 
-    def forward(self, batch: ForwardInput) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+        if on_layer_kv is not None:
+            for layer in range(self.layer_group.num_layers):
+                on_layer_kv(layer)
         num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
         return TargetOutput(torch.zeros(num_rows, VOCAB_SIZE), None)
 

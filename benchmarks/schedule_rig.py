@@ -38,7 +38,7 @@ from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import StepStats
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import DRAFT_GROUP, TARGET_GROUP, HandoffRow, KvSegment, PrebuiltBatch
-from decode_service import scheduler
+from decode_service import forward_side, scheduler
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
@@ -285,7 +285,7 @@ class ScheduleRig:
             engine_metrics.on_step(stats)
             speculation_metrics.on_step(stats)
 
-        with mock.patch.object(scheduler, "new_worker", preset):
+        with mock.patch.object(forward_side, "new_worker", preset):
             return scheduler.DecodeEngine(
                 model=cast(TargetModel, SimpleNamespace(layer_group=groups[0], vocab_size=VOCAB_SIZE)),
                 draft=cast(DraftHead, SimpleNamespace(layer_group=groups[1])) if spec_info else None,
