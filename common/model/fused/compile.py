@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 _POLL_INTERVAL_S = 0.5
+_NICENESS = 15  # requests are served meanwhile
 
 
 def _end_with_parent(parent: int) -> None:
@@ -22,6 +23,7 @@ def _end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[3]),), daemon=True).start()
+    os.nice(_NICENESS)
     import torch  # seconds, in which the parent may end
 
     from common.model.fused.start import load_kernels
