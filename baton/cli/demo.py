@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+import urllib.request
+from contextlib import suppress
 from statistics import fmean
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from baton.cli import options
 from baton.cli.demo_answer import QUESTION, TOKEN_IDS
@@ -18,6 +22,8 @@ from baton.events import tokens_per_forward
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
 
+_FULL_SPEED_TIMEOUT_S = 60.0
+_POLL_INTERVAL_S = 0.2
 _DTYPE = "float32"  # in it the greedy answer is the same on every machine
 _OPTIONS = (f"--draft={DEMO_MODEL}", "--max-rows=4", "--max-kv-tokens=2048")  # short answers take little memory
 _TURNS = (False, True, True, False)
@@ -43,6 +49,7 @@ def demo(
             prefill_args=[*_OPTIONS, *(prefill_args or ())],
             decode_args=[*_OPTIONS, *(decode_args or ())],
             start_timeout_s=start_timeout_s,
+            exposes_metrics=True,
         )
         with pair, Client(pair.decode_addresses[0]) as client:
             if not as_json:
@@ -50,6 +57,8 @@ def demo(
                 console.print(pids, style="dim")
                 console.print(f"\n> {QUESTION}\n", markup=False)
             shown = show(_ask(client, speculate=True), as_json=as_json)
+            if "--no-fused-forward" not in (decode_args or ()):
+                _await_full_speed(pair.metrics_addresses[-1], console, as_json)
             runs = [(speculates, measure(_ask(client, speculate=speculates))) for speculates in _TURNS]
         drafted = [run for speculates, run in runs if speculates]
         plain = [run for speculates, run in runs if not speculates]
@@ -58,6 +67,20 @@ def demo(
         _print_figures(shown, drafted, plain, differing is None, as_json)
         if differing is not None:
             raise Internal(_first_difference(differing), reason="DEMO_ANSWER_DIFFERS")
+
+
+def _await_full_speed(metrics_address: str, console: Console, as_json: bool) -> None:
+    """Until the decode service's kernels are compiled, which the first start on a machine takes; not for ever."""
+    is_told = as_json
+    deadline_s = time.monotonic() + _FULL_SPEED_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with suppress(OSError), urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=5) as answer:
+            if b"\nbaton_fused 1.0" in answer.read():
+                return
+        if not is_told:
+            console.print("\ncompiling kernels, once on this machine", style="dim")
+            is_told = True
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _ask(client: Client, *, speculate: bool) -> EventStream:
