@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from contextlib import suppress
 from statistics import fmean
 from typing import Annotated
 
@@ -74,9 +73,12 @@ def _await_full_speed(metrics_address: str, console: Console, as_json: bool) -> 
     is_told = as_json
     deadline_s = time.monotonic() + _FULL_SPEED_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        with suppress(OSError), urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=5) as answer:
-            if b"\nbaton_fused 1.0" in answer.read():
-                return
+        try:
+            with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=5) as answer:
+                if b"\nbaton_fused 1.0" in answer.read():
+                    return
+        except OSError:
+            return  # nothing to be learnt there
         if not is_told:
             console.print("\ncompiling kernels, once on this machine", style="dim")
             is_told = True
