@@ -18,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from baton.client import AsyncClient
+from baton.full_speed import await_fused
 from baton.load_generator import LoadReport, Workload, percentile, run_workload, summarize
 from baton.local_pair import LocalPair
 from benchmarks.benchmark_run import BenchmarkRun
@@ -92,12 +92,9 @@ def main() -> None:
 def await_full_speed(metrics_address: str) -> float:
     """Seconds until the decode service's forwards are fused. Raises TimeoutError."""
     begin_s = time.monotonic()
-    while time.monotonic() - begin_s < _FULL_SPEED_TIMEOUT_S:
-        with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as answer:
-            if b"\nbaton_fused 1.0" in answer.read():
-                return time.monotonic() - begin_s
-        time.sleep(0.2)
-    raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
+    if not await_fused(metrics_address, timeout_s=_FULL_SPEED_TIMEOUT_S):
+        raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
+    return time.monotonic() - begin_s
 
 
 def run_peer(command: str) -> dict[str, Any] | None:

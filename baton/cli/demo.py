@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import urllib.request
+from contextlib import suppress
 from statistics import fmean
 from typing import Annotated
 
@@ -18,11 +17,11 @@ from baton.cli.stream import Shown, measure, show
 from baton.client import Client, EventStream
 from baton.errors import Internal
 from baton.events import tokens_per_forward
+from baton.full_speed import await_fused, is_fused
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
 
 _FULL_SPEED_TIMEOUT_S = 60.0
-_POLL_INTERVAL_S = 0.2
 _DTYPE = "float32"  # in it the greedy answer is the same on every machine
 _OPTIONS = (f"--draft={DEMO_MODEL}", "--max-rows=4", "--max-kv-tokens=2048")  # short answers take little memory
 _TURNS = (False, True, True, False)
@@ -70,19 +69,11 @@ def demo(
 
 def _await_full_speed(metrics_address: str, console: Console, as_json: bool) -> None:
     """Until the decode service's kernels are compiled, which the first start on a machine takes; not for ever."""
-    is_told = as_json
-    deadline_s = time.monotonic() + _FULL_SPEED_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        try:
-            with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=5) as answer:
-                if b"\nbaton_fused 1.0" in answer.read():
-                    return
-        except OSError:
-            return  # nothing to be learnt there
-        if not is_told:
-            console.print("\ncompiling kernels, once on this machine", style="dim")
-            is_told = True
-        time.sleep(_POLL_INTERVAL_S)
+    with suppress(OSError):  # a service without metrics tells nothing to wait for
+        if not is_fused(metrics_address):
+            if not as_json:
+                console.print("\ncompiling kernels, once on this machine", style="dim")
+            await_fused(metrics_address, timeout_s=_FULL_SPEED_TIMEOUT_S)
 
 
 def _ask(client: Client, *, speculate: bool) -> EventStream:
