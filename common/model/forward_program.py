@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,3 +62,6 @@ class ForwardProgram(Protocol):
 
     def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured."""
+
+    def prepare(self, batch: ForwardInput) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """What computes it, to be called once, before another is prepared: without the interpreter's lock."""
