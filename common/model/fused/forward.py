@@ -52,6 +52,19 @@ _OF_BATCH = np.array(
 )
 
 
+class _Windows:
+    """Where the new tokens of each request begin, and which they attend, as `attended_tokens` says it."""
+
+    def __init__(
+        self, extend_lens: tuple[int, ...], attended: NDArray[np.bool_], num_masked: NDArray[np.int64]
+    ) -> None:
+        self.extend_lens = extend_lens
+        self._arrays = (np.cumsum((0, *extend_lens), dtype=np.int64), attended, num_masked)
+        starts, masks, numbers = (array.ctypes.data for array in self._arrays)
+        self.words = (starts, masks, attended.shape[1], numbers)
+        """As a call has them from Call.STARTS on."""
+
+
 class FusedForward:
     """A ForwardProgram. Called from one thread at a time. Forwards of more than `max_tokens` are not taken."""
 
@@ -70,6 +83,7 @@ class FusedForward:
             Call.SINES: decoder.sines.data_ptr(),
         }.items():
             self._call[word] = number
+        self._windows = _Windows((), np.ones((0, 1), np.bool_), np.zeros(0, np.int64))
         self._buffers: list[Tensor] = []
         self._reserve(1)
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -100,12 +114,16 @@ class FusedForward:
         self._reserve(num_tokens)
         logits, states = self._new_buffer(LOGITS, num_selected), self._new_buffer(STATES, num_tokens)
         extend_lens = batch.extend_lens or (1,) * num_rows
-        attended, num_masked = attended_tokens(batch, extend_lens)
-        starts = np.cumsum((0, *extend_lens), dtype=np.int64)
+        if batch.tree_mask is not None:
+            windows = _Windows(extend_lens, *attended_tokens(batch, extend_lens))
+        else:
+            if extend_lens != self._windows.extend_lens:
+                self._windows = _Windows(extend_lens, *attended_tokens(batch, extend_lens))
+            windows = self._windows
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
         scratch, scratch_bytes = self._reserve_scratch(num_tokens, max(extend_lens, default=1), batch.max_seq_len)
         columns = [
-            column.to(torch.int64).contiguous()
+            column if column.dtype is torch.int64 and column.is_contiguous() else column.to(torch.int64).contiguous()
             for column in (
                 batch.input_ids,
                 batch.positions,
@@ -123,10 +141,7 @@ class FusedForward:
             num_rows,
             num_selected,
             batch.req_to_token.shape[1],
-            starts.ctypes.data,
-            attended.ctypes.data,
-            attended.shape[1],
-            num_masked.ctypes.data,
+            *windows.words,
             batch.max_seq_len,
             batch.kv.data_ptr(),
             batch.kv.shape[2],
@@ -135,7 +150,7 @@ class FusedForward:
             logits.data_ptr(),
             states.data_ptr(),
         )
-        addressed = (batch.kv, columns, starts, attended, num_masked, self._scratch, self._buffers)
+        addressed = (batch.kv, columns, windows, self._scratch, self._buffers)
 
         def compute() -> tuple[Tensor, Tensor | None]:
             self._team.run(call, addressed)
