@@ -25,7 +25,7 @@ from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, Payload, segment_flow
 from prefill_service.prompt import Prompt
 
-_MAX_LENT_BYTES = 16 << 20
+_MAX_LENT_BYTES = 32 << 20
 """Of a segment that is not copied: a part of the receiver's budget, so that the next is there when it has landed."""
 
 
@@ -49,6 +49,18 @@ class _Piece:
     @property
     def slots(self) -> list[int]:
         return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
+
+    def may_take_in(self, following: _Piece) -> bool:
+        """Whether that one has been written too, and is the same tokens' next layers, few enough for one loan."""
+        return (
+            following.prompt is self.prompt
+            and following.group is self.group
+            and (following.token_start, following.num_tokens) == (self.token_start, self.num_tokens)
+            and following.layer_start == self.layer_start + self.num_layers
+            and self.num_bytes + following.num_bytes <= _MAX_LENT_BYTES
+            and following.written.is_done()
+            and following.written.error is None
+        )
 
     def split(self, max_segment_bytes: int) -> list[_Piece]:
         """The same KV in pieces of at most so many bytes, or a token of a layer."""
@@ -245,6 +257,9 @@ class KvSender:
             piece = self._lendable.popleft()
             if piece.prompt not in self._num_pieces or piece.written.error is not None:
                 continue
+            while self._lendable and piece.may_take_in(self._lendable[0]):
+                piece = replace(piece, num_layers=piece.num_layers + self._lendable.popleft().num_layers)
+                self._num_pieces[piece.prompt] -= 1
             assert self._memory is not None
             layers = slice(piece.layer_start, piece.layer_start + piece.num_layers)
             shared = self._memory.lend(piece.group.name, layers, piece.slots, piece.lease.generation)

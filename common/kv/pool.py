@@ -210,8 +210,9 @@ def _zeros(group: LayerGroupSpec, num_slots: int, torch_device: torch.device) ->
 
 
 def _view(memory: SharedPool, group: LayerGroupSpec) -> Tensor:
-    values: Tensor = torch.from_numpy(memory.groups[group.name]).view(getattr(torch, group.dtype))
-    return values.unflatten(-1, (group.num_heads, group.head_dim))
+    values = torch.from_numpy(memory.groups[group.name]).view(getattr(torch, group.dtype))
+    shape = (*values.shape[:3], group.num_heads, group.head_dim)
+    return values.view(shape)
 
 
 def _counts(total: int, free: int, by_state: dict[LeaseState, int]) -> PoolCounts:
