@@ -23,7 +23,7 @@ class PoolTicket:
 
 @dataclass(frozen=True, slots=True)
 class SharedKv:
-    """`layers` [layers, planes, slots, row_bytes] uint8: the part of the pool that it is of; `stamps` [slots] uint64."""
+    """`layers` [layers, planes, slots, row_bytes] uint8: the part of the pool it is of; `stamps` [slots] uint64."""
 
     ticket: PoolTicket
     layers: NDArray[np.uint8]

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
-from common.kv.shared_pool import MappedPool, PoolUnusable
+from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
 from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields
@@ -123,6 +123,8 @@ class GrpcReplica:
 
     def _not_ready(self, error: BatonError) -> Replica:
         """The memory of a process that is gone is let go of; of one that is there again it is mapped anew."""
-        self.pool = None
-        self._known_instance_id = None
+        if self.pool is not None:
+            self.pool = None
+            self._known_instance_id = None
+            sweep()
         return Replica(self.address, is_ready=False, error=error)
