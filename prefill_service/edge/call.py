@@ -72,9 +72,11 @@ class HandoffCall:
         self._changed.set()
 
     async def next_frame(self, stall_timeout_s: float) -> Frame | None:
-        """The next frame to write; None after the engine's last one. Raises the error the call failed with.
+        """The next frame to write; None after the engine's last one, and when all that was lent is back: the stream's
+        end would tell the receiver that nobody waits for it.
 
-        Raises TimeoutError when the receiver, which holds segments, for so long gives none back.
+        Raises the error the call failed with; TimeoutError when a receiver that was lent segments gives none back for
+        so long, while there is no frame for it.
         """
         while True:
             if self._error is not None:
@@ -84,7 +86,7 @@ class HandoffCall:
                 if isinstance(frame, KvSegment) and frame.shared is not None:
                     self._lent.add(frame.shared.ticket.number)
                 return frame
-            if self._is_done:
+            if self._is_done and not self._lent:
                 return None
             self._changed.clear()
             async with asyncio.timeout(stall_timeout_s if self._lent else None):

@@ -93,17 +93,18 @@ def test_a_ticket_leads_to_the_writers_own_memory(pair: Pair) -> None:
     assert set(read(arrived.shared)) == {9}, "no byte of it travelled"
 
 
-def test_segments_come_back_when_they_landed(pair: Pair) -> None:
+def test_segments_come_back_when_they_landed_and_only_then_the_call_ends(pair: Pair) -> None:
     call = pair.start()
     first, second = pair.lent.lend(segment(0, 0)), pair.lent.lend(segment(0, 1))
     pair.prefill.emit(call, first, second, prebuilt(0))
+    pair.prefill.finish(call)
     pair.decode.frames("call", 3)
     pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (number(first),)))
     pair.returned(call, first)
+    assert pair.decode.num_ends("call") == 0, "a segment is out"
     pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (number(second),)))
-    pair.returned(call, first, second)
-    pair.prefill.finish(call)
     assert pair.decode.ended("call").error is None
+    pair.returned(call, first, second)
     assert pair.prefill.num_closed() == 0
 
 
@@ -170,7 +171,7 @@ def test_the_memory_of_a_replica_that_is_gone_is_let_go_of_and_its_file_removed(
     left_behind = DIRECTORY / f"baton-kv-{secrets.token_hex(16)}"
     left_behind.touch()
     pair.start()
-    mapped = [weakref.ref(pool) for pool in gc.get_objects() if isinstance(pool, MappedPool)]
+    mapped = [weakref.ref(pool) for pool in gc.get_objects() if type(pool) is MappedPool]
     assert mapped
     pair.lose_peer()
     pair.decode.latest_replica(lambda replica: not replica.is_ready)
