@@ -14,7 +14,6 @@ from common.config.fields import (
     RequestBytes,
     Seconds,
     SegmentBytes,
-    SharedMemoryBytes,
     Targets,
 )
 from common.config.process_settings import ProcessSettings
@@ -67,7 +66,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
-    shared_memory_bytes: SharedMemoryBytes = 0
+    shared_memory: bool = True
     max_queued_rows: Positive = 1024
     early_sending: bool = True
     stall_timeout_s: Seconds = 30.0
