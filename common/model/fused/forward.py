@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,8 +12,10 @@ from torch import Tensor
 from common.model.attention import ForwardInput
 from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
 from common.model.forward_program import FusedDecoder
+from common.model.fused.attending_chunks import packed_numbers, scratch_bytes
+from common.model.fused.chunk_parts import ChunkParts
 from common.model.fused.decoder import LOGITS, STATES
-from common.model.fused.operations import Call
+from common.model.fused.operations import MANY_TOKENS, Call, Field, Kind
 from common.model.fused.program import SUMS_BYTES
 from common.model.fused.team import Team
 
@@ -21,7 +25,10 @@ _ALIGNMENT = 64
 
 
 class FusedForward:
-    """A ForwardProgram. Called from one thread at a time. Forwards of more than `max_tokens` are not taken."""
+    """A ForwardProgram. Called from one thread at a time. Forwards of more than `max_tokens` are not taken.
+
+    It keeps rows of its buffers for the most tokens it has met, and one layer's K and V of the longest chunks.
+    """
 
     def __init__(self, decoder: FusedDecoder, team: Team, *, max_tokens: int) -> None:
         program = decoder.program
@@ -30,8 +37,10 @@ class FusedForward:
         self._team = team
         self._max_tokens = max_tokens
         self._buffers: list[Tensor] = [self._new_buffer(number, 0) for number in range(len(program.widths))]
-        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._scratch, self._packed = _Room(), _Room()
         self._captures = program.widths[STATES] > 1
+        attends = np.flatnonzero(program.operations[:, Field.KIND] == Kind.ATTEND).tolist()
+        self._layer_stops = {int(program.operations[place, Field.LAYER]): place + 1 for place in attends}
 
     def close(self, timeout_s: float) -> bool:
         """End the team. False when a thread did not end within `timeout_s`."""
@@ -44,11 +53,13 @@ class FusedForward:
     def takes(self, batch: ForwardInput) -> bool:
         return (
             batch.input_ids.shape[0] <= self._max_tokens
-            and max(batch.extend_lens or (1,), default=1) <= MAX_QUERIES
+            and (batch.tree_mask is None or max(batch.extend_lens or (1,), default=1) <= MAX_QUERIES)
             and batch.max_seq_len <= self._decoder.cosines.shape[0]
         )
 
-    def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, batch: ForwardInput, *, on_layer_kv: Mapping[int, Callable[[], None]] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         self._reserve(num_tokens)
@@ -69,15 +80,12 @@ class FusedForward:
         if batch.logits_rows is not None:
             columns[Call.SELECTED] = batch.logits_rows
         kept = {word: column.to(torch.int64).contiguous() for word, column in columns.items()}
-        max_queries = max(extend_lens, default=1)
-        scratch, scratch_bytes = self._reserve_scratch(num_tokens, max_queries, batch.max_seq_len)
+        chunks = ChunkParts.of(batch)
+        scratch_bytes = self._scratch_bytes(num_tokens, num_selected, extend_lens, batch.max_seq_len)
         call: NDArray[np.int64] = np.zeros(NUM_CALL_WORDS, np.int64)
         for word, column in kept.items():
             call[word] = column.data_ptr()
         for word, number in {
-            Call.OPERATIONS: self._program.operations.ctypes.data,
-            Call.NUM_OPERATIONS: len(self._program.operations),
-            Call.NUMBERS: self._program.numbers.ctypes.data,
             Call.NUM_TOKENS: num_tokens,
             Call.NUM_ROWS: num_rows,
             Call.NUM_SELECTED: num_selected,
@@ -91,15 +99,32 @@ class FusedForward:
             Call.NUM_SLOTS: batch.kv.shape[2],
             Call.COSINES: self._decoder.cosines.data_ptr(),
             Call.SINES: self._decoder.sines.data_ptr(),
-            Call.SCRATCH: scratch,
+            Call.SCRATCH: self._scratch.address(scratch_bytes * self._team.num_threads),
             Call.SCRATCH_BYTES: scratch_bytes,
+            Call.NUM_KEY_PARTS: len(chunks.key_parts),
+            Call.KEY_PARTS: chunks.key_parts.ctypes.data,
+            Call.NUM_QUERY_PARTS: len(chunks.query_parts),
+            Call.QUERY_PARTS: chunks.query_parts.ctypes.data,
+            Call.PACKED: self._packed.address(self._packed_bytes(chunks)),
+            Call.PACKED_STARTS: chunks.packed_starts.ctypes.data,
         }.items():
             call[word] = number
         for number, buffer in enumerate(buffers):
             call[Call.BUFFERS + 2 * number] = buffer.data_ptr()
             call[Call.BUFFERS + 2 * number + 1] = self._program.widths[number]
-        self._team.run(call)
+        begin = 0
+        for layer, tell in sorted((on_layer_kv or {}).items()):
+            begin = self._run(call, begin, self._layer_stops[layer])
+            tell()
+        self._run(call, begin, len(self._program.operations))
         return logits, states if self._captures else None
+
+    def _run(self, call: NDArray[np.int64], begin: int, end: int) -> int:
+        operations, numbers = self._program.operations[begin:end], self._program.numbers[begin:end]
+        call[Call.OPERATIONS], call[Call.NUM_OPERATIONS] = operations.ctypes.data, end - begin
+        call[Call.NUMBERS] = numbers.ctypes.data
+        self._team.run(call)
+        return end
 
     def _new_buffer(self, number: int, num_tokens: int) -> Tensor:
         dtype = torch.float32 if number in self._program.float_buffers else self._program.dtype
@@ -109,15 +134,34 @@ class FusedForward:
         if self._buffers[-1].shape[0] < num_tokens:
             self._buffers[2:] = [self._new_buffer(number, num_tokens) for number in range(2, len(self._buffers))]
 
-    def _reserve_scratch(self, num_tokens: int, max_queries: int, max_seq_len: int) -> tuple[int, int]:
-        """Address, at a multiple of 64, and bytes of each thread's."""
-        attention = self._program.attention
-        num_queries = max_queries * (attention.num_heads // attention.num_kv_heads)
+    def _packed_bytes(self, chunks: ChunkParts) -> int:
+        attention, num_tokens = self._program.attention, int(chunks.packed_starts[-1])
+        return packed_numbers(num_tokens, attention.num_kv_heads, attention.head_dim) * self._program.dtype.itemsize
+
+    def _scratch_bytes(
+        self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int
+    ) -> int:
+        """Of each thread; a multiple of 64."""
+        attention, itemsize = self._program.attention, self._program.dtype.itemsize
+        num_shared = attention.num_heads // attention.num_kv_heads
+        num_queries = num_shared * max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
         attending = 4 * ((2 * num_queries + 1) * attention.head_dim + NUM_LANES + num_queries * max_seq_len)
-        norming = num_tokens * self._program.normed_width * self._program.dtype.itemsize
-        wanted = SUMS_BYTES + max(attending, norming)
-        of_thread = wanted + -wanted % _ALIGNMENT
-        if self._scratch.shape[0] < of_thread * self._team.num_threads + _ALIGNMENT:
-            self._scratch = np.empty(2 * of_thread * self._team.num_threads + _ALIGNMENT, np.uint8)
-        address = self._scratch.ctypes.data
-        return address + -address % _ALIGNMENT, of_thread
+        if max(extend_lens, default=0) > MAX_QUERIES:
+            attending = max(attending, scratch_bytes(num_shared, attention.head_dim, itemsize))
+        num_normed = max(num_selected, num_tokens if num_tokens < MANY_TOKENS else 0)
+        wanted = SUMS_BYTES + max(attending, num_normed * self._program.normed_width * itemsize)
+        return wanted + -wanted % _ALIGNMENT
+
+
+class _Room:
+    """Memory that grows, and whose content means nothing from one use to the next."""
+
+    def __init__(self) -> None:
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def address(self, num_bytes: int) -> int:
+        """Of so many bytes, at a multiple of 64."""
+        if self._memory.shape[0] < num_bytes + _ALIGNMENT:
+            self._memory = np.empty(2 * num_bytes + _ALIGNMENT, np.uint8)
+        address = self._memory.ctypes.data
+        return address + -address % _ALIGNMENT
