@@ -22,6 +22,7 @@ from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
+from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
 from common.model.target import TargetModel, TargetOutput
 from common.wire.fingerprint import Fingerprint
@@ -71,10 +72,9 @@ class NothingModel:
         self.layer_group = shape.layer_group
         self.max_context_tokens = shape.prompt_tokens + 8
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
-        if on_layer_kv is not None:
-            for layer in range(self.layer_group.num_layers):
-                on_layer_kv(layer)
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        for tell in (on_layer_kv or {}).values():
+            tell()
         num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
         return TargetOutput(torch.zeros(num_rows, VOCAB_SIZE), None)
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def main() -> None:
     )
     pair_options = {"model": str(model_dir), "dtype": args.dtype, "prefill_args": rows, "decode_args": rows}
     with LocalPair(**pair_options, exposes_metrics=True) as pair:
-        full_speed_s = await_full_speed(pair.metrics_addresses[-1])
+        full_speed_s = await_full_speed(pair.metrics_addresses)
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
             reference = run_reference(model_dir, args, seed=number)
@@ -89,10 +90,10 @@ def main() -> None:
     sys.exit(0 if is_met else 1)
 
 
-def await_full_speed(metrics_address: str) -> float:
-    """Seconds until the decode service's forwards are fused. Raises TimeoutError."""
+def await_full_speed(metrics_addresses: Sequence[str]) -> float:
+    """Seconds until the services' forwards are fused. Raises TimeoutError."""
     begin_s = time.monotonic()
-    if not await_fused(metrics_address, timeout_s=_FULL_SPEED_TIMEOUT_S):
+    if not await_fused(metrics_addresses, timeout_s=_FULL_SPEED_TIMEOUT_S):
         raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
     return time.monotonic() - begin_s
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.kv.layer_group import LayerGroupSpec
+from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
 from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
@@ -127,7 +128,7 @@ class TagModel:
         self.fails_next = False
         self.on_forward: Callable[[ForwardInput], None] = lambda batch: None
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         if self.fails_next:
             self.fails_next = False
             raise ValueError("no kernel")
@@ -142,8 +143,8 @@ class TagModel:
         for token, position, slot in zip(tokens, positions, batch.out_cache_loc.tolist(), strict=True):
             own = kv_of([0] * position + [token])[:, :, position]
             batch.kv[:, :, slot] = torch.from_numpy(own)
-        for layer in range(GROUP.num_layers if on_layer_kv else 0):
-            on_layer_kv(layer)
+        for tell in (on_layer_kv or {}).values():
+            tell()
         logits, states = [], []
         for token, position, slots in zip(tokens, positions, read_slots(batch), strict=True):
             kv = batch.kv[:, :, slots].numpy()

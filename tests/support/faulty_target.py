@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
 from common.model.target import TargetModel, TargetOutput
 
@@ -30,7 +31,7 @@ class FaultyTarget(TargetModel):
     def num_layers_begun(self) -> int:
         return self._sound.num_layers_begun
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         if self.fails(batch):
             raise ForwardFailed("planted")
         return self._sound.forward(batch, on_layer_kv=on_layer_kv)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from common.model.attention import ForwardInput
 from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
-from common.model.forward_program import FusedDecoder
+from common.model.forward_program import FusedDecoder, OnLayerKv
 from common.model.fused.attending_chunks import packed_numbers, scratch_bytes
 from common.model.fused.chunk_parts import ChunkParts
 from common.model.fused.decoder import LOGITS, STATES
@@ -58,7 +56,7 @@ class FusedForward:
         )
 
     def forward(
-        self, batch: ForwardInput, *, on_layer_kv: Mapping[int, Callable[[], None]] | None = None
+        self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None
     ) -> tuple[Tensor, Tensor | None]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
