@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     dtype, head_dim = request.param
     directory = save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", head_dim=head_dim)
-    return load_target(directory, device="cpu", dtype=dtype, fuses=True)
+    return load_target(directory, device="cpu", dtype=dtype, attention="torch", fuses=True)
 
 
 @pytest.fixture(scope="module")
