@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import statistics
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 from baton.client import AsyncClient
 from baton.load_generator import RequestRecord, Workload, percentile, run_workload
@@ -103,12 +104,7 @@ def succeeded(records: list[RequestRecord]) -> list[RequestRecord]:
 def gaps_ms(records: list[RequestRecord], until_s: float = float("inf")) -> list[float]:
     """Between tokens that came by then; the first gap, which the handoff makes, left out."""
     times = [record.token_times_s[1:] for record in records]
-    return [
-        1e3 * (after - before)
-        for each in times
-        for before, after in zip(each, each[1:], strict=False)
-        if after <= until_s
-    ]
+    return [1e3 * (after - before) for each in times for before, after in pairwise(each) if after <= until_s]
 
 
 def rate(records: list[RequestRecord], num_tokens: int) -> float:
@@ -117,7 +113,7 @@ def rate(records: list[RequestRecord], num_tokens: int) -> float:
 
 def render(run: BenchmarkRun, seen: dict[str, list[Beside]], args: argparse.Namespace) -> str:
     def median(rounds: list[Beside], name: str) -> float:
-        return statistics.median(getattr(each, name) for each in rounds)
+        return statistics.median(asdict(each)[name] for each in rounds)
 
     lines = [
         *run.heading(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,8 +22,8 @@ from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
-from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options

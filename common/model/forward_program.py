@@ -13,7 +13,6 @@ from torch import Tensor
 
 from common.model.attention import ForwardInput
 
-
 OnLayerKv = Mapping[int, Callable[[], None]]
 """By layer: what to call once its KV, and so that of all before it, is in the pool (on CUDA: enqueued)."""
 
@@ -64,7 +63,5 @@ class ForwardProgram(Protocol):
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
-    def forward(
-        self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> tuple[Tensor, Tensor | None]:
         """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured."""

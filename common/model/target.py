@@ -175,9 +175,7 @@ class _ToldPlan(AttentionPlan):
     wants it, when its KV is there.
     """
 
-    def __init__(
-        self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv
-    ) -> None:
+    def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv) -> None:
         self._plan = plan
         self._on_layer = on_layer
         self._on_layer_kv = on_layer_kv

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.kv.layer_group import LayerGroupSpec
-from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState

@@ -1,4 +1,4 @@
-"""Chunks of prompts by one kernel: in both dtypes, for head sizes as models have them, whatever else is in the batch."""
+"""Chunks of prompts by one kernel: in both dtypes, for head sizes as models have them, whatever is beside them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Of the whole difference, relative to what the model computes."""
 
 
-@pytest.fixture(scope="module", params=[("float32", 16), ("float32", 128), ("bfloat16", 64), ("bfloat16", 128)], ids=str)
+@pytest.fixture(
+    scope="module", params=[("float32", 16), ("float32", 128), ("bfloat16", 64), ("bfloat16", 128)], ids=str
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     dtype, head_dim = request.param
     directory = save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", head_dim=head_dim)
@@ -72,9 +74,7 @@ _ROWS = {
 
 
 @pytest.mark.parametrize("rows", _ROWS.values(), ids=_ROWS)
-def test_logits_and_kv_are_the_models(
-    model: TargetModel, program: ForwardProgram, rows: list[tuple[int, int]]
-) -> None:
+def test_logits_and_kv_are_the_models(model: TargetModel, program: ForwardProgram, rows: list[tuple[int, int]]) -> None:
     batch = _batch(model, rows)
     mine = replace(batch, kv=batch.kv.clone())
     logits, _ = program.forward(mine)

@@ -8,8 +8,8 @@ import pytest
 
 from common.device.errors import DeviceLost
 from common.device.factory import open_device
-from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from tests.support.faulty_target import FaultyTarget

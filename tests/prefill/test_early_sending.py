@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
-from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from common.draft.load import load_draft
-from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.model.forward_program import OnLayerKv
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 
 

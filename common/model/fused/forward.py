@@ -55,9 +55,7 @@ class FusedForward:
             and batch.max_seq_len <= self._decoder.cosines.shape[0]
         )
 
-    def forward(
-        self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> tuple[Tensor, Tensor | None]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         self._reserve(num_tokens)
@@ -136,9 +134,7 @@ class FusedForward:
         attention, num_tokens = self._program.attention, int(chunks.packed_starts[-1])
         return packed_numbers(num_tokens, attention.num_kv_heads, attention.head_dim) * self._program.dtype.itemsize
 
-    def _scratch_bytes(
-        self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int
-    ) -> int:
+    def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
         """Of each thread; a multiple of 64."""
         attention, itemsize = self._program.attention, self._program.dtype.itemsize
         num_shared = attention.num_heads // attention.num_kv_heads
