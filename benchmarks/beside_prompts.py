@@ -113,7 +113,7 @@ def rate(records: list[RequestRecord], num_tokens: int) -> float:
 
 def render(run: BenchmarkRun, seen: dict[str, list[Beside]], args: argparse.Namespace) -> str:
     def median(rounds: list[Beside], name: str) -> float:
-        return statistics.median(asdict(each)[name] for each in rounds)
+        return statistics.median([float(asdict(each)[name]) for each in rounds])
 
     lines = [
         *run.heading(

@@ -20,9 +20,9 @@ _log = structlog.get_logger(__name__)
 
 
 def start_fusing(model: TargetModel, *, num_threads: int, max_tokens: int) -> threading.Thread | None:
-    """Let `model` run its forwards of up to `max_tokens` tokens by one kernel, on `num_threads` threads, as soon as that
-    is compiled and seen to agree. None where it has no program. What goes wrong is logged, and the model goes on as it
-    was.
+    """Let `model` run its forwards of up to `max_tokens` tokens by one kernel, on `num_threads` threads, as soon as
+    that is compiled and seen to agree. None where it has no program. What goes wrong is logged, and the model goes on
+    as it was.
     """
     if model.decoder is None:
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
