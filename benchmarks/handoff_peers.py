@@ -24,6 +24,7 @@ from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
@@ -79,10 +80,9 @@ class NothingModel:
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
         return partial(self.forward, batch)
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
-        if on_layer_kv is not None:
-            for layer in range(self.layer_group.num_layers):
-                on_layer_kv(layer)
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        for tell in (on_layer_kv or {}).values():
+            tell()
         num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
         return TargetOutput(torch.zeros(num_rows, VOCAB_SIZE), None)
 

@@ -14,27 +14,25 @@ from common.errors import StartupError
 from common.model.target import TargetModel
 from common.model_cache import default_cache_dir, make_once, run_python, silent
 
-MAX_FUSED_TOKENS = 512
-"""Of a forward: past it the kernels that are made for many tokens are as fast."""
-
 _CLOSE_TIMEOUT_S = 5.0
 
 _log = structlog.get_logger(__name__)
 
 
-def start_fusing(model: TargetModel, *, num_threads: int) -> threading.Thread | None:
-    """Let `model` run its forwards by one kernel, on `num_threads` threads, as soon as that is compiled and seen to
-    agree. None where it has no program. What goes wrong is logged, and the model goes on as it was.
+def start_fusing(model: TargetModel, *, num_threads: int, max_tokens: int) -> threading.Thread | None:
+    """Let `model` run its forwards of up to `max_tokens` tokens by one kernel, on `num_threads` threads, as soon as
+    that is compiled and seen to agree. None where it has no program. What goes wrong is logged, and the model goes on
+    as it was.
     """
     if model.decoder is None:
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
         return None
-    thread = threading.Thread(target=_fuse_logged, args=(model, num_threads), name="fusing", daemon=True)
+    thread = threading.Thread(target=_fuse_logged, args=(model, num_threads, max_tokens), name="fusing", daemon=True)
     thread.start()
     return thread
 
 
-def fuse(model: TargetModel, *, num_threads: int) -> float:
+def fuse(model: TargetModel, *, num_threads: int, max_tokens: int) -> float:
     """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError."""
     from common.model.fused.start import difference, kernels_key, load_kernels, new_forward, tolerance
 
@@ -52,7 +50,7 @@ def fuse(model: TargetModel, *, num_threads: int) -> float:
             raise StartupError("compiled kernels were not kept")
 
     load_kernels(make_once(directory, compile_kernels, silent), dtype)
-    forward = new_forward(model.decoder, model.capture, num_threads=num_threads, max_tokens=MAX_FUSED_TOKENS)
+    forward = new_forward(model.decoder, model.capture, num_threads=num_threads, max_tokens=max_tokens)
     try:
         apart = difference(model, forward)
         if not apart <= tolerance(dtype):
@@ -64,11 +62,11 @@ def fuse(model: TargetModel, *, num_threads: int) -> float:
     return apart
 
 
-def _fuse_logged(model: TargetModel, num_threads: int) -> None:
+def _fuse_logged(model: TargetModel, num_threads: int, max_tokens: int) -> None:
     begin_s = time.monotonic()
     torch.set_num_threads(1)  # of this thread: it only compares a few tokens
     try:
-        apart = fuse(model, num_threads=num_threads)
+        apart = fuse(model, num_threads=num_threads, max_tokens=max_tokens)
     except Exception as error:
         _log.warning("fused_forward_failed", error=str(error))
         model.decoder = None  # and its weights

@@ -27,6 +27,9 @@ from common.telemetry.timeline import Timeline
 from common.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 
+_FUSED_SHARE_OF_CORES = 1.0
+"""In either service: threads that take items as they come lose little to others on their cores."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -60,14 +63,18 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             device=settings.device,
             dtype=settings.dtype,
             attention=settings.attention,
-            fuses=settings.fuses,
+            fuses=settings.fused_forward,
         )
         tokenizer = TextTokenizer.from_directory(directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
     draft = _load_draft(settings, model) if settings.draft else None
-    if settings.fuses and model.torch_device.type == "cpu":
-        start_fusing(model, num_threads=num_threads)
+    if settings.fused_forward and model.torch_device.type == "cpu":
+        start_fusing(
+            model,
+            num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),
+            max_tokens=settings.max_fused_tokens,
+        )
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     return Runtime(
         model=model,

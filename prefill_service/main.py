@@ -102,7 +102,9 @@ async def _serve(settings: PrefillSettings, process: Process, shared_pool: Share
         limits=ServerLimits(max_streams=settings.max_streams),
         timeline=TimelineServicer(timeline=runtime.timeline, service=PREFILL_SERVICE, instance_id=process.instance_id),
     )
-    engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)
+    engine_metrics.watch(
+        lambda: thread.load, is_ready=lambda: server.is_ready, is_fused=lambda: runtime.model.runs_program
+    )
     watchdog = Watchdog(
         engine=thread,
         device=runtime.device,

@@ -69,13 +69,8 @@ class PrefillWorker:
 
         @torch.inference_mode()
         def forward(milestones: Sequence[Callable[[], None]]) -> None:
-            reach = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
-
-            def on_layer_kv(layer: int) -> None:
-                if layer in reach:
-                    reach[layer]()
-
-            output = self._model.forward(batch.forward_input, on_layer_kv=on_layer_kv if layers else None)
+            reached = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
+            output = self._model.forward(batch.forward_input, on_layer_kv=reached)
             first = sample(
                 output.logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
             )

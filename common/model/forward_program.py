@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.attention import ForwardInput
+
+OnLayerKv = Mapping[int, Callable[[], None]]
+"""By layer: what to call once its KV, and so that of all before it, is in the pool (on CUDA: enqueued)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,10 @@ class ForwardProgram(Protocol):
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
-    def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> tuple[Tensor, Tensor | None]:
         """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured."""
 
-    def prepare(self, batch: ForwardInput) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    def prepare(
+        self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """What computes it, to be called once, before another is prepared: without the interpreter's lock."""
