@@ -31,9 +31,10 @@ class EagleWorker(SpeculativeWorker):
         tokens = inputs.seeds[TOPK_INDEX][:, : spec_info.num_steps]
         for num_before in range(spec_info.num_steps - 1):
             step = window_input(batch, tokens[:, -1:], self._pool, self._draft.layer_group.name, num_before=num_before)
-            hidden = self._draft.forward(step, hidden)
+            output = self._draft.step(step, hidden)
+            hidden = output.hidden
             token = propose(
-                self._draft.logits(hidden),
+                output.logits,
                 self._draft.token_ids,
                 batch.req_pool_indices,
                 step.positions + 2,
@@ -69,9 +70,9 @@ class EagleWorker(SpeculativeWorker):
                 positions=positions,
                 tree_mask=mask,
             )
-            output = self._draft.forward(step, hidden.flatten(0, 1))
+            output = self._draft.step(step, hidden.flatten(0, 1))
             child_ids, child_probs = propose_branches(
-                self._draft.logits(output),
+                output.logits,
                 self._draft.token_ids,
                 rows,
                 step.positions + 2,
@@ -87,8 +88,8 @@ class EagleWorker(SpeculativeWorker):
             best = level_probs.topk(topk, dim=1).indices
             beams = best + num_candidates
             parent_beams = best // topk
-            hidden = output.view(num_rows, topk, -1).gather(
-                1, parent_beams.unsqueeze(2).expand(-1, -1, output.shape[1])
+            hidden = output.hidden.view(num_rows, topk, -1).gather(
+                1, parent_beams.unsqueeze(2).expand(-1, -1, hidden.shape[2])
             )
             inherited = mask.gather(1, parent_beams.unsqueeze(2).expand(-1, -1, mask.shape[2]))
             itself = torch.eye(topk, dtype=torch.bool, device=device).expand(num_rows, -1, -1)

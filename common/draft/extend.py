@@ -55,16 +55,15 @@ def extend_draft(
     the token is not in the next window.
     """
     num_layers = head.layer_group.num_layers
-    states = head.fuse(captured)
     if num_layers == 1:
-        window = replace(window, input_ids=next_tokens.ids[next_tokens.places])
-        hidden = head.forward(window, states)[last]
-        logits = head.logits(hidden)
+        window = replace(window, input_ids=next_tokens.ids[next_tokens.places], logits_rows=last)
+        output = head.extend(window, captured)
         if topk == 1:
-            drafted = propose(logits, head.token_ids, rows, positions, state, batch)
-            return Seed(drafted.unsqueeze(1), hidden_states=hidden)
-        topk_index, topk_p = propose_branches(logits, head.token_ids, rows, positions, state, batch, topk=topk)
-        return Seed(topk_index, topk_p, hidden)
+            drafted = propose(output.logits, head.token_ids, rows, positions, state, batch)
+            return Seed(drafted.unsqueeze(1), hidden_states=output.hidden)
+        topk_index, topk_p = propose_branches(output.logits, head.token_ids, rows, positions, state, batch, topk=topk)
+        return Seed(topk_index, topk_p, output.hidden)
+    states = head.fuse(captured)
     ids = next_tokens.ids.clone()
     drafts: list[Tensor] = []
     hidden = states

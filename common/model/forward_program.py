@@ -59,5 +59,8 @@ class ForwardProgram(Protocol):
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
-    def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured."""
+    def forward(self, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured.
+
+        `beside` [T, width]: what a program of a draft head reads beside the tokens; its states are its outputs.
+        """

@@ -10,12 +10,12 @@ from torch import Tensor
 from common.model.attention import ForwardInput
 from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
 from common.model.forward_program import FusedDecoder
-from common.model.fused.decoder import LOGITS, STATES
+from common.model.fused.decoder import LOGITS, STATES, STREAM
 from common.model.fused.operations import Call
 from common.model.fused.program import SUMS_BYTES
 from common.model.fused.team import Team
 
-_MAX_BUFFERS = 8
+_MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
 _ALIGNMENT = 64
 
@@ -48,12 +48,15 @@ class FusedForward:
             and batch.max_seq_len <= self._decoder.cosines.shape[0]
         )
 
-    def forward(self, batch: ForwardInput) -> tuple[Tensor, Tensor | None]:
+    def forward(self, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         self._reserve(num_tokens)
         logits, states = self._new_buffer(LOGITS, num_selected), self._new_buffer(STATES, num_tokens)
         buffers = [logits, states, *self._buffers[2:]]
+        if beside is not None:
+            assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
+            buffers[STREAM] = beside.contiguous()
         extend_lens = batch.extend_lens or (1,) * num_rows
         attended, num_masked = attended_tokens(batch, extend_lens)
         starts = np.cumsum((0, *extend_lens), dtype=np.int64)
