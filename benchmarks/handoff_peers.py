@@ -11,6 +11,7 @@ import multiprocessing
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import cast
 
@@ -70,6 +71,9 @@ class NothingModel:
     def __init__(self, shape: HandoffShape) -> None:
         self.layer_group = shape.layer_group
         self.max_context_tokens = shape.prompt_tokens + 8
+
+    def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
+        return partial(self.forward, batch)
 
     def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
         if on_layer_kv is not None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from baton.client import AsyncClient
 from baton.load_generator import Workload, run_workload
-from baton.local_pair import LocalPair
 from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.serving import run_peer
 
@@ -38,7 +38,7 @@ def main() -> None:
     lengths = [int(length) for length in args.prompts.split(",")]
     tokens = ("--max-kv-tokens", str(2 * max(lengths) + 64))
     rounds: list[list[dict[str, float]]] = []
-    with LocalPair(
+    with full_speed_pair(
         model=str(demo_model_dir()),
         dtype="bfloat16",
         prefill_args=(*tokens, "--num-threads", str(args.threads), "--chunk-tokens", str(args.chunk_tokens)),

@@ -17,24 +17,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from baton.client import AsyncClient
-from baton.full_speed import await_fused
 from baton.load_generator import LoadReport, Workload, percentile, run_workload, summarize
-from baton.local_pair import LocalPair
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.cancellation import measure_cancellation
+from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 
 LIMITS = {1: 4.0, 8: None, 32: 8.0}
 """Least ratio of decode tokens/s to sequential `generate`, by concurrency; None: shown without a bound."""
 PEER_LIMIT = 1.0
 """Of decode tokens/s to the peer's at as many sequences."""
-_FULL_SPEED_TIMEOUT_S = 300.0
 
 
 def main() -> None:
@@ -60,8 +57,7 @@ def main() -> None:
         str(max(levels) * (args.prompt_tokens + args.new_tokens + 16)),
     )
     pair_options = {"model": str(model_dir), "dtype": args.dtype, "prefill_args": rows, "decode_args": rows}
-    with LocalPair(**pair_options, exposes_metrics=True) as pair:
-        full_speed_s = await_full_speed(pair.metrics_addresses[-1])
+    with full_speed_pair(**pair_options) as pair:
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
             reference = run_reference(model_dir, args, seed=number)
@@ -78,7 +74,6 @@ def main() -> None:
         "dtype": args.dtype,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
-        "full_speed_s": full_speed_s,
         "rounds": [{**r, "baton": [asdict(b) for b in r["baton"]]} for r in rounds],
         "cancellation_s": cancellation,
     }
@@ -87,14 +82,6 @@ def main() -> None:
     if not args.no_save:
         run.save("serving", table, result)
     sys.exit(0 if is_met else 1)
-
-
-def await_full_speed(metrics_address: str) -> float:
-    """Seconds until the decode service's forwards are fused. Raises TimeoutError."""
-    begin_s = time.monotonic()
-    if not await_fused(metrics_address, timeout_s=_FULL_SPEED_TIMEOUT_S):
-        raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
-    return time.monotonic() - begin_s
 
 
 def run_peer(command: str) -> dict[str, Any] | None:

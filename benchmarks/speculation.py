@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from baton.client import AsyncClient
 from baton.events import Completion, SpeculationCounts, tokens_per_forward
 from baton.load_generator import Workload, send_prompts, summarize
-from baton.local_pair import LocalPair
 from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from tests.parity.prompts import PROMPTS
 
@@ -95,7 +95,7 @@ async def measure(run: BenchmarkRun, args: argparse.Namespace, levels: Sequence[
     }
     if args.turns:
         fixed_args = {**shared, "decode_args": (*shared["decode_args"], "--no-adaptive-depth")}
-        with LocalPair(**fixed_args) as fixed:
+        with full_speed_pair(**fixed_args) as fixed:
             async with AsyncClient(fixed.decode_addresses[0]) as client:
                 for path in args.turns:
                     if not path.exists():
@@ -113,7 +113,7 @@ async def measure(run: BenchmarkRun, args: argparse.Namespace, levels: Sequence[
         "prefill_args": ("--max-kv-tokens=16384",),
         "decode_args": (f"--max-rows={rows}", f"--max-kv-tokens={rows * MAX_CONTEXT}"),
     }
-    with LocalPair(**shared) as on, LocalPair(**plain) as off:
+    with full_speed_pair(**shared) as on, full_speed_pair(**plain) as off:
         async with AsyncExitStack() as stack:
             clients = [
                 await stack.enter_async_context(AsyncClient(pair.decode_addresses[0], rpc_timeout_s=30.0))

@@ -22,12 +22,12 @@ from safetensors import safe_open
 
 from baton.client import AsyncClient
 from baton.load_generator import Workload, run_workload
-from baton.local_pair import LocalPair
 from baton.server_info import ModelInfo
 from baton.timeline import ServiceTimeline, record_timelines
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.ceilings import Ceilings
 from benchmarks.forwards import Forward, StepFigures, forwards, step_figures
+from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.steady_load import SteadyLoad
 
@@ -183,7 +183,7 @@ def main() -> int:
     args = parser.parse_args()
     levels = [int(level) for level in args.concurrency.split(",")]
     model_dir = demo_model_dir()
-    with LocalPair(model=str(model_dir), dtype=args.dtype) as pair:
+    with full_speed_pair(model=str(model_dir), dtype=args.dtype) as pair:
         info, figures = asyncio.run(measure(pair.decode_addresses[0], levels, args.seconds))
         print("prefill", file=sys.stderr)
         prefill = asyncio.run(measure_prefill(pair.decode_addresses[0], pair.prefill_addresses[0]))

@@ -23,6 +23,7 @@ from baton.client import AsyncClient
 from baton.local_pair import LocalPair
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.steady_load import SteadyLoad
 from common.telemetry.timeline import Timeline
@@ -101,7 +102,7 @@ def main() -> int:
     parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
-    with LocalPair(model=str(demo_model_dir())) as pair:
+    with full_speed_pair(model=str(demo_model_dir()), dtype="bfloat16") as pair:
         rates, num_events = asyncio.run(measure(pair, args.rounds, args.window_s))
     ratios = [recorded / alone for alone, recorded in zip(rates["left alone"], rates["recorded"], strict=True)]
     ratio = statistics.median(ratios)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from baton.client import AsyncClient
 from baton.load_generator import Workload, run_workload
-from baton.local_pair import LocalPair
 from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from common.device.factory import open_device
 from common.model.loader import load_target
@@ -72,7 +72,7 @@ def main() -> None:
     sizes = ("--max-kv-tokens", str(max_tokens))
     sending = "--no-early-sending" if args.late_sending else "--early-sending"
     try:
-        with LocalPair(
+        with full_speed_pair(
             model=str(demo_model_dir()),
             dtype="bfloat16",
             prefill_args=(*sizes, "--num-threads", str(num_threads), sending),

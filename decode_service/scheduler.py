@@ -166,7 +166,7 @@ class DecodeEngine:
         launched = self._launch(batch) if batch is not None else None
         if launched is not None or self._in_flight is not None:
             self._num_steps += 1
-        self._finish(self._in_flight)
+        self._finish(self._in_flight, followed_by=launched)
         self._in_flight = launched
         if not self._overlap:
             self._finish(self._in_flight)
@@ -339,13 +339,13 @@ class DecodeEngine:
         return step
 
     @recorded("finish")
-    def _finish(self, step: StepInFlight | None) -> None:
+    def _finish(self, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
         """Wait for the step's end and hand its results to the requests that still hold the rows they ran with."""
         if step is None:
             return
         try:
             with self.track.span("wait"):
-                step.end.synchronize(_STEP_TIMEOUT_S)
+                step.await_end(_STEP_TIMEOUT_S, followed_by=followed_by)
         except PieceFailed as failure:
             if failure.is_of_device:
                 raise  # and no step can be better: the engine ends, and all its requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
-from common.model.target import Target
+from common.model.target import Target, TargetOutput
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
@@ -29,14 +29,16 @@ class WorkerOutput:
     """Cells that the step's pieces fill.
 
     `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
-    int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable. `marks`:
-    with speculation where draft, verify and extend begin, and where extend ends.
+    int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
+    `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
+    and where extend ends.
     """
 
     payload: Cell[RelayPayload]
     sampled: Cell[Sampled]
     accept_lens: Cell[Tensor]
     is_invalid: Cell[Tensor]
+    prepared: Event | None = None
     marks: tuple[Event, ...] = ()
 
     @classmethod
@@ -75,26 +77,30 @@ class PlainWorker:
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
         relayed: Cell[RelayedInputs] = Cell()
+        forward: Cell[Callable[[], TargetOutput]] = Cell()
         output = WorkerOutput.empty()
 
+        @torch.inference_mode()
         def resolve() -> None:
-            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False))
+            inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
+            group = self._model.layer_group.name
+            window = window_input(batch, inputs.tokens.unsqueeze(1), self._pool, group)
+            relayed.set(inputs)
+            forward.set(self._model.prepare(window))
 
+        @torch.inference_mode()
         def decode() -> None:
-            inputs = relayed.get()
-            with torch.inference_mode():
-                group = self._model.layer_group.name
-                window = window_input(batch, inputs.tokens.unsqueeze(1), self._pool, group)
-                logits = self._model.forward(window).logits
-                sampled = sample(logits, batch.req_pool_indices, batch.seq_lens, self._sampling_state, batch.sampling)
-                output.sampled.set(sampled)
-                output.accept_lens.set(torch.ones_like(sampled.token_ids))
-                output.is_invalid.set(inputs.is_invalid | sampled.is_invalid)
-                output.payload.set(RelayPayload(sampled.token_ids))
+            logits = forward.get()().logits
+            sampled = sample(logits, batch.req_pool_indices, batch.seq_lens, self._sampling_state, batch.sampling)
+            output.sampled.set(sampled)
+            output.accept_lens.set(torch.ones_like(sampled.token_ids))
+            output.is_invalid.set(relayed.get().is_invalid | sampled.is_invalid)
+            output.payload.set(RelayPayload(sampled.token_ids))
 
         self._stream.enqueue(resolve, scope)
+        prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return output
+        return replace(output, prepared=prepared)
 
 
 def step_figures(batch: ForwardBatch) -> dict[str, int]:

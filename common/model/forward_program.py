@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,3 +65,6 @@ class ForwardProgram(Protocol):
 
         `beside` [T, width]: what a program of a draft head reads beside the tokens; its states are its outputs.
         """
+
+    def prepare(self, batch: ForwardInput, beside: Tensor | None = None) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """What computes it, to be called once, before another is prepared: without the interpreter's lock."""

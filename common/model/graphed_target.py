@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -38,6 +41,9 @@ class GraphedTarget(Target):
     def forward(self, batch: ForwardInput) -> TargetOutput:
         logits, *hidden = self._graphs.run("target", self._forward, batch)
         return TargetOutput(logits, hidden[0] if hidden else None)
+
+    def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
+        return partial(self.forward, batch)
 
     def _forward(self, batch: ForwardInput, beside: Tensor | None) -> tuple[Tensor, ...]:
         output = self._target.forward(batch)

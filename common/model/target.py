@@ -45,6 +45,9 @@ class Target(Protocol):
     def forward(self, batch: ForwardInput) -> TargetOutput:
         """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured."""
 
+    def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
+        """The same in two: what is left for the call, on the same stream, is to compute."""
+
 
 class TargetModel:
     """A decoder-only model whose KV lives in a pool shaped by `layer_group`.
@@ -130,15 +133,25 @@ class TargetModel:
         if capture.final:
             _base(self._model).register_forward_hook(partial(_keep_output, _FINAL), with_kwargs=True)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
         """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured.
 
         On CUDA everything is enqueued on the current stream and nothing waits for it. `on_layer_kv` is called with each
         layer's number once its KV is written (on CUDA: enqueued), in their order.
         """
-        if self._program is not None and on_layer_kv is None and self._program.takes(batch):
-            return TargetOutput(*self._program.forward(batch))
+        return self.prepare(batch, on_layer_kv=on_layer_kv)()
+
+    @torch.inference_mode()
+    def prepare(
+        self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None
+    ) -> Callable[[], TargetOutput]:
+        if self._program is None or on_layer_kv is not None or not self._program.takes(batch):
+            return partial(self._forward_by_operators, batch, on_layer_kv)
+        compute = self._program.prepare(batch)
+        return lambda: TargetOutput(*compute())
+
+    @torch.inference_mode()
+    def _forward_by_operators(self, batch: ForwardInput, on_layer_kv: Callable[[int], None] | None) -> TargetOutput:
         every_token: int | Tensor = 0
         states: dict[int, Tensor] = {}
         output: Any = self._model(

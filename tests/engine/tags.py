@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -126,6 +127,9 @@ class TagModel:
         self.forwards: list[SeenForward] = []
         self.fails_next = False
         self.on_forward: Callable[[ForwardInput], None] = lambda batch: None
+
+    def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
+        return partial(self.forward, batch)
 
     def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
         if self.fails_next:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from common.model.attention import ForwardInput
 from common.model.target import TargetModel, TargetOutput
@@ -29,6 +30,9 @@ class FaultyTarget(TargetModel):
     @property
     def num_layers_begun(self) -> int:
         return self._sound.num_layers_begun
+
+    def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
+        return partial(self.forward, batch)
 
     def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
         if self.fails(batch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,6 +20,36 @@ from common.model.fused.team import Team
 _MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
 _ALIGNMENT = 64
+_COLUMNS = np.array(
+    [
+        Call.INPUT_IDS,
+        Call.POSITIONS,
+        Call.OUT_CACHE_LOC,
+        Call.TABLE,
+        Call.REQ_POOL_INDICES,
+        Call.SEQ_LENS,
+        Call.SELECTED,
+    ]
+)
+_OF_BATCH = np.array(
+    [
+        Call.NUM_TOKENS,
+        Call.NUM_ROWS,
+        Call.NUM_SELECTED,
+        Call.TABLE_WIDTH,
+        Call.STARTS,
+        Call.ATTENDED,
+        Call.ATTENDED_WIDTH,
+        Call.NUM_MASKED,
+        Call.MAX_SEQ_LEN,
+        Call.KV,
+        Call.NUM_SLOTS,
+        Call.SCRATCH,
+        Call.SCRATCH_BYTES,
+        Call.BUFFERS + 2 * LOGITS,
+        Call.BUFFERS + 2 * STATES,
+    ]
+)
 
 
 class FusedForward:
@@ -29,7 +61,17 @@ class FusedForward:
         self._program, self._decoder = program, decoder
         self._team = team
         self._max_tokens = max_tokens
-        self._buffers: list[Tensor] = [self._new_buffer(number, 0) for number in range(len(program.widths))]
+        self._call: NDArray[np.int64] = np.zeros(NUM_CALL_WORDS, np.int64)
+        for word, number in {
+            Call.OPERATIONS: program.operations.ctypes.data,
+            Call.NUM_OPERATIONS: len(program.operations),
+            Call.NUMBERS: program.numbers.ctypes.data,
+            Call.COSINES: decoder.cosines.data_ptr(),
+            Call.SINES: decoder.sines.data_ptr(),
+        }.items():
+            self._call[word] = number
+        self._buffers: list[Tensor] = []
+        self._reserve(1)
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._captures = program.widths[STATES] > 1
 
@@ -49,68 +91,74 @@ class FusedForward:
         )
 
     def forward(self, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.prepare(batch, beside)()
+
+    @torch.inference_mode()
+    def prepare(self, batch: ForwardInput, beside: Tensor | None = None) -> Callable[[], tuple[Tensor, Tensor | None]]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         self._reserve(num_tokens)
         logits, states = self._new_buffer(LOGITS, num_selected), self._new_buffer(STATES, num_tokens)
-        buffers = [logits, states, *self._buffers[2:]]
-        if beside is not None:
-            assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
-            buffers[STREAM] = beside.contiguous()
         extend_lens = batch.extend_lens or (1,) * num_rows
         attended, num_masked = attended_tokens(batch, extend_lens)
         starts = np.cumsum((0, *extend_lens), dtype=np.int64)
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
-        columns = {
-            Call.INPUT_IDS: batch.input_ids,
-            Call.POSITIONS: batch.positions,
-            Call.OUT_CACHE_LOC: batch.out_cache_loc,
-            Call.TABLE: batch.req_to_token,
-            Call.REQ_POOL_INDICES: batch.req_pool_indices,
-            Call.SEQ_LENS: batch.seq_lens,
-        }
-        if batch.logits_rows is not None:
-            columns[Call.SELECTED] = batch.logits_rows
-        kept = {word: column.to(torch.int64).contiguous() for word, column in columns.items()}
-        max_queries = max(extend_lens, default=1)
-        scratch, scratch_bytes = self._reserve_scratch(num_tokens, max_queries, batch.max_seq_len)
-        call: NDArray[np.int64] = np.zeros(NUM_CALL_WORDS, np.int64)
-        for word, column in kept.items():
-            call[word] = column.data_ptr()
-        for word, number in {
-            Call.OPERATIONS: self._program.operations.ctypes.data,
-            Call.NUM_OPERATIONS: len(self._program.operations),
-            Call.NUMBERS: self._program.numbers.ctypes.data,
-            Call.NUM_TOKENS: num_tokens,
-            Call.NUM_ROWS: num_rows,
-            Call.NUM_SELECTED: num_selected,
-            Call.TABLE_WIDTH: batch.req_to_token.shape[1],
-            Call.STARTS: starts.ctypes.data,
-            Call.ATTENDED: attended.ctypes.data,
-            Call.ATTENDED_WIDTH: attended.shape[1],
-            Call.NUM_MASKED: num_masked.ctypes.data,
-            Call.MAX_SEQ_LEN: batch.max_seq_len,
-            Call.KV: batch.kv.data_ptr(),
-            Call.NUM_SLOTS: batch.kv.shape[2],
-            Call.COSINES: self._decoder.cosines.data_ptr(),
-            Call.SINES: self._decoder.sines.data_ptr(),
-            Call.SCRATCH: scratch,
-            Call.SCRATCH_BYTES: scratch_bytes,
-        }.items():
-            call[word] = number
-        for number, buffer in enumerate(buffers):
-            call[Call.BUFFERS + 2 * number] = buffer.data_ptr()
-            call[Call.BUFFERS + 2 * number + 1] = self._program.widths[number]
-        self._team.run(call)
-        return logits, states if self._captures else None
+        scratch, scratch_bytes = self._reserve_scratch(num_tokens, max(extend_lens, default=1), batch.max_seq_len)
+        columns = [
+            column if column.dtype is torch.int64 and column.is_contiguous() else column.to(torch.int64).contiguous()
+            for column in (
+                batch.input_ids,
+                batch.positions,
+                batch.out_cache_loc,
+                batch.req_to_token,
+                batch.req_pool_indices,
+                batch.seq_lens,
+                *(() if batch.logits_rows is None else (batch.logits_rows,)),
+            )
+        ]
+        call = self._call.copy()
+        call[_COLUMNS[: len(columns)]] = [column.data_ptr() for column in columns]
+        call[_OF_BATCH] = (
+            num_tokens,
+            num_rows,
+            num_selected,
+            batch.req_to_token.shape[1],
+            starts.ctypes.data,
+            attended.ctypes.data,
+            attended.shape[1],
+            num_masked.ctypes.data,
+            batch.max_seq_len,
+            batch.kv.data_ptr(),
+            batch.kv.shape[2],
+            scratch,
+            scratch_bytes,
+            logits.data_ptr(),
+            states.data_ptr(),
+        )
+        if beside is not None:
+            assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
+            beside = beside.contiguous()
+            call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
+        addressed = (batch.kv, columns, beside, starts, attended, num_masked, self._scratch, self._buffers)
+
+        def compute() -> tuple[Tensor, Tensor | None]:
+            self._team.run(call, addressed)
+            return logits, states if self._captures else None
+
+        return compute
 
     def _new_buffer(self, number: int, num_tokens: int) -> Tensor:
         dtype = torch.float32 if number in self._program.float_buffers else self._program.dtype
         return torch.empty((num_tokens, self._program.widths[number]), dtype=dtype)
 
     def _reserve(self, num_tokens: int) -> None:
-        if self._buffers[-1].shape[0] < num_tokens:
-            self._buffers[2:] = [self._new_buffer(number, num_tokens) for number in range(2, len(self._buffers))]
+        if self._buffers and self._buffers[-1].shape[0] >= num_tokens:
+            return
+        inner = range(STATES + 1, len(self._program.widths))
+        self._buffers = [self._new_buffer(number, num_tokens) for number in inner]
+        addresses = self._call[Call.BUFFERS :].reshape(-1, 2)
+        addresses[: len(self._program.widths), 1] = self._program.widths
+        addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
     def _reserve_scratch(self, num_tokens: int, max_queries: int, max_seq_len: int) -> tuple[int, int]:
         """Address, at a multiple of 64, and bytes of each thread's."""

@@ -172,8 +172,8 @@ class Team:
         for helper in self._helpers:
             helper.start()
 
-    def run(self, call: NDArray[np.int64]) -> None:
-        """Run what `call` describes to its end. The arrays it has addresses of stay until then."""
+    def run(self, call: NDArray[np.int64], addressed: object) -> None:
+        """Run what `call` describes to its end. `addressed` holds what it has addresses of until then."""
         self._num_runs = self._num_runs % _MAX_RUNS + 1
         self._take_part(self._board.ctypes.data, self._num_runs, call, self._shared.ctypes.data, _LEADER, self._wake_fd)
 

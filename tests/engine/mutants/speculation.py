@@ -71,8 +71,8 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
     """As soon as a step's results are known: the next step, in flight, drafts and verifies in them."""
     finish = DecodeEngine._finish
 
-    def mutant(self: DecodeEngine, step: StepInFlight | None) -> None:
-        finish(self, step)
+    def mutant(self: DecodeEngine, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
+        finish(self, step, followed_by=followed_by)
         for req in self._running.reqs:
             if req.lease is not None:
                 num_committed = len(self._rows.row_seed(req).token_ids) - 1

@@ -1,0 +1,24 @@
+"""A pair that is measured once its forwards are those it will go on with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from baton.full_speed import await_fused
+from baton.local_pair import LocalPair
+
+_FULL_SPEED_TIMEOUT_S = 300.0
+
+
+@contextmanager
+def full_speed_pair(**options: Any) -> Iterator[LocalPair]:
+    """A LocalPair of `options`, entered once its forwards are fused. Raises TimeoutError."""
+    with LocalPair(**options, exposes_metrics=True) as pair:
+        print("waiting for fused forwards", file=sys.stderr)
+        for address in pair.metrics_addresses[len(pair.prefill_addresses) :]:
+            if not await_fused(address, timeout_s=_FULL_SPEED_TIMEOUT_S):
+                raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
+        yield pair
