@@ -86,7 +86,7 @@ def _write(checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, dtype: t
     builder.embed(embedding if own_embedding is None else own_embedding, both)
     builder.norm(both, both, weight(f"{prefix}input_layernorm", size), epsilon=epsilon)
     parts = [(f"{prefix}self_attn.{name}_proj", heads_size if name == "q" else kv_size) for name in "qkv"]
-    biases = [bias(name, width, is_there=True) for name, width in parts] if block.qkv_bias else []
+    biases = [checkpoint.take(f"{name}.bias", width) for name, width in parts] if block.qkv_bias else []
     builder.linear(
         both,
         heads,
@@ -104,10 +104,13 @@ def _write(checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, dtype: t
     norm = weight("norm", size)
     if spec.norm_output:
         builder.norm(output, output, norm, epsilon=epsilon)
+    head = checkpoint.take_if_there("lm_head.weight", spec.draft_vocab_size, size)
+    head = own_embedding if head is None else head
+    assert head is not None
     builder.linear(
         output,
         logits,
-        own_embedding if "lm_head.weight" not in checkpoint else weight("lm_head", spec.draft_vocab_size, size),
+        head,
         norm=None if spec.norm_output else norm,
         epsilon=epsilon,
         store=Store.LOGITS,

@@ -40,7 +40,7 @@ def difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dty
     generator = torch.Generator().manual_seed(0)
     group, num_rows, num_read = head.layer_group, 2, 4
     kv = torch.zeros((group.num_layers, group.num_planes, 16, group.num_heads, group.head_dim), dtype=dtype)
-    kvs = (kv, kv.clone())
+    both: tuple[tuple[DraftHead | HeadProgram, Tensor], ...] = ((head, kv), (program, kv.clone()))
     tables = torch.tensor([[0] * 6, [3, 5, 1, 9, 11, 2], [4, 6, 7, 10, 12, 13]])
     captured = torch.randn((num_rows * num_read, captured_size), generator=generator).to(dtype)
 
@@ -64,17 +64,13 @@ def difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dty
         return head.token_ids[torch.randint(0, len(head.token_ids), (num_tokens,), generator=generator)]
 
     chosen = ids(num_rows * num_read)
-    outputs = [
-        each.extend(batch(kv, chosen, 0, num_read), captured) for each, kv in zip((head, program), kvs, strict=True)
-    ]
+    outputs = [each.extend(batch(kv, chosen, 0, num_read), captured) for each, kv in both]
     apart = [_apart(*outputs)]
     for prefix_len in (num_read, num_read + 1):
         chosen, hidden = ids(num_rows), outputs[0].hidden
-        outputs = [
-            each.step(batch(kv, chosen, prefix_len, 1), hidden) for each, kv in zip((head, program), kvs, strict=True)
-        ]
+        outputs = [each.step(batch(kv, chosen, prefix_len, 1), hidden) for each, kv in both]
         apart.append(_apart(*outputs))
-    return max(*apart, relative(kvs[1], kvs[0]))
+    return max(*apart, relative(both[1][1], kv))
 
 
 def _apart(expected: DraftOutput, seen: DraftOutput) -> float:
