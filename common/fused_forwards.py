@@ -101,4 +101,9 @@ def _fuse_logged(model: TargetModel, draft: PagedHead | None, num_threads: int) 
         if draft is not None:
             draft.programs = None
         return
-    _log.info("fused_forward_ready", seconds=round(time.monotonic() - begin_s, 1), difference=round(apart, 5))
+    _log.info(
+        "fused_forward_ready",
+        seconds=round(time.monotonic() - begin_s, 1),
+        difference=round(apart, 5),
+        draft_head=draft is not None and draft.programs is not None,
+    )
