@@ -15,6 +15,7 @@ from common.device.factory import open_device
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.draft.load import load_draft
+from common.draft.paged_head import PagedHead
 from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
 from common.fused_forwards import start_fusing
@@ -68,17 +69,18 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         tokenizer = TextTokenizer.from_directory(directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
-    draft = _load_draft(settings, model) if settings.draft else None
+    head, draft = _load_draft(settings, model) if settings.draft else (None, None)
     if settings.fused_forward and model.torch_device.type == "cpu":
         start_fusing(
             model,
+            head,
             num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),
             max_tokens=settings.max_fused_tokens,
         )
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     return Runtime(
         model=model,
-        draft=draft.head if draft else None,
+        draft=head,
         device=device,
         timeline=timeline,
         tokenizer=tokenizer,
@@ -88,11 +90,16 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     )
 
 
-def _load_draft(settings: ServiceSettings, model: TargetModel) -> LoadedDraft:
+def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHead, LoadedDraft]:
     directory = resolve_draft(settings.draft, _LoggedProgress())
     _log.info("loading_draft", draft=settings.draft, directory=str(directory))
     head = load_draft(
-        directory, target=model, device=settings.device, dtype=settings.dtype, attention=settings.attention
+        directory,
+        target=model,
+        device=settings.device,
+        dtype=settings.dtype,
+        attention=settings.attention,
+        fuses=settings.fused_forward,
     )
     num_layers, num_ids = head.layer_group.num_layers, head.token_ids.shape[0]
     if settings.draft_topk > 1 and num_layers > 1:
@@ -100,7 +107,7 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> LoadedDraft:
     if settings.draft_topk > num_ids:
         raise StartupError(f"draft_topk: {settings.draft_topk} of a draft vocabulary of {num_ids}")
     model.capture_hidden(head.capture)
-    return LoadedDraft(directory, head, settings.draft_topk)
+    return head, LoadedDraft(directory, head, settings.draft_topk)
 
 
 def _architecture(directory: Path) -> str:

@@ -25,13 +25,12 @@ from decode_service.schedule_batch import ForwardBatch
 @dataclass(frozen=True, slots=True)
 class Unread:
     """T tokens for the head to read, each row's adjacent: `captured` [T, states * H], `next_ids` [T] the token after
-    each, `entries` [T] the entry each belongs to, `last` [B] the place of each entry's last token that counts.
+    each, `last` [B] the place of each entry's last token that counts.
     """
 
     window: ForwardInput
     captured: Tensor
     next_ids: Tensor
-    entries: Tensor
     last: Tensor
 
 
@@ -74,4 +73,4 @@ class DraftBacklog:
             kv=pool.buffers[group],
             logits_rows=None,
         )
-        return Unread(window, self._captured[rows, places], next_ids, entries, last)
+        return Unread(window, self._captured[rows, places], next_ids, last)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from common.draft.seed import HIDDEN_STATES, TOPK_INDEX, TOPK_P
+from common.model.attention import ForwardInput
 from common.model.sampling import propose, propose_branches
 from decode_service.draft_tree import DraftTree
 from decode_service.future_map import RelayedInputs
@@ -13,6 +17,14 @@ from decode_service.schedule_batch import ForwardBatch
 from decode_service.spec_info import SpecInfo
 from decode_service.speculative_worker import SpeculativeWorker
 from decode_service.worker import window_input
+
+
+@dataclass(frozen=True, slots=True)
+class _ChainStep:
+    """`window` lacks the token; `drafted_positions` [B] is where the one that it drafts will be."""
+
+    window: ForwardInput
+    drafted_positions: Tensor
 
 
 class EagleWorker(SpeculativeWorker):
@@ -27,21 +39,45 @@ class EagleWorker(SpeculativeWorker):
 
     def _draft_chain(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> Tensor:
         """[B, steps] target ids."""
-        hidden = inputs.seeds[HIDDEN_STATES]
-        tokens = inputs.seeds[TOPK_INDEX][:, : spec_info.num_steps]
-        for num_before in range(spec_info.num_steps - 1):
-            step = window_input(batch, tokens[:, -1:], self._pool, self._draft.layer_group.name, num_before=num_before)
-            hidden = self._draft.forward(step, hidden)
+        token, hidden = inputs.seeds[TOPK_INDEX][:, 0], inputs.seeds[HIDDEN_STATES]
+        if spec_info.num_steps == 1:
+            return token.unsqueeze(1)
+        tokens = [token]
+        for step in self._chain_steps(batch, spec_info.num_steps - 1):
+            output = self._draft.step(replace(step.window, input_ids=token), hidden)
+            hidden = output.hidden
             token = propose(
-                self._draft.logits(hidden),
+                output.logits,
                 self._draft.token_ids,
                 batch.req_pool_indices,
-                step.positions + 2,
+                step.drafted_positions,
                 self._state,
                 batch.sampling,
             )
-            tokens = torch.cat([tokens, token.unsqueeze(1)], dim=1)
-        return tokens
+            tokens.append(token)
+        return torch.stack(tokens, dim=1)
+
+    def _chain_steps(self, batch: ForwardBatch, num_steps: int) -> Iterator[_ChainStep]:
+        """Of all steps at once, because each call of an operator, be it ever so small, takes its time."""
+        positions = batch.positions.view(batch.batch_size, -1).t()[:num_steps].contiguous()
+        slots = batch.out_cache_loc.view(batch.batch_size, -1).t()[:num_steps].contiguous()
+        columns = zip(*(column.unbind() for column in (positions, slots, positions + 1, positions + 2)), strict=True)
+        before = max(batch.seq_lens_cpu, default=0) - batch.num_tokens
+        for number, (own, own_slots, seq_lens, drafted) in enumerate(columns, start=1):
+            window = ForwardInput(
+                input_ids=own,  # until the token is known
+                positions=own,
+                out_cache_loc=own_slots,
+                req_to_token=self._pool.rows.req_to_token,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=seq_lens,
+                prefix_lens=None,
+                extend_lens=None,
+                max_seq_len=before + number,
+                kv=self._pool.buffers[self._draft.layer_group.name],
+                logits_rows=None,
+            )
+            yield _ChainStep(window, drafted)
 
     def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
         """Of each level the `topk` tokens that are likeliest with all before them go on; of all drafts the likeliest
@@ -69,9 +105,9 @@ class EagleWorker(SpeculativeWorker):
                 positions=positions,
                 tree_mask=mask,
             )
-            output = self._draft.forward(step, hidden.flatten(0, 1))
+            output = self._draft.step(step, hidden.flatten(0, 1))
             child_ids, child_probs = propose_branches(
-                self._draft.logits(output),
+                output.logits,
                 self._draft.token_ids,
                 rows,
                 step.positions + 2,
@@ -87,8 +123,8 @@ class EagleWorker(SpeculativeWorker):
             best = level_probs.topk(topk, dim=1).indices
             beams = best + num_candidates
             parent_beams = best // topk
-            hidden = output.view(num_rows, topk, -1).gather(
-                1, parent_beams.unsqueeze(2).expand(-1, -1, output.shape[1])
+            hidden = output.hidden.view(num_rows, topk, -1).gather(
+                1, parent_beams.unsqueeze(2).expand(-1, -1, hidden.shape[2])
             )
             inherited = mask.gather(1, parent_beams.unsqueeze(2).expand(-1, -1, mask.shape[2]))
             itself = torch.eye(topk, dtype=torch.bool, device=device).expand(num_rows, -1, -1)

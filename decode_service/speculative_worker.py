@@ -10,6 +10,7 @@ accepted exactly when it equals the target's token, and what is committed are th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,13 +25,22 @@ from common.draft.seed import seed_columns
 from common.kv.pool import KvPool
 from common.model.sampling import Sampled, draw
 from common.model.sampling_state import NO_SAMPLING, SamplingState
-from common.model.target import Target
+from common.model.target import Target, TargetOutput
 from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.draft_tree import DraftTree
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
 from decode_service.spec_info import SpecInfo
 from decode_service.worker import OnPublish, WorkerOutput, step_figures, window_input
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A verify that `compute` computes: of which drafts, at which positions [B * (D + 1)]."""
+
+    tree: DraftTree
+    positions: Tensor
+    compute: Callable[[], TargetOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +97,27 @@ class SpeculativeWorker(ABC):
         spec_info = batch.spec_info
         assert spec_info is not None
         relayed: Cell[RelayedInputs] = Cell()
-        drafted: Cell[DraftTree] = Cell()
+        prepared: Cell[_Prepared] = Cell()
         verified: Cell[_Verified] = Cell()
         new_seq_lens: Cell[Tensor] = Cell()
         output = WorkerOutput.empty()
 
+        @torch.inference_mode()
         def resolve() -> None:
-            relayed.set(future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts))
+            inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
+            relayed.set(inputs)
+            if not batch.has_drafts:
+                nothing = DraftTree.chain(inputs.tokens.new_empty((batch.batch_size, 0)))
+                prepared.set(self._prepare(batch, inputs, nothing))
 
         @torch.inference_mode()
         def draft() -> None:
-            drafted.set(self.draft_tree(batch, spec_info, relayed.get()))
+            inputs = relayed.get()
+            prepared.set(self._prepare(batch, inputs, self.draft_tree(batch, spec_info, inputs)))
 
         @torch.inference_mode()
         def verify() -> None:
-            inputs = relayed.get()
-            tree = (
-                drafted.get() if batch.has_drafts else DraftTree.chain(batch.positions.new_empty((batch.batch_size, 0)))
-            )
-            result = self._verify(batch, inputs, tree, output)
+            result = self._verify(batch, relayed.get(), prepared.get(), output)
             new_seq_lens.set(result.new_seq_lens)
             if batch.leaves_head_behind:
                 output.payload.set(self._leave_behind(batch, result))
@@ -121,7 +133,9 @@ class SpeculativeWorker(ABC):
         self._stream.enqueue(resolve, scope)
         if batch.has_drafts:
             self._stream.enqueue(draft, scope)
-            drafted_at = self._stream.record(scope)
+        prepared_at = self._stream.record(scope)
+        if batch.has_drafts:
+            drafted_at = prepared_at
         self._stream.enqueue(Measured(verify, step_figures(batch)), scope)
         if batch.has_drafts:
             on_publish(new_seq_lens)
@@ -129,23 +143,30 @@ class SpeculativeWorker(ABC):
         if not batch.leaves_head_behind:
             self._stream.enqueue(extend, scope)
             extended_at = self._stream.record(scope)
-        return replace(output, marks=(begin, drafted_at, verified_at, extended_at))
+        return replace(output, prepared=prepared_at, marks=(begin, drafted_at, verified_at, extended_at))
 
-    def _verify(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree, output: WorkerOutput) -> _Verified:
-        num_rows, num_nodes = batch.batch_size, tree.num_nodes
-        is_chain = tree.is_chain
-        group = self._model.layer_group.name
+    def _prepare(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree) -> _Prepared:
         nodes = torch.cat([inputs.tokens.unsqueeze(1), tree.token_ids], dim=1)
-        positions = batch.prefix_lens.unsqueeze(1) + tree.depths()
         window = window_input(
-            batch, nodes, self._pool, group, positions=positions, tree_mask=None if is_chain else tree.mask
+            batch,
+            nodes,
+            self._pool,
+            self._model.layer_group.name,
+            positions=None if tree.is_chain else batch.prefix_lens.unsqueeze(1) + tree.depths(),
+            tree_mask=None if tree.is_chain else tree.mask,
         )
-        target = self._model.forward(window)
+        return _Prepared(tree, window.positions, self._model.prepare(window))
+
+    def _verify(
+        self, batch: ForwardBatch, inputs: RelayedInputs, prepared: _Prepared, output: WorkerOutput
+    ) -> _Verified:
+        tree, num_rows, num_nodes = prepared.tree, batch.batch_size, prepared.tree.num_nodes
+        target = prepared.compute()
         assert target.hidden is not None, "the target captures what the head reads"
         sampled = draw(
             target.logits,
             batch.req_pool_indices.repeat_interleave(num_nodes),
-            positions.flatten() + 1,
+            prepared.positions + 1,
             self._state,
             batch.sampling.repeated(num_nodes),
             tree.ancestors() if batch.sampling.penalised else None,
@@ -155,7 +176,7 @@ class SpeculativeWorker(ABC):
         if batch.undrafted:
             accept_lens = accept_lens.index_fill(0, upload(batch.undrafted, torch.int64, accept_lens.device), 1)
         captured = target.hidden.view(num_rows, num_nodes, -1)
-        if not is_chain:
+        if path is not None:
             captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
             sampled = _along(path, sampled, batch, num_nodes)
             self._move_kv(batch, path)
@@ -182,22 +203,18 @@ class SpeculativeWorker(ABC):
 
         Without a seed a head of one layer drafts nothing; several layers read each other's drafts all the same.
         """
-        num_rows = batch.batch_size
-        last_tokens = verified.tokens.gather(1, verified.accept_lens.unsqueeze(1) - 1).squeeze(1)
         if batch.has_drafts:
             unread = self._accepted(batch, verified)
         else:
             self._leave_behind(batch, verified)
             unread = self._backlog.unread(batch, self._pool, self._draft.layer_group.name)
         num_ahead = self._draft.layer_group.num_layers - 1
-        num_seeded = num_rows if spec_info.leaves_seed or num_ahead else 0
-        places = torch.arange(unread.next_ids.shape[0], device=last_tokens.device) + unread.entries * num_ahead
-        ids = torch.nn.functional.pad(unread.next_ids, (0, num_rows * num_ahead))
+        num_seeded = batch.batch_size if spec_info.leaves_seed or num_ahead else 0
         seed = extend_draft(
             self._draft,
             unread.window,
             unread.captured,
-            next_tokens=NextTokens(ids.index_copy(0, places, unread.next_ids), places),
+            next_tokens=NextTokens.of(unread.next_ids, unread.window, num_ahead=num_ahead),
             last=unread.last[:num_seeded],
             rows=batch.req_pool_indices[:num_seeded],
             positions=(verified.new_seq_lens + 1)[:num_seeded],
@@ -205,7 +222,7 @@ class SpeculativeWorker(ABC):
             batch=batch.sampling if num_seeded else NO_SAMPLING,
             topk=self._topk,
         )
-        return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
+        return RelayPayload(unread.next_ids[unread.last], seed.columns() if num_seeded else {})
 
     def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
         """What a step without drafts computed, put down for the head."""
@@ -216,13 +233,11 @@ class SpeculativeWorker(ABC):
         """A step's own tokens, of which those past the accepted ones mean nothing."""
         assert not any(batch.draft_lag), "a step that drafts has seeds, and so a head that has read everything"
         num_rows, num_tokens = verified.tokens.shape
-        entries = torch.arange(num_rows, device=verified.tokens.device).repeat_interleave(num_tokens)
         starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
         return Unread(
             window_input(batch, verified.tokens, self._pool, self._draft.layer_group.name),
             verified.captured.flatten(0, 1),
             verified.tokens.flatten(),
-            entries,
             starts + verified.accept_lens - 1,
         )
 

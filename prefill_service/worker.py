@@ -92,7 +92,7 @@ class PrefillWorker:
         Runs inside a piece on the stream.
         """
         last, following = batch.forward_input.logits_rows, batch.next_tokens
-        assert last is not None
+        assert last is not None and following.places is not None
         return extend_draft(
             draft,
             replace(batch.forward_input, kv=self._pool.buffers[draft.layer_group.name]),

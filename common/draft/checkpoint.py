@@ -35,6 +35,12 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def untaken(self) -> Checkpoint:
+        """The same, from which what is taken here can be taken once more."""
+        return Checkpoint(
+            self._tensors, directory=self._directory, kind=self._kind, dtype=self._dtype, device=self._device
+        )
+
     def has_prefix(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._tensors)
 

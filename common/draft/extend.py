@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from common.device.upload import upload
 from common.draft.head import DraftHead
 from common.draft.seed import Seed
 from common.model.attention import ForwardInput
@@ -26,11 +27,23 @@ from common.model.sampling_state import SamplingBatch, SamplingState
 @dataclass(frozen=True, slots=True)
 class NextTokens:
     """`ids` [N] int64: every row's tokens one after the other, with room behind them for a draft of each layer but the
-    last. `places` [T] int64: where in `ids` the token after each of the T computed ones is.
+    last. `places` [T] int64: where in `ids` the token after each of the T computed ones is; None: they are `ids`.
     """
 
     ids: Tensor
-    places: Tensor
+    places: Tensor | None = None
+
+    @classmethod
+    def of(cls, next_ids: Tensor, window: ForwardInput, *, num_ahead: int) -> NextTokens:
+        """Of `next_ids` [T], the tokens after those of `window`; `num_ahead`: the head's layers but the last."""
+        if not num_ahead:
+            return cls(next_ids)
+        num_rows = window.req_pool_indices.shape[0]
+        num_tokens = enumerate(window.extend_lens or (1,) * num_rows)
+        entries = upload([i for i, num in num_tokens for _ in range(num)], torch.int64, next_ids.device)
+        places = torch.arange(next_ids.shape[0], device=next_ids.device) + entries * num_ahead
+        ids = torch.nn.functional.pad(next_ids, (0, num_rows * num_ahead))
+        return cls(ids.index_copy(0, places, next_ids), places)
 
 
 @torch.inference_mode()
@@ -55,16 +68,17 @@ def extend_draft(
     the token is not in the next window.
     """
     num_layers = head.layer_group.num_layers
-    states = head.fuse(captured)
     if num_layers == 1:
-        window = replace(window, input_ids=next_tokens.ids[next_tokens.places])
-        hidden = head.forward(window, states)[last]
-        logits = head.logits(hidden)
+        ids = next_tokens.ids if next_tokens.places is None else next_tokens.ids[next_tokens.places]
+        window = replace(window, input_ids=ids, logits_rows=last)
+        output = head.extend(window, captured)
         if topk == 1:
-            drafted = propose(logits, head.token_ids, rows, positions, state, batch)
-            return Seed(drafted.unsqueeze(1), hidden_states=hidden)
-        topk_index, topk_p = propose_branches(logits, head.token_ids, rows, positions, state, batch, topk=topk)
-        return Seed(topk_index, topk_p, hidden)
+            drafted = propose(output.logits, head.token_ids, rows, positions, state, batch)
+            return Seed(drafted.unsqueeze(1), hidden_states=output.hidden)
+        topk_index, topk_p = propose_branches(output.logits, head.token_ids, rows, positions, state, batch, topk=topk)
+        return Seed(topk_index, topk_p, output.hidden)
+    assert next_tokens.places is not None, "layers read each other's drafts"
+    states = head.fuse(captured)
     ids = next_tokens.ids.clone()
     drafts: list[Tensor] = []
     hidden = states

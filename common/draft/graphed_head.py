@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.draft.head import DraftHead
+from common.draft.head import DraftHead, DraftOutput, output_of
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
@@ -55,6 +55,12 @@ class GraphedHead(DraftHead):
 
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
         return self._head.logits(hidden, layer=layer)
+
+    def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
+        return output_of(self, batch, self.fuse(captured))
+
+    def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
+        return output_of(self, batch, hidden)
 
     def _forward(self, layer: int, batch: ForwardInput, hidden: Tensor | None) -> tuple[Tensor, ...]:
         assert hidden is not None

@@ -4,11 +4,13 @@
                                                                       ▲                       │
                                                                       └──── chained steps ────┘
 
-Row t pairs the target's hidden state of token t with the embedding of token t + 1, at position t and KV slot t.
+Row t pairs the target's hidden state of token t with the embedding of token t + 1, at position t and KV slot t. What a
+head with one layer does at each step is one call: `extend` from the target's states, `step` from its own outputs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -16,10 +18,19 @@ from torch import Tensor
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
+from common.model.forward_program import FusedDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """Of the tokens whose logits are wanted: what `forward` gives of them [R, h], and logits [R, Vd] float32."""
+
+    hidden: Tensor
+    logits: Tensor
 
 
 class DraftHead(Protocol):
-    """`forward`, `fuse` and `logits` are called from one thread at a time; on CUDA they only enqueue.
+    """Its methods are called from one thread at a time; on CUDA they only enqueue.
 
     `layer_group` shapes the head's KV: one layer that serves every step, or layer i for step i. `token_ids` [Vd] int64,
     ascending, is the target id of each draft logit. `feeds_target_hidden`: whether layers past the first are fed the
@@ -56,3 +67,35 @@ class DraftHead(Protocol):
 
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
         """[R, Vd] float32 from outputs [R, h] of `forward`."""
+
+    def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
+        """`forward` of what `fuse` makes of `captured`, and logits of `batch.logits_rows`. Of a head with one layer."""
+
+    def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
+        """`forward` and logits of `batch.logits_rows`. Of a head with one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPrograms:
+    """A head with one layer as programs: over the states that the target captured, and over its own outputs."""
+
+    extend: FusedDecoder
+    step: FusedDecoder
+
+
+class HeadProgram(Protocol):
+    """Another way to compute `extend` and `step` of a head with one layer."""
+
+    def takes(self, batch: ForwardInput) -> bool: ...
+
+    def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput: ...
+
+    def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput: ...
+
+
+def output_of(head: DraftHead, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
+    """By `forward` and `logits`, one after the other."""
+    output = head.forward(replace(batch, logits_rows=None), hidden)
+    if batch.logits_rows is not None:
+        output = output[batch.logits_rows]
+    return DraftOutput(output, head.logits(output))

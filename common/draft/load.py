@@ -16,9 +16,8 @@ from common.draft.checkpoint import Checkpoint
 from common.draft.eagle import EagleHead
 from common.draft.eagle3 import Eagle3Head
 from common.draft.formats import read_spec
-from common.draft.head import DraftHead
 from common.draft.mtp import MtpHead, belongs_to_target
-from common.draft.paged_head import HeadParts
+from common.draft.paged_head import HeadParts, PagedHead
 from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
 from common.errors import DraftMismatch
 from common.model.attention_choice import AttentionKind
@@ -27,9 +26,16 @@ from common.model.target import TargetModel
 
 
 def load_draft(
-    directory: Path, *, target: TargetModel, device: str, dtype: str, attention: AttentionKind = "kernels"
-) -> DraftHead:
+    directory: Path,
+    *,
+    target: TargetModel,
+    device: str,
+    dtype: str,
+    attention: AttentionKind = "kernels",
+    fuses: bool = False,
+) -> PagedHead:
     """The head in `directory`, with `target`'s dtype (a key of DTYPES) and device; it shares `target`'s embedding.
+    `fuses`: where its format is known, also as programs, with weights of its own.
 
     Raises DraftMismatch for tensors or config keys that are missing, unknown or do not fit each other or the target,
     and UnsupportedModel for traits that are not served. Nothing is ever initialised at random.
@@ -48,8 +54,13 @@ def load_draft(
         dtype=target.dtype,
         device=torch_device,
     )
+    of_programs = checkpoint.untaken()
     head = _make(HeadParts(checkpoint, target, str(directory), dtype, attention), spec)
     checkpoint.finish()
+    if fuses and isinstance(spec, Eagle3Spec):
+        from common.draft.eagle3_program import eagle3_programs  # the compiler behind it is of no use elsewhere
+
+        head.programs = eagle3_programs(of_programs, spec, target)
     return head
 
 
@@ -60,7 +71,7 @@ _KINDS: dict[type[DraftSpec], str] = {
 }
 
 
-def _make(parts: HeadParts, spec: DraftSpec) -> DraftHead:
+def _make(parts: HeadParts, spec: DraftSpec) -> PagedHead:
     if isinstance(spec, EagleSpec):
         return EagleHead(parts, spec)
     if isinstance(spec, Eagle3Spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.draft.checkpoint import Checkpoint
+from common.draft.head import DraftOutput, HeadProgram, HeadPrograms, output_of
 from common.draft.kernels import Kernels, Op, Rotation, kernels_for
 from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
@@ -36,8 +38,11 @@ class HeadParts:
             raise DraftMismatch(f"{self.directory}: config.json: {key} is {ours}, the target's is {theirs}")
 
 
-class PagedHead:
-    """Base of the heads. Positions have no limit: cosines and sines are computed for those of the batch."""
+class PagedHead(ABC):
+    """Base of the heads. Positions have no limit: cosines and sines are computed for those of the batch.
+
+    `programs`: the head written down, where it is.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class PagedHead:
         token_ids: Tensor,
         feeds_target_hidden: bool = False,
     ) -> None:
+        self.programs: HeadPrograms | None = None
         self.algorithm = algorithm
         self.layer_group = LayerGroupSpec(
             name=DRAFT_GROUP,
@@ -73,6 +79,32 @@ class PagedHead:
             torch_device=parts.target.torch_device,
         )
         self._rope = LlamaRotaryEmbedding(spec.rope).to(parts.target.torch_device)
+        self._program: HeadProgram | None = None
+
+    @abstractmethod
+    def fuse(self, captured: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def forward(self, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor: ...
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor: ...
+
+    def run_program(self, program: HeadProgram) -> None:
+        """From the next step on, for those it takes. May be called from any thread, beside forwards."""
+        self._program = program
+
+    @torch.inference_mode()
+    def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
+        if self._program is not None and self._program.takes(batch):
+            return self._program.extend(batch, captured)
+        return output_of(self, batch, self.fuse(captured))
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
+        if self._program is not None and self._program.takes(batch):
+            return self._program.step(batch, hidden)
+        return output_of(self, batch, hidden)
 
     def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:
         rotation: Rotation = self._rope(hidden, batch.positions.unsqueeze(0))

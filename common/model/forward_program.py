@@ -63,10 +63,15 @@ class ForwardProgram(Protocol):
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured."""
+    def forward(
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured.
+
+        `beside` [T, width]: what a program of a draft head reads beside the tokens; its states are its outputs.
+        """
 
     def prepare(
-        self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """What computes it, to be called once, before another is prepared: without the interpreter's lock."""

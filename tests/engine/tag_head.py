@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.draft.head import DraftOutput, output_of
 from common.draft.seed import Seed
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
@@ -97,6 +98,12 @@ class TagHead:
         for row, guess in enumerate(hidden[:, 0].tolist()):
             logits[row] = logits_of(int(guess))
         return logits
+
+    def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
+        return output_of(self, batch, self.fuse(captured))
+
+    def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
+        return output_of(self, batch, hidden)
 
 
 class _Proposing:

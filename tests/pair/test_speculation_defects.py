@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.draft.head import DraftOutput, output_of
 from common.model.attention import ForwardInput
 from common.model.sampling_params import ResolvedSampling
 from common.wire.handoff import Frame, PrebuiltBatch
@@ -68,6 +69,9 @@ class OverflowingHead:
             output = output.clone()
             output[::3] = float("nan")
         return output
+
+    def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
+        return output_of(self, batch, hidden)
 
 
 @pytest.mark.parametrize("shape", ["tree-2x4-9", "tree-4x3-15"])

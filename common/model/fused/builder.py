@@ -66,6 +66,10 @@ class ProgramBuilder:
         self._normed: dict[int, int] = {}  # buffers of normed inputs, by width
         self._attention: AttentionSize | None = None
 
+    @property
+    def num_operations(self) -> int:
+        return len(self._operations)
+
     def buffer(self, width: int, *, is_float: bool = False) -> int:
         """A buffer with a row of `width` for each token, in the model's dtype or float32."""
         self._widths.append(width)
@@ -75,6 +79,17 @@ class ProgramBuilder:
 
     def embed(self, weight: Tensor, target: int) -> None:
         self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
+
+    def norm(self, source: int, target: int, weight: Tensor, *, epsilon: float, offset: int = 0) -> None:
+        """Rows of `source`, normed, to `target` from its element `offset` on."""
+        fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset}
+        fields |= {Field.NORM: self._address(weight), Field.WIDTH: weight.shape[0]}
+        self._add(Kind.NORM, fields, epsilon=epsilon)
+
+    def copy(self, source: int, target: int, *, width: int, offset: int = 0) -> None:
+        """Rows of `source`, the first `width` elements, likewise."""
+        fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset, Field.WIDTH: width}
+        self._add(Kind.NORM, fields)
 
     def linear(
         self,

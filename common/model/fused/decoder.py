@@ -20,7 +20,9 @@ _MORE_POSITIONS = 64  # drafted past the model's last
 _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 LOGITS, STATES, STREAM = 0, 1, 2
-"""Buffers of every program made here: logits [R, vocab] float32, room for captured states, the residual stream."""
+"""Buffers of every program: logits [R, vocab] float32, the states it gives out beside them, then one that may come from
+outside; of a model's the residual stream, which does not.
+"""
 
 
 def can_fuse(model: nn.Module) -> bool:
@@ -45,11 +47,15 @@ def can_fuse(model: nn.Module) -> bool:
 @torch.no_grad()
 def fused_decoder(model: nn.Module) -> FusedDecoder:
     """`model`, which `can_fuse`, with packed weights of its own; embedding and norms are shared."""
-    base, config = _base(model), _config(model)
-    num_positions = min(config.max_position_embeddings + _MORE_POSITIONS, _MAX_POSITIONS)
-    like = torch.zeros((1, 1, 1), dtype=base.embed_tokens.weight.dtype)
-    cosines, sines = base.rotary_emb(like, torch.arange(num_positions).unsqueeze(0))
-    return FusedDecoder(_program(model), cosines[0].contiguous(), sines[0].contiguous())
+    base, num_positions = _base(model), _config(model).max_position_embeddings
+    return FusedDecoder(_program(model), *rotation(base.rotary_emb, base.embed_tokens.weight.dtype, num_positions))
+
+
+def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [positions, head_dim] of a model that has so many positions, and of drafts past them."""
+    positions = torch.arange(min(num_positions + _MORE_POSITIONS, _MAX_POSITIONS))
+    cosines, sines = rope(torch.zeros((1, 1, 1), dtype=dtype), positions.unsqueeze(0))
+    return cosines[0].contiguous(), sines[0].contiguous()
 
 
 def _program(model: nn.Module) -> Program:

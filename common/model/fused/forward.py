@@ -14,12 +14,12 @@ from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
 from common.model.forward_program import FusedDecoder, OnLayerKv
 from common.model.fused.attending_chunks import packed_numbers, scratch_bytes
 from common.model.fused.chunk_parts import ChunkParts
-from common.model.fused.decoder import LOGITS, STATES
+from common.model.fused.decoder import LOGITS, STATES, STREAM
 from common.model.fused.operations import MANY_TOKENS, Call, Field, Kind
 from common.model.fused.program import SUMS_BYTES
 from common.model.fused.team import Team
 
-_MAX_BUFFERS = 8
+_MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
 _ALIGNMENT = 64
 _COLUMNS = np.array(
@@ -114,12 +114,14 @@ class FusedForward:
             and batch.max_seq_len <= self._decoder.cosines.shape[0]
         )
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.prepare(batch, on_layer_kv=on_layer_kv)()
+    def forward(
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.prepare(batch, beside, on_layer_kv=on_layer_kv)()
 
     @torch.inference_mode()
     def prepare(
-        self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
@@ -166,7 +168,11 @@ class FusedForward:
             logits.data_ptr(),
             states.data_ptr(),
         )
-        addressed = (batch.kv, columns, windows, scratch, packed, self._buffers)
+        if beside is not None:
+            assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
+            beside = beside.contiguous()
+            call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
+        addressed = (batch.kv, columns, beside, windows, scratch, packed, self._buffers)
 
         def compute() -> tuple[Tensor, Tensor | None]:
             begin = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,25 +54,27 @@ def load_kernels(directory: Path, dtype: torch.dtype) -> None:
     take_part.compile((word, word, words, word, word, word, like))  # type: ignore[attr-defined]
 
 
-def new_forward(
-    decoder: FusedDecoder, capture: HiddenCapture | None, *, num_threads: int, max_tokens: int
-) -> ForwardProgram:
-    """With a team of `num_threads` of its own, and the states of `capture`. After `load_kernels`."""
+def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedDecoder:
+    """The same, giving out the states of `capture`."""
+    if capture is None:
+        return decoder
+    return replace(decoder, program=capturing(decoder.program, capture, stream=STREAM, states=STATES))
+
+
+def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_tokens: int) -> list[ForwardProgram]:
+    """With one team of `num_threads`, so only one of them runs at a time. After `load_kernels`."""
     from common.model.fused.forward import NUM_CALL_WORDS, FusedForward
     from common.model.fused.program import take_part
     from common.model.fused.team import Team
 
-    like = np.zeros(1, _BITS[decoder.program.dtype])
-    if capture is not None:
-        program = capturing(decoder.program, capture, stream=STREAM, states=STATES)
-        decoder = replace(decoder, program=program)
+    like = np.zeros(1, _BITS[decoders[0].program.dtype])
     team = Team(
         num_threads=num_threads,
-        max_operations=len(decoder.program.operations),
+        max_operations=max(len(decoder.program.operations) for decoder in decoders),
         num_call_words=NUM_CALL_WORDS,
         take_part=lambda *arguments: take_part(*arguments, like),
     )
-    return FusedForward(decoder, team, max_tokens=max_tokens)
+    return [FusedForward(decoder, team, max_tokens=max_tokens) for decoder in decoders]
 
 
 def difference(model: TargetModel, forward: ForwardProgram) -> float:
@@ -102,10 +105,10 @@ def difference(model: TargetModel, forward: ForwardProgram) -> float:
         )
         expected = model.forward(replace(batch, kv=kv))
         logits, states = forward.forward(batch)
-        largest = max(largest, _relative(logits, expected.logits), _relative(batch.kv, kv))
+        largest = max(largest, relative(logits, expected.logits), relative(batch.kv, kv))
         if expected.hidden is not None:
             assert states is not None
-            largest = max(largest, _relative(states, expected.hidden))
+            largest = max(largest, relative(states, expected.hidden))
     return largest
 
 
@@ -114,6 +117,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE[dtype]
 
 
-def _relative(seen: Tensor, expected: Tensor) -> float:
+def relative(seen: Tensor, expected: Tensor) -> float:
+    """How far `seen` is from `expected`, by its size."""
     distance, size = (seen.float() - expected.float()).norm(), expected.float().norm()
     return float("inf") if not torch.isfinite(distance) else float(distance / size)

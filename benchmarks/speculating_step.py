@@ -1,0 +1,124 @@
+"""Where the time of a speculating step goes, at one request at a time: each piece on the forward stream, for chains of
+fixed lengths and for the depth that adapts.
+
+python -m benchmarks.speculating_step
+
+Figures are of the running pair's own timeline, answering outside prompts through the client; tokens/s are the client's.
+Writes a dated table into benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from baton.client import AsyncClient
+from baton.events import tokens_per_forward
+from baton.load_generator import Workload, send_prompts, summarize
+from baton.timeline import ServiceTimeline, record_timelines
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.forwards import forwards
+from benchmarks.full_speed_pair import full_speed_pair
+from benchmarks.machine import demo_model_dir
+from benchmarks.speculation import TURNS
+
+PIECES = ("resolve", "draft", "verify", "extend")
+NUM_PROMPTS = 12  # of each file
+NEW_TOKENS = 128
+MAX_TOKENS = 8192
+ADAPTIVE = "adaptive"
+
+
+async def measure(address: str, prompts: list[list[int]], seconds: float) -> str:
+    """A row of the table, but for its first cell."""
+    workload = Workload(1, len(prompts), 0, NEW_TOKENS)
+
+    async with AsyncClient(address, rpc_timeout_s=30.0) as client:
+
+        async def answer(chosen: list[list[int]]) -> Any:
+            return await send_prompts([client], chosen, concurrency=1, num_new_tokens=NEW_TOKENS, ignore_eos=False)
+
+        await answer(prompts[:4])  # the depth is learnt
+        records = await answer(prompts)
+        load = asyncio.create_task(answer(prompts))
+        (timeline,) = await asyncio.to_thread(record_timelines, [address], duration_s=seconds)
+        await load
+    report = summarize(workload, records)
+    assert report.num_failed == 0, report.first_error
+    counts = [record.speculation for record in records if record.speculation is not None]
+    return (
+        f"{report.decode_tokens_per_s:.1f} | {tokens_per_forward(counts) if counts else 1.0:.2f} | {pieces(timeline)}"
+    )
+
+
+def pieces(timeline: ServiceTimeline) -> str:
+    """Medians in ms: from one step's begin to the next one's, and of each piece where there are any."""
+    times_ms: dict[str, list[float]] = defaultdict(list)
+    for event in timeline.tracks["forward"]:
+        times_ms[event.name].append(event.duration_ns / 1e6)
+    times_ms["verify"] += times_ms["decode"]  # as it is called without a head
+    steps = [(next_.start_ns - one.start_ns) / 1e6 for one, next_ in pairwise(forwards(timeline))]
+    columns = [steps, *(times_ms[name] for name in PIECES)]
+    return " | ".join(f"{statistics.median(times):.2f}" if times else "" for times in columns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chains", default=f"0,1,2,3,4,{ADAPTIVE}", help="0: without a head")
+    parser.add_argument("--draft", default="demo")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each recording")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    model_dir = demo_model_dir()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+    turns = [
+        json.loads(line)["turns"][0] for path in TURNS for line in Path(path).read_text().splitlines()[:NUM_PROMPTS]
+    ]
+    prompts = [
+        list(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=False
+            )
+        )
+        for turn in turns
+    ]
+    run = BenchmarkRun.of("speculating_step")
+    lines = [
+        *run.heading(
+            "Where a speculating step's time goes",
+            f"SmolLM2-135M-Instruct, {args.dtype}, greedy, one request at a time; medians, times in ms.",
+        ),
+        "",
+        f"| drafts | decode tokens/s | tokens per forward | step | {' | '.join(PIECES)} |",
+        "|" + "---|" * (4 + len(PIECES)),
+    ]
+    for chain in args.chains.split(","):
+        print(f"drafts: {chain}", file=sys.stderr)
+        draft_args = (f"--draft={args.draft}",) if chain != "0" else ()
+        depth_args = (f"--num-draft-tokens={chain}", "--no-adaptive-depth") if chain not in ("0", ADAPTIVE) else ()
+        limits = (f"--max-kv-tokens={MAX_TOKENS}",)
+        with full_speed_pair(
+            model=str(model_dir),
+            dtype=args.dtype,
+            prefill_args=(*draft_args, *limits),
+            decode_args=(*draft_args, *depth_args, *limits, "--max-rows=8"),
+        ) as pair:
+            lines.append(f"| {chain} | {asyncio.run(measure(pair.decode_addresses[0], prompts, args.seconds))} |")
+    table = "\n".join(lines)
+    print(table)
+    if not args.no_save:
+        run.save("speculating-step", table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""A draft head's steps by one kernel compute what its own layers do, and leave the pool as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.draft.head import DraftOutput
+from common.draft.load import load_draft
+from common.draft.paged_head import PagedHead
+from common.errors import StartupError
+from common.fused_forwards import fuse
+from common.model.attention import ForwardInput
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from tests.draft.cases import BY_NAME
+from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
+
+_NUM_SLOTS, _NUM_TOKENS = 64, 20
+_WRITTEN = ["midlayer", "speculators", "norm-before-fc", "norm-output", "norm-before-residual", "narrow", "wide"]
+_WRITTEN += ["full-vocabulary", "tied-lm-head", "qkv-bias"]
+New = Callable[[str], tuple[TargetModel, PagedHead]]
+
+
+@pytest.fixture(scope="module")
+def new(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> New:
+    def make(case: str) -> tuple[TargetModel, PagedHead]:
+        directory = BY_NAME[f"eagle3-{case}"].save(tmp_path_factory.mktemp(case) / "head", target_dir=target_dir)
+        target = load_target(target_dir, device="cpu", dtype="float32", fuses=True)
+        return target, load_draft(directory, target=target, device="cpu", dtype="float32", fuses=True)
+
+    return make
+
+
+@pytest.fixture(scope="module", params=_WRITTEN)
+def head(request: pytest.FixtureRequest, new: New) -> Iterator[PagedHead]:
+    target, head = new(request.param)
+    fuse(target, head, num_threads=2)
+    assert head._program is not None
+    yield head
+    assert target._program is not None and target._program.close(5.0), "a thread of the team did not end"
+
+
+def _batch(head: PagedHead, *, prefix_lens: list[int], num_new: list[int]) -> ForwardInput:
+    """Rows in slots at random places; the logits of each one's last token are wanted."""
+    generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
+    group = head.layer_group
+    kv = torch.randn((1, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator)
+    slots = torch.randperm(_NUM_SLOTS - 1, generator=generator) + 1
+    tables = torch.zeros((len(num_new) + 1, _NUM_TOKENS), dtype=torch.int64)
+    seq_lens = [before + new for before, new in zip(prefix_lens, num_new, strict=True)]
+    for row, (length, start) in enumerate(zip(seq_lens, np.cumsum([0, *seq_lens]).tolist(), strict=False)):
+        tables[row + 1, :length] = slots[start : start + length]
+    window = [(row, t) for row, new in enumerate(num_new) for t in range(seq_lens[row] - new, seq_lens[row])]
+    is_decode = set(num_new) == {1}
+    return ForwardInput(
+        input_ids=torch.randint(0, 64, (len(window),), generator=generator),
+        positions=torch.tensor([t for _, t in window]),
+        out_cache_loc=torch.stack([tables[row + 1, t] for row, t in window]),
+        req_to_token=tables,
+        req_pool_indices=torch.arange(1, len(num_new) + 1),
+        seq_lens=torch.tensor(seq_lens),
+        prefix_lens=None if is_decode else tuple(prefix_lens),
+        extend_lens=None if is_decode else tuple(num_new),
+        max_seq_len=max(seq_lens),
+        kv=kv,
+        logits_rows=torch.tensor(num_new).cumsum(0) - 1,
+    )
+
+
+def _captured(head: PagedHead, num_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randn((num_tokens, head.capture.num_states * 64), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "num_new"),
+    [([6], [5]), ([0, 9, 3], [3, 1, 12])],
+    ids=["a step's tokens", "rows that were left behind by different lengths"],
+)
+def test_an_extend_is_the_heads(head: PagedHead, prefix_lens: list[int], num_new: list[int]) -> None:
+    batch = _batch(head, prefix_lens=prefix_lens, num_new=num_new)
+    _assert_same(head, batch, lambda batch: head.extend(batch, _captured(head, sum(num_new))))
+
+
+def test_steps_on_its_own_outputs_are_the_heads(head: PagedHead) -> None:
+    """A chain of three behind an extend."""
+
+    def chain(batch: ForwardInput) -> DraftOutput:
+        output = head.extend(batch, _captured(head, 3))
+        for length in (8, 9, 10):
+            output = head.step(
+                replace(
+                    batch,
+                    input_ids=torch.tensor([length]),
+                    positions=torch.tensor([length]),
+                    out_cache_loc=torch.tensor([60 - length]),
+                    req_to_token=batch.req_to_token.index_fill(1, torch.tensor([length]), 60 - length),
+                    seq_lens=torch.tensor([length + 1]),
+                    prefix_lens=None,
+                    extend_lens=None,
+                    max_seq_len=length + 1,
+                    logits_rows=None,
+                ),
+                output.hidden,
+            )
+        return output
+
+    _assert_same(head, _batch(head, prefix_lens=[5], num_new=[3]), chain)
+
+
+def test_a_tree_attends_as_its_mask_says(head: PagedHead) -> None:
+    batch = _batch(head, prefix_lens=[5, 2], num_new=[3, 3])
+    mask = torch.eye(3, dtype=torch.bool).repeat(2, 1)
+    beams = replace(batch, positions=torch.tensor([5, 5, 5, 2, 2, 2]), tree_mask=mask, logits_rows=None)
+    hidden = torch.randn((6, head.hidden_size), generator=torch.Generator().manual_seed(3))
+    _assert_same(head, beams, lambda batch: head.step(batch, hidden))
+
+
+def test_no_logits_are_wanted_where_nothing_is_drafted(head: PagedHead) -> None:
+    batch = _batch(head, prefix_lens=[6], num_new=[5])
+    output = head.extend(replace(batch, logits_rows=torch.zeros(0, dtype=torch.int64)), _captured(head, 5))
+    assert output.logits.shape[0] == output.hidden.shape[0] == 0
+
+
+def test_what_the_target_captured_is_left_as_it_is(head: PagedHead) -> None:
+    captured = _captured(head, 5)
+    before = captured.clone()
+    head.extend(_batch(head, prefix_lens=[6], num_new=[5]), captured)
+    assert torch.equal(captured, before)
+
+
+def test_a_program_that_computes_something_else_is_not_used(new: New) -> None:
+    target, head = new("midlayer")
+    assert head.programs is not None
+    head.programs.step.program.numbers[:] *= 1.5
+    with pytest.raises(StartupError, match="differ from the draft head's"):
+        fuse(target, head, num_threads=2)
+    assert head._program is None and target._program is None
+
+
+def test_heads_that_are_not_written_down_run_by_operators(
+    target: TargetModel, target_dir: Path, tmp_path: Path
+) -> None:
+    directories = [
+        save_eagle3_head(tmp_path / "fc-norm", target_dir=target_dir, fc_norm=True),
+        save_eagle3_head(tmp_path / "no-head", target_dir=target_dir, draft_vocab_size=None, own_lm_head=False),
+        save_eagle1_head(tmp_path / "eagle-1", target_dir=target_dir),
+    ]
+    for directory in directories:
+        assert load_draft(directory, target=target, device="cpu", dtype="float32", fuses=True).programs is None
+
+
+def test_nothing_is_written_down_where_it_is_switched_off(
+    target: TargetModel, target_dir: Path, tmp_path: Path
+) -> None:
+    directory = save_eagle3_head(tmp_path / "head", target_dir=target_dir)
+    assert load_draft(directory, target=target, device="cpu", dtype="float32").programs is None
+
+
+def _assert_same(head: PagedHead, batch: ForwardInput, compute: Callable[[ForwardInput], DraftOutput]) -> None:
+    program = head._program
+    assert program is not None and program.takes(batch)
+    mine = replace(batch, kv=batch.kv.clone())
+    seen = compute(mine)
+    head._program = None
+    try:
+        expected = compute(batch)
+    finally:
+        head.run_program(program)
+    torch.testing.assert_close(seen.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.kv, batch.kv, rtol=1e-4, atol=1e-4)
