@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import platformdirs
-
 from common.errors import StartupError
 
 _POLL_INTERVAL_S = 0.2
@@ -34,6 +32,8 @@ def silent(stage: str, num_done: int, num_total: int) -> None:
 
 
 def default_cache_dir() -> Path:
+    import platformdirs  # what else is here is used where it is not installed: on a GPU's machine
+
     return Path(platformdirs.user_cache_dir("baton"))
 
 

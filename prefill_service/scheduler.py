@@ -133,6 +133,7 @@ class PrefillEngine:
             sampling_state=self._sampling_state,
             stream=self._forward_stream,
         )
+        self._worker.compile_kernels(_STEP_TIMEOUT_S)
         self._sender = KvSender(
             device=device,
             pool=self.pool,
