@@ -58,8 +58,8 @@ def record_forwards(
                 try:
                     stream.record(scope).synchronize(timeout_s)
                 except PieceFailed as error:
-                    message = f"cuda_graphs: the model's forwards cannot be recorded ({error}); with it off they run as they are"
-                    raise StartupError(message) from error
+                    message = f"the model's forwards cannot be recorded, and run as they are with it off: {error}"
+                    raise StartupError(f"cuda_graphs: {message}") from error
     return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
 
 

@@ -20,13 +20,14 @@ from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, segment_flow
 from common.wire.kv_ring import RingSlot
+from prefill_service.chunk_batch import Chunk
 from prefill_service.prompt import Prompt
 from prefill_service.segment_memory import SegmentMemory, SegmentPlace
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of one prompt's KV that fits one segment; its copy waits for `written`."""
+    """Part of one prompt's KV that fits one segment; its copy waits for `written`. `computed`: its forward's end."""
 
     prompt: Prompt
     lease: RowLease
@@ -36,6 +37,7 @@ class _Piece:
     token_start: int
     num_tokens: int
     written: Event
+    computed: Event
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +96,7 @@ class KvSender:
         self._max_segment_bytes = max_segment_bytes
         self._stream = device.new_stream("sending", StreamKind.COPY)
         self._queued: dict[str, deque[_Piece]] = {}
+        self._computing: deque[Event] = deque()  # the ends of forwards with pieces, of which the first is not done
         self._copying: deque[_Copy] = deque()
         self._num_pieces: dict[Prompt, int] = {}
         self._unsent: dict[str, int] = {}
@@ -117,35 +120,44 @@ class KvSender:
 
     def queue(
         self,
-        prompt: Prompt,
-        start: int,
-        stop: int,
+        chunks: Sequence[Chunk],
         computed: Event,
         *,
         layers_written: Mapping[str, Sequence[tuple[range, Event]]],
     ) -> None:
-        """Send tokens [start, stop) of a prompt, each layer group once `computed`, the end of the forward, is done.
+        """Send a forward's KV, each layer group once `computed`, its end, is done; groups are in the order in which it
+        writes them.
 
-        Of the groups in `layers_written` each range of layers is sent once its own event is done.
+        Of the groups in `layers_written` each range of layers is sent once its own event is done: of all chunks before
+        the next, or one chunk's last layers would keep the next one's first ones.
         """
+        self._computing.append(computed)
+        for name, group in self._pool.groups.items():
+            for layers, written in layers_written.get(name) or [(range(group.num_layers), computed)]:
+                for chunk in chunks:
+                    self._queue_part(chunk, group, layers, written=written, computed=computed)
+
+    def _queue_part(
+        self, chunk: Chunk, group: LayerGroupSpec, layers: range, *, written: Event, computed: Event
+    ) -> None:
+        prompt = chunk.prompt
         assert prompt.lease is not None
         pieces = self._queued.setdefault(prompt.call_id, deque())
         max_segment_bytes = max(self._max_segment_bytes, self._memory.max_segment_bytes(prompt.call_id))
-        for name, group in self._pool.groups.items():
-            for layers, event in layers_written.get(name) or [(range(group.num_layers), computed)]:
-                whole = _Piece(
-                    prompt=prompt,
-                    lease=prompt.lease,
-                    group=group,
-                    layer_start=layers.start,
-                    num_layers=len(layers),
-                    token_start=start,
-                    num_tokens=stop - start,
-                    written=event,
-                )
-                parts = whole.split(max_segment_bytes)
-                pieces += parts
-                self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
+        whole = _Piece(
+            prompt=prompt,
+            lease=prompt.lease,
+            group=group,
+            layer_start=layers.start,
+            num_layers=len(layers),
+            token_start=chunk.start,
+            num_tokens=chunk.num_tokens,
+            written=written,
+            computed=computed,
+        )
+        parts = whole.split(max_segment_bytes)
+        pieces += parts
+        self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
 
     def owes(self, call_id: str) -> bool:
         """Whether the call's transport holds bytes that it has not returned."""
@@ -183,14 +195,20 @@ class KvSender:
         self._memory.end_call(call_id)
 
     def start_copies(self) -> None:
-        """Start as many copies as the budget allows, the calls taking turns."""
+        """Start as many copies as the budget allows, the calls taking turns.
+
+        One stream copies, in order. So what a later forward is to write is not started yet: what is there already, or
+        will be sooner, would wait behind it.
+        """
+        while self._computing and self._computing[0].is_done():
+            self._computing.popleft()
         progressing = True
         while progressing:
             progressing = False
             for call_id, pieces in list(self._queued.items()):
                 if not pieces:
                     del self._queued[call_id]
-                elif self._may_copy(call_id, pieces[0].num_bytes):
+                elif self._comes_next(pieces[0]) and self._may_copy(call_id, pieces[0].num_bytes):
                     progressing = self._start_copy(pieces) or progressing
 
     def poll(self) -> list[SentPiece]:
@@ -220,6 +238,9 @@ class KvSender:
 
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
+
+    def _comes_next(self, piece: _Piece) -> bool:
+        return piece.written.is_done() or (bool(self._computing) and piece.computed is self._computing[0])
 
     def _may_copy(self, call_id: str, num_bytes: int) -> bool:
         unsent, mine = self.unsent_bytes, self._unsent.get(call_id, 0)

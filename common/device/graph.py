@@ -17,8 +17,8 @@ class Graph(Protocol):
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
         """Record `work`, and return its outputs: memory that every replay writes anew.
 
-        Those of graphs recorded before are kept from it; but what this memory was to them when they were recorded, it
-        is again when they are replayed. So outputs are good until their own graph or one recorded before it is replayed.
+        No later graph is given it. But one recorded before may have computed in it, and does so again when it is
+        replayed. So outputs are good until their own graph, or one recorded before it, is replayed.
         """
 
     def replay(self) -> None:

@@ -76,7 +76,7 @@ class AttentionBackend(Protocol):
         """Whether a forward costs what its rows' lengths ask for, however far above them `max_seq_len` is."""
 
     def kernel_shapes(self) -> Sequence[KernelShape]:
-        """Forwards that between them use every kernel that unmasked rows need. Empty where nothing is compiled for them."""
+        """Forwards that between them use every kernel that rows without masks need; none where nothing is compiled."""
 
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...
 

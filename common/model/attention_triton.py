@@ -3,9 +3,9 @@
 Few new tokens a row (decode, verify, drafts): a row's tokens are cut into parts that are attended side by side and
 then combined, so that a long row keeps the whole device busy. Many new tokens (prefill): the queries alone are enough.
 
-How a row is cut depends on its own length, how many queries a program takes on the forward's most new tokens of a row.
-So where all rows have one new token, as in decode, a row's numbers are the same in any company; those of prompts are not:
-beside others its sums may be taken in another order.
+How a row is cut depends on its own length; whether it is, and how many queries a program takes, on the most new tokens
+that a row of the forward has. So in a decode forward, one new token each, a row's numbers are the same in any company;
+with more they are where all rows have as many, and a prompt's are not: its sums may be taken in another order.
 
 A plan launches the same kernels on the same grids whatever the rows' lengths, up to `max_seq_len`, so a forward can be
 recorded and replayed; nothing in it waits for the device.

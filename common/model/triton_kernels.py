@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 
-
 def _jit(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
     """A kernel that is compiled once for all values of the integers `any_value`: otherwise 1 and multiples of 16 each
     get one of their own, compiled when a forward first has them.

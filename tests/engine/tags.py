@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
+from common.model.attention_torch import TorchAttention
 from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
@@ -122,6 +123,7 @@ class TagModel:
     hidden_size = 3
     dtype = torch.float32
     torch_device = torch.device("cpu")
+    attention = TorchAttention()
 
     def __init__(self) -> None:
         self.forwards: list[SeenForward] = []
