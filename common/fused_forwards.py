@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -12,49 +14,70 @@ import torch
 
 from common.errors import StartupError
 from common.model.target import TargetModel
-from common.model_cache import default_cache_dir, make_once, run_python, silent
+from common.model_cache import default_cache_dir, make_once, run_python
+from common.openmp import set_own_num_threads
 
 MAX_FUSED_TOKENS = 512
 """Of a forward: past it the kernels that are made for many tokens are as fast."""
 
 _CLOSE_TIMEOUT_S = 5.0
+_COMPILE_TIMEOUT_S = 900.0  # it takes some 20 s of a core that it has for itself, at the lowest priority
 
 _log = structlog.get_logger(__name__)
 
 
-def start_fusing(model: TargetModel, *, num_threads: int) -> threading.Thread | None:
+class Fusing:
+    """The thread beside serving. It is to be stopped before the process ends: the interpreter's end breaks the operator
+    that a thread is in, and with it the process.
+    """
+
+    def __init__(self, model: TargetModel, *, num_threads: int) -> None:
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=_fuse_logged, args=(model, num_threads, self._check), name="fusing", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End it, where it has not come to its end: between two forwards, or with its compiler. False when it did not
+        end within `timeout_s`.
+        """
+        self._stopping.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _check(self) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    """The service ends."""
+
+
+def start_fusing(model: TargetModel, *, num_threads: int) -> Fusing | None:
     """Let `model` run its forwards by one kernel, on `num_threads` threads, as soon as that is compiled and seen to
     agree. None where it has no program. What goes wrong is logged, and the model goes on as it was.
     """
     if model.decoder is None:
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
         return None
-    thread = threading.Thread(target=_fuse_logged, args=(model, num_threads), name="fusing", daemon=True)
-    thread.start()
-    return thread
+    return Fusing(model, num_threads=num_threads)
 
 
-def fuse(model: TargetModel, *, num_threads: int) -> float:
-    """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError."""
-    from common.model.fused.start import difference, kernels_key, load_kernels, new_forward, tolerance
+def fuse(model: TargetModel, *, num_threads: int, on_wait: Callable[[], None] = lambda: None) -> float:
+    """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError.
+
+    `on_wait` is called between its parts and while others work for it, and may raise.
+    """
+    from common.model.fused.start import difference, new_forward, tolerance
 
     assert model.decoder is not None
     dtype = model.dtype
-    name = str(dtype).removeprefix("torch.")
-    directory = default_cache_dir() / "kernels" / f"{kernels_key()}-{name}"
-
-    def compile_kernels(scratch: Path, out: Path) -> None:
-        _log.info("compiling_kernels", dtype=name)
-        error = run_python(["-m", "common.model.fused.compile", name, str(out), str(os.getpid())])
-        if error is not None:
-            raise StartupError(f"kernels could not be compiled: {error}")
-        if next(out.rglob("*.nbc"), None) is None:
-            raise StartupError("compiled kernels were not kept")
-
-    load_kernels(make_once(directory, compile_kernels, silent), dtype)
+    _load_kernels(dtype, on_wait)
     forward = new_forward(model.decoder, model.capture, num_threads=num_threads, max_tokens=MAX_FUSED_TOKENS)
     try:
-        apart = difference(model, forward)
+        apart = difference(model, forward, on_wait=on_wait)
         if not apart <= tolerance(dtype):
             raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
     except BaseException:
@@ -64,13 +87,52 @@ def fuse(model: TargetModel, *, num_threads: int) -> float:
     return apart
 
 
-def _fuse_logged(model: TargetModel, num_threads: int) -> None:
-    begin_s = time.monotonic()
-    torch.set_num_threads(1)  # of this thread: it only compares a few tokens
+def _load_kernels(dtype: torch.dtype, on_wait: Callable[[], None]) -> None:
+    """From the user's cache, once they are there; what is damaged there is made anew. Raises StartupError."""
+    from common.model.fused.start import kernels_key, load_kernels
+
+    name = str(dtype).removeprefix("torch.")
+    directory = default_cache_dir() / "kernels" / f"{kernels_key()}-{name}"
+    give_up_s = time.monotonic() + _COMPILE_TIMEOUT_S
+
+    def check() -> None:
+        on_wait()
+        if time.monotonic() > give_up_s:
+            raise StartupError(f"kernels were not compiled within {_COMPILE_TIMEOUT_S:g} s")
+
+    def compile_kernels(scratch: Path, out: Path) -> None:
+        _log.info("compiling_kernels", dtype=name)
+        arguments = ["-m", "common.model.fused.compile", name, str(out), str(os.getpid())]
+        error = run_python(arguments, on_wait=check)
+        if error is not None:
+            raise StartupError(f"kernels could not be compiled: {error}")
+        if next(out.rglob("*.nbc"), None) is None:
+            raise StartupError("compiled kernels were not kept")
+
+    def load() -> bool:
+        return load_kernels(make_once(directory, compile_kernels, lambda stage, num_done, num_total: check()), dtype)
+
     try:
-        apart = fuse(model, num_threads=num_threads)
+        is_from_cache = load()
+    except (StartupError, _Stopped):
+        raise
+    except Exception as error:  # whatever its reader says
+        _log.warning("kernels_damaged", error=repr(error))
+        shutil.rmtree(directory, ignore_errors=True)
+        is_from_cache = load()
+    if not is_from_cache:
+        _log.warning("kernels_compiled_beside_serving", directory=str(directory))
+
+
+def _fuse_logged(model: TargetModel, num_threads: int, on_wait: Callable[[], None]) -> None:
+    begin_s = time.monotonic()
+    set_own_num_threads(1)  # it only compares a few tokens
+    try:
+        apart = fuse(model, num_threads=num_threads, on_wait=on_wait)
+    except _Stopped:
+        return
     except Exception as error:
-        _log.warning("fused_forward_failed", error=str(error))
+        _log.warning("fused_forward_failed", error=str(error), exc_info=not isinstance(error, StartupError))
         model.decoder = None  # and its weights
         return
     _log.info("fused_forward_ready", seconds=round(time.monotonic() - begin_s, 1), difference=round(apart, 5))

@@ -17,7 +17,7 @@ from common.draft.head import DraftHead
 from common.draft.load import load_draft
 from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
-from common.fused_forwards import start_fusing
+from common.fused_forwards import Fusing, start_fusing
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.model_digest import LoadedDraft, compute_fingerprint
@@ -26,6 +26,8 @@ from common.openmp import num_compute_threads
 from common.telemetry.timeline import Timeline
 from common.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
+
+_STOP_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
 
@@ -42,6 +44,12 @@ class Runtime:
     fingerprint: Fingerprint
     architecture: str
     max_context_tokens: int
+    fusing: Fusing | None = None
+
+    def close(self) -> None:
+        """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
+        if self.fusing is not None and not self.fusing.stop(_STOP_TIMEOUT_S):
+            _log.warning("fusing_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
 
 
 def open_runtime(settings: ServiceSettings) -> Runtime:
@@ -66,17 +74,20 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
     draft = _load_draft(settings, model) if settings.draft else None
-    if settings.fuses and model.torch_device.type == "cpu":
-        start_fusing(model, num_threads=num_threads)
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
+    fingerprint, architecture = compute_fingerprint(directory, model, draft=draft), _architecture(directory)
+    fusing = None
+    if settings.fuses and model.torch_device.type == "cpu":  # last: what fails to start leaves no thread
+        fusing = start_fusing(model, num_threads=num_threads)
     return Runtime(
         model=model,
         draft=draft.head if draft else None,
         device=device,
         timeline=timeline,
         tokenizer=tokenizer,
-        fingerprint=compute_fingerprint(directory, model, draft=draft),
-        architecture=_architecture(directory),
+        fingerprint=fingerprint,
+        architecture=architecture,
+        fusing=fusing,
         max_context_tokens=min(bound for bound in bounds if bound is not None),
     )
 

@@ -150,8 +150,20 @@ class TargetModel:
         compute = self._program.prepare(batch)
         return lambda: TargetOutput(*compute())
 
+    def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:
+        """What the model's own layers compute, whatever program runs, on any thread and beside forwards: it is none of
+        them, so `num_layers_begun` does not grow.
+        """
+        return self._forward_by_operators(batch, None, on_layer=lambda: None)
+
     @torch.inference_mode()
-    def _forward_by_operators(self, batch: ForwardInput, on_layer_kv: Callable[[int], None] | None) -> TargetOutput:
+    def _forward_by_operators(
+        self,
+        batch: ForwardInput,
+        on_layer_kv: Callable[[int], None] | None,
+        *,
+        on_layer: Callable[[], None] | None = None,
+    ) -> TargetOutput:
         every_token: int | Tensor = 0
         states: dict[int, Tensor] = {}
         output: Any = self._model(
@@ -159,7 +171,7 @@ class TargetModel:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=_ToldPlan(self.attention.plan(batch), self._count_layer, on_layer_kv),
+            attention_plan=_ToldPlan(self.attention.plan(batch), on_layer or self._count_layer, on_layer_kv),
             **({} if self._capture is None else {"captured_states": states}),
         )
         return TargetOutput(output.logits[0].float(), self._ordered(states))

@@ -139,8 +139,9 @@ def make_prefill(tiny_target: Callable[[str], TargetModel]) -> Iterator[MakePref
         journal: list[str] = []
         target = WatchedTarget(tiny_target("llama"), journal)
         device = ScriptedDevice()
+        model = cast(TargetModel, TagTarget(journal)) if has_head else target
         engine = PrefillEngine(
-            model=cast(TargetModel, TagTarget(journal)) if has_head else target,
+            model=model,
             draft=TagHead() if has_head else None,
             device=device,
             max_rows=4,
@@ -148,7 +149,7 @@ def make_prefill(tiny_target: Callable[[str], TargetModel]) -> Iterator[MakePref
             max_context_tokens=64,
             chunk_tokens=chunk_tokens,
             max_batch_tokens=max(chunk_tokens, 2 * CHUNK_TOKENS),
-            max_segment_bytes=target.layer_group.layer_token_bytes * CHUNK_TOKENS,
+            max_segment_bytes=model.layer_group.layer_token_bytes * CHUNK_TOKENS,
             early_sending=early_sending,
             debug_checks=True,
         )

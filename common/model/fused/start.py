@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 """Of the whole difference, relative to the logits: sums are taken in another order, and rounded."""
 
+_CLOSE_TIMEOUT_S = 5.0
+
 
 def kernels_key() -> str:
     """Names what compiled kernels depend on: their source and where it is, the compiler, the interpreter, the CPU."""
@@ -40,14 +43,19 @@ def kernels_key() -> str:
     return digest.hexdigest()[:20]
 
 
-def load_kernels(directory: Path, dtype: torch.dtype) -> None:
-    """Compile them, or load what `directory` holds of them. The directory is the process's from then on."""
+def load_kernels(directory: Path, dtype: torch.dtype) -> bool:
+    """Load what `directory` holds of them, or compile them. The directory is the process's from then on.
+
+    False when they had to be compiled. What is damaged there raises whatever its reader does.
+    """
     numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
     from common.model.fused.program import take_part  # numba looks for its directory when it is imported
 
     array, word = numba.types.Array, numba.types.int64
     words, like = array(word, 1, "C"), array(numba.from_dtype(np.dtype(_BITS[dtype])), 1, "C")
-    take_part.compile((word, word, words, word, word, word, like))  # type: ignore[attr-defined]
+    signature = (word, word, words, word, word, word, like)
+    take_part.compile(signature)  # type: ignore[attr-defined]
+    return signature not in take_part.stats.cache_misses  # type: ignore[attr-defined]
 
 
 def new_forward(
@@ -68,12 +76,16 @@ def new_forward(
         num_call_words=NUM_CALL_WORDS,
         take_part=lambda *arguments: take_part(*arguments, like),
     )
-    return FusedForward(decoder, team, max_tokens=max_tokens)
+    try:
+        return FusedForward(decoder, team, max_tokens=max_tokens)
+    except BaseException:
+        team.close(_CLOSE_TIMEOUT_S)
+        raise
 
 
-def difference(model: TargetModel, forward: ForwardProgram) -> float:
+def difference(model: TargetModel, forward: ForwardProgram, *, on_wait: Callable[[], None] = lambda: None) -> float:
     """Of `forward`'s logits and states from those of `model`, which does not run it yet: the largest of a few forwards,
-    each relative to the model's.
+    each relative to the model's. `on_wait` is called between them, and may raise.
     """
     generator = torch.Generator().manual_seed(0)
     group = model.layer_group
@@ -95,7 +107,9 @@ def difference(model: TargetModel, forward: ForwardProgram) -> float:
             kv=kv.clone(),
             logits_rows=None,
         )
-        expected = model.forward(replace(batch, kv=kv))
+        on_wait()
+        expected = model.forward_to_compare(replace(batch, kv=kv))
+        on_wait()
         logits, states = forward.forward(batch)
         largest = max(largest, _relative(logits, expected.logits), _relative(batch.kv, kv))
         if expected.hidden is not None:
