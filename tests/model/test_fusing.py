@@ -87,6 +87,18 @@ def test_what_computes_something_else_is_closed_and_never_used(model: TargetMode
     assert not model.runs_program and kernels.forward.is_closed and model.decoder is None
 
 
+def test_a_defect_is_logged_with_where_it_is(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
+    with capture_logs() as logs:
+        fusing = start_fusing(model, num_threads=1)
+        assert fusing is not None and fusing.stop(BOUND_S)
+    if not any(line["event"] == "fused_forward_failed" for line in logs):
+        pytest.fail(f"not logged: {logs}")
+    assert logs[-1]["exc_info"] is True
+
+
 def test_damaged_kernels_are_compiled_again(model: TargetModel, kernels: Kernels, tmp_path: Path) -> None:
     fuse_beside(model)
     (kept,) = tmp_path.rglob("kernel.nbc")
