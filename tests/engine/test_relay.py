@@ -18,6 +18,7 @@ from tests.engine.mutants import bootstrap, relay, rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
 from tests.engine.tags import VOCAB_SIZE
+from tests.support.host_scalars import RefuseHostScalars
 
 ROOT = Path(__file__).parents[2]
 

@@ -50,7 +50,7 @@ def test_the_one_that_cc_names_is_taken_wherever_it_is(
 
 def test_another_one_does_not(programs: Path) -> None:
     install(programs / "cc")  # Triton does not look for it
-    with pytest.raises(StartupError, match="^attention: .*neither gcc nor clang"):
+    with pytest.raises(StartupError, match=r"^attention: .*neither gcc nor clang"):
         choose()
     assert isinstance(choose("torch"), TorchAttention)
 
@@ -58,5 +58,5 @@ def test_another_one_does_not(programs: Path) -> None:
 def test_a_cc_that_is_not_there_is_named(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(programs / "gcc")
     monkeypatch.setenv("CC", "nonesuch")
-    with pytest.raises(StartupError, match="^attention: .*CC names nonesuch"):
+    with pytest.raises(StartupError, match=r"^attention: .*CC names nonesuch"):
         choose()

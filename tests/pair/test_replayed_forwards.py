@@ -76,7 +76,7 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
 
     monkeypatch.setattr(CalledGraph, "record", record)
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32")
-    with pytest.raises(StartupError, match="^cuda_graphs: .*stream is capturing"):
+    with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
         InProcessPair(target, new_device=RecordingCpuDevice)
 
 

@@ -227,7 +227,7 @@ def test_seeding_a_row_puts_no_number_of_the_hosts_into_a_table() -> None:
         temperature=0.7, repetition_penalty=1.3, logit_bias=((3, 9.0),), min_tokens=3, eos_token_ids=(4, 5)
     )
     with RefuseHostScalars():
-        state.reset([RowSeed(1, everything, 0, (7, 8, 7, 9), 3)])
+        state.reset([RowSeed(row, everything, 0, (7, 8, 7, 9), 3) for row in (1, 2)])
     assert state.in_prompt[1].nonzero().flatten().tolist() == [7, 8]
 
 
