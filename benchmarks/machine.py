@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from common.demo_model import ensure_demo_model
-
 
 def describe_machine() -> str:
     """Processor and cores, without the machine's name."""
@@ -25,4 +23,6 @@ def describe_machine() -> str:
 
 
 def demo_model_dir() -> Path:
+    from common.demo_model import ensure_demo_model  # where only a GPU is measured, what it needs is not installed
+
     return ensure_demo_model(lambda stage, num_done, num_total: None)

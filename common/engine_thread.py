@@ -13,9 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-import torch
-
 from common.load import EngineLoad
+from common.openmp import set_own_num_threads
 from common.telemetry.timeline import ENGINE, Timeline
 
 CommandT = TypeVar("CommandT")
@@ -113,10 +112,8 @@ class EngineThread(EnginePort[CommandT]):
         return not self._thread.is_alive()
 
     def _run(self, engine: Engine[CommandT, EventT], deliver: Callable[[Sequence[EventT]], None]) -> None:
-        # Its own tensors are small: a thread pool beside the forward's would only take cores from that. Asking first
-        # keeps torch's lazy start on this thread from setting the number again.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
+        # Its own tensors are small: a thread pool beside the forward's would only take cores from that.
+        set_own_num_threads(1)
         try:
             while not self._stopping.is_set():
                 commands = self._drain(engine.idle_timeout_s())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -16,16 +17,44 @@ from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
-from common.model_cache import default_cache_dir, make_once, run_python, silent
+from common.model_cache import default_cache_dir, make_once, run_python
+from common.openmp import set_own_num_threads
 
 _CLOSE_TIMEOUT_S = 5.0
+_COMPILE_TIMEOUT_S = 900.0  # it takes some 20 s of a core that it has for itself, at the lowest priority
 
 _log = structlog.get_logger(__name__)
 
 
-def start_fusing(
-    model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int
-) -> threading.Thread | None:
+class Fusing:
+    """The thread beside serving. It is to be stopped before the process ends: the interpreter's end breaks the operator
+    that a thread is in, and with it the process.
+    """
+
+    def __init__(self, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
+        self._stopping = threading.Event()
+        arguments = (model, draft, num_threads, max_tokens, self._check)
+        self._thread = threading.Thread(target=_fuse_logged, args=arguments, name="fusing", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End it, where it has not come to its end: between two forwards, or with its compiler. False when it did not
+        end within `timeout_s`.
+        """
+        self._stopping.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _check(self) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    """The service ends."""
+
+
+def start_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> Fusing | None:
     """Let `model`, and `draft` with it, run their forwards of up to `max_tokens` tokens by one kernel, on `num_threads`
     threads, as soon as that is compiled and seen to agree. None where the model has no program. What goes wrong is
     logged, and both go on as they were.
@@ -33,38 +62,32 @@ def start_fusing(
     if model.decoder is None:
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
         return None
-    arguments = (model, draft, num_threads, max_tokens)
-    thread = threading.Thread(target=_fuse_logged, args=arguments, name="fusing", daemon=True)
-    thread.start()
-    return thread
+    return Fusing(model, draft, num_threads=num_threads, max_tokens=max_tokens)
 
 
-def fuse(model: TargetModel, draft: PagedHead | None = None, *, num_threads: int, max_tokens: int) -> float:
+def fuse(
+    model: TargetModel,
+    draft: PagedHead | None = None,
+    *,
+    num_threads: int,
+    max_tokens: int,
+    on_wait: Callable[[], None] = lambda: None,
+) -> float:
     """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError.
 
-    A head without programs goes on as it was.
+    A head without programs goes on as it was. `on_wait` is called between its parts and while others work for it, and
+    may raise.
     """
-    from common.model.fused.start import difference, kernels_key, load_kernels, new_forwards, tolerance, with_capture
+    from common.model.fused.start import difference, new_forwards, tolerance, with_capture
 
     assert model.decoder is not None
     dtype = model.dtype
-    name = str(dtype).removeprefix("torch.")
-    directory = default_cache_dir() / "kernels" / f"{kernels_key()}-{name}"
-
-    def compile_kernels(scratch: Path, out: Path) -> None:
-        _log.info("compiling_kernels", dtype=name)
-        error = run_python(["-m", "common.model.fused.compile", name, str(out), str(os.getpid())])
-        if error is not None:
-            raise StartupError(f"kernels could not be compiled: {error}")
-        if next(out.rglob("*.nbc"), None) is None:
-            raise StartupError("compiled kernels were not kept")
-
-    load_kernels(make_once(directory, compile_kernels, silent), dtype)
+    _load_kernels(dtype, on_wait)
     programs = draft.programs if draft is not None else None
     decoders = [with_capture(model.decoder, model.capture), *((programs.extend, programs.step) if programs else ())]
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
-        apart = difference(model, forward)
+        apart = difference(model, forward, on_wait=on_wait)
         if not apart <= tolerance(dtype):
             raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
         head = _compared_head(draft, of_head, model) if draft is not None and of_head else None
@@ -90,13 +113,54 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
     return head
 
 
-def _fuse_logged(model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int) -> None:
-    begin_s = time.monotonic()
-    torch.set_num_threads(1)  # of this thread: it only compares a few tokens
+def _load_kernels(dtype: torch.dtype, on_wait: Callable[[], None]) -> None:
+    """From the user's cache, once they are there; what is damaged there is made anew. Raises StartupError."""
+    from common.model.fused.start import kernels_key, load_kernels
+
+    name = str(dtype).removeprefix("torch.")
+    directory = default_cache_dir() / "kernels" / f"{kernels_key()}-{name}"
+    give_up_s = time.monotonic() + _COMPILE_TIMEOUT_S
+
+    def check() -> None:
+        on_wait()
+        if time.monotonic() > give_up_s:
+            raise StartupError(f"kernels were not compiled within {_COMPILE_TIMEOUT_S:g} s")
+
+    def compile_kernels(scratch: Path, out: Path) -> None:
+        _log.info("compiling_kernels", dtype=name)
+        arguments = ["-m", "common.model.fused.compile", name, str(out), str(os.getpid())]
+        error = run_python(arguments, on_wait=check)
+        if error is not None:
+            raise StartupError(f"kernels could not be compiled: {error}")
+        if next(out.rglob("*.nbc"), None) is None:
+            raise StartupError("compiled kernels were not kept")
+
+    def load() -> bool:
+        return load_kernels(make_once(directory, compile_kernels, lambda stage, num_done, num_total: check()), dtype)
+
     try:
-        apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens)
+        is_from_cache = load()
+    except (StartupError, _Stopped):
+        raise
+    except Exception as error:  # whatever its reader says
+        _log.warning("kernels_damaged", error=repr(error))
+        shutil.rmtree(directory, ignore_errors=True)
+        is_from_cache = load()
+    if not is_from_cache:
+        _log.warning("kernels_compiled_beside_serving", directory=str(directory))
+
+
+def _fuse_logged(
+    model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int, on_wait: Callable[[], None]
+) -> None:
+    begin_s = time.monotonic()
+    set_own_num_threads(1)  # it only compares a few tokens
+    try:
+        apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens, on_wait=on_wait)
+    except _Stopped:
+        return
     except Exception as error:
-        _log.warning("fused_forward_failed", error=str(error))
+        _log.warning("fused_forward_failed", error=str(error), exc_info=not isinstance(error, StartupError))
         model.decoder = None  # and its weights
         if draft is not None:
             draft.programs = None

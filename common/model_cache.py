@@ -12,12 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
-
-import platformdirs
 
 from common.errors import StartupError
 
@@ -34,6 +33,8 @@ def silent(stage: str, num_done: int, num_total: int) -> None:
 
 
 def default_cache_dir() -> Path:
+    import platformdirs  # what else is here is used where it is not installed: on a GPU's machine
+
     return Path(platformdirs.user_cache_dir("baton"))
 
 
@@ -110,9 +111,11 @@ def run_python(
 def _lock(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
     """Held by one process at a time; the system releases it when its holder dies."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(waiting, 0, 0)
-            fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress(waiting, 0, 0)  # again and again: who has waited enough raises
+                time.sleep(_POLL_INTERVAL_S)
         yield

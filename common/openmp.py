@@ -18,6 +18,18 @@ def spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
 
 
+def set_own_num_threads(num_threads: int) -> None:
+    """Give the calling thread its own number of intra-op threads, whatever other threads set before or later.
+
+    torch initialises the number lazily, per thread, from the value that any thread set last, over what this thread has
+    set by then. Asking first makes it initialise now.
+    """
+    import torch  # not before `spin_briefly`
+
+    torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+
+
 def num_compute_threads(num_wanted: int, share: float) -> int:
     """`num_wanted`, or for 0 that share of the cores which this process may use."""
     return num_wanted or max(1, int(len(os.sched_getaffinity(0)) * share))

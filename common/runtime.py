@@ -18,7 +18,7 @@ from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
-from common.fused_forwards import start_fusing
+from common.fused_forwards import Fusing, start_fusing
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.model_digest import LoadedDraft, compute_fingerprint
@@ -30,6 +30,8 @@ from common.wire.fingerprint import Fingerprint
 
 _FUSED_SHARE_OF_CORES = 1.0
 """In either service: threads that take items as they come lose little to others on their cores."""
+
+_STOP_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
 
@@ -46,6 +48,12 @@ class Runtime:
     fingerprint: Fingerprint
     architecture: str
     max_context_tokens: int
+    fusing: Fusing | None = None
+
+    def close(self) -> None:
+        """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
+        if self.fusing is not None and not self.fusing.stop(_STOP_TIMEOUT_S):
+            _log.warning("fusing_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
 
 
 def open_runtime(settings: ServiceSettings) -> Runtime:
@@ -70,22 +78,25 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
     head, draft = _load_draft(settings, model) if settings.draft else (None, None)
-    if settings.fused_forward and model.torch_device.type == "cpu":
-        start_fusing(
+    bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
+    fingerprint, architecture = compute_fingerprint(directory, model, draft=draft), _architecture(directory)
+    fusing = None
+    if settings.fused_forward and model.torch_device.type == "cpu":  # last: what fails to start leaves no thread
+        fusing = start_fusing(
             model,
             head,
             num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),
             max_tokens=settings.max_fused_tokens,
         )
-    bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     return Runtime(
         model=model,
         draft=head,
         device=device,
         timeline=timeline,
         tokenizer=tokenizer,
-        fingerprint=compute_fingerprint(directory, model, draft=draft),
-        architecture=_architecture(directory),
+        fingerprint=fingerprint,
+        architecture=architecture,
+        fusing=fusing,
         max_context_tokens=min(bound for bound in bounds if bound is not None),
     )
 

@@ -70,6 +70,7 @@ def run_service(
                 serve = import_serve()
             runtime, registry = open_runtime(settings), CollectorRegistry()
             with (
+                contextlib.closing(runtime),
                 MetricsServer(settings.metrics_listen, registry),
                 process_tracer(settings, service=program, instance_id=instance_id) as tracer,
             ):

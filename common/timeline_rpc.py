@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
-from common.errors import BatonError, InvalidRequest, RequestCancelled
+from common.errors import BatonError, InvalidRequest, RecordingInProgress, RequestCancelled
 from common.rpc_errors import abort_with
 from common.telemetry.timeline import EventKind, RecordedTrack, Recording, Timeline, TimelineEvent
 
@@ -21,6 +21,7 @@ DEFAULT_DURATION_S = 5.0
 MAX_EVENTS = 1 << 18
 DEFAULT_MAX_EVENTS = 1 << 16
 WRITE_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 60.0
 _EVENTS_PER_MESSAGE = 2048
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KINDS = {
@@ -35,24 +36,42 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
     """Event loop only; what was recorded becomes messages on a thread, after the recording.
 
-    A caller that takes nothing for `write_timeout_s` is gone.
+    A caller that takes nothing for `write_timeout_s`, or takes longer than `answer_timeout_s` for all of it, is gone.
+    Until then nobody else records: what was recorded is kept once.
     """
 
     def __init__(
-        self, *, timeline: Timeline, service: str, instance_id: str, write_timeout_s: float = WRITE_TIMEOUT_S
+        self,
+        *,
+        timeline: Timeline,
+        service: str,
+        instance_id: str,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
+        self._is_busy = False
         self._timeline = timeline
         self._service = service
         self._instance_id = instance_id
         self._write_timeout_s = write_timeout_s
+        self._answer_timeout_s = answer_timeout_s
 
     async def Record(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
         self, request: timeline_pb2.RecordTimelineRequest, context: Context
     ) -> None:
         try:
             duration_s, max_events = _checked(request)
-            recording = await self._record(context, duration_s, max_events)
-            await self._answer(context, recording)
+            if self._is_busy:
+                raise RecordingInProgress("the timeline is being recorded for somebody else")
+            self._is_busy = True
+            try:
+                recording = await self._record(context, duration_s, max_events)
+                async with asyncio.timeout(self._answer_timeout_s):
+                    await self._answer(context, recording)
+            except TimeoutError:
+                raise RequestCancelled(f"the caller did not take all within {self._answer_timeout_s} s") from None
+            finally:
+                self._is_busy = False
         except BatonError as error:
             await abort_with(context, error)
 

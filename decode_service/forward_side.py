@@ -41,9 +41,14 @@ class ForwardSide:
         poisons_consumed_rows: bool,
         wait_timeout_s: float,
     ) -> ForwardSide:
-        """`levels`: all ways to speculate, the deepest last; none without `draft`."""
+        """`levels`: all ways to speculate, the deepest last; none without `draft`.
+
+        Raises StartupError where the model's forwards are to be recorded and cannot be.
+        """
         max_rows = pool.rows.max_rows
         recorder = device.graphs if replays_forwards else None
+        if recorder is not None and not model.attention.follows_lengths:
+            recorder = None  # a recorded forward's bound is the table's width, and every step would pay for that
         graphs = None if recorder is None else ForwardGraphs(recorder=recorder, batch_sizes=batch_sizes(max_rows))
         stream = device.new_stream("forward")
         sampling_state = SamplingState(max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device)

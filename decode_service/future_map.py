@@ -140,7 +140,7 @@ class FutureMap:
         tokens = self.output_tokens[req_pool_indices]
         seeds = {name: buffer[req_pool_indices] for name, buffer in self.seeds.items()} if with_seeds else {}
         if self._poisons_consumed_rows and req_pool_indices.shape[0]:
-            self.output_tokens[req_pool_indices] = _POISON
+            self.output_tokens.index_fill_(0, req_pool_indices, _POISON)
         is_invalid = (tokens < 0) | (tokens >= self._vocab_size)
         return RelayedInputs(tokens.masked_fill(is_invalid, 0), seeds, is_invalid)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -200,10 +201,11 @@ class DecodeEngine:
 
     def close(self) -> None:
         """Finish the step in flight and stop the streams; requests still live get no event."""
-        self._finish(self._in_flight)
-        self._in_flight = None
-        self._landing.close(_STEP_TIMEOUT_S)
-        self._forward_stream.close(_STEP_TIMEOUT_S)
+        with ExitStack() as streams:  # also when the step does not end
+            streams.callback(self._forward_stream.close, _STEP_TIMEOUT_S)
+            streams.callback(self._landing.close, _STEP_TIMEOUT_S)
+            self._finish(self._in_flight)
+            self._in_flight = None
 
     # ---- commands -----------------------------------------------------------------------------------------------
 

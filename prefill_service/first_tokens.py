@@ -9,29 +9,45 @@ import numpy as np
 from common.draft.seed import column_to_numpy
 from common.kv.layer_group import LayerGroupSpec
 from common.model.logprobs import unpack_logprobs
+from common.model.sampling_params import TokenLogprobs
 from common.wire.handoff import PrebuiltBatch
 from prefill_service.chunk_batch import ChunkBatch
+from prefill_service.prompt import Prompt
 from prefill_service.worker import Computed
 
 
 def first_tokens(
     batch: ChunkBatch,
     computed: Computed,
+    calls: Sequence[Sequence[int]],
+    *,
+    groups: Sequence[LayerGroupSpec],
+    now_s: float,
+) -> list[PrebuiltBatch]:
+    """Of each call the prompts at these places among those sampled; `groups` are the KV's that is sent."""
+    prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
+    wanted = [prompt.row.sampling.num_logprobs for prompt in prompts]
+    logprobs = unpack_logprobs(computed.sampled, batch.sampling, wanted)
+    return [
+        _of_call([prompts[place] for place in places], places, computed, logprobs, groups=groups, now_s=now_s)
+        for places in calls
+    ]
+
+
+def _of_call(
+    prompts: Sequence[Prompt],
     places: Sequence[int],
+    computed: Computed,
+    logprobs: Sequence[TokenLogprobs | None],
     *,
     groups: Sequence[LayerGroupSpec],
     now_s: float,
 ) -> PrebuiltBatch:
-    """Of the prompts at `places` among those sampled, which are of one call; `groups` are the KV's that is sent."""
-    sampled = computed.sampled
-    all_prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
-    logprobs = unpack_logprobs(sampled, batch.sampling, [prompt.row.sampling.num_logprobs for prompt in all_prompts])
-    prompts = [all_prompts[place] for place in places]
     num_tokens = np.array([prompt.num_tokens for prompt in prompts], dtype=np.int64)
     return PrebuiltBatch(
         rows=np.array([prompt.index for prompt in prompts], dtype=np.int64),
         seq_lens=num_tokens,
-        first_token_ids=sampled.token_ids.numpy()[list(places)],
+        first_token_ids=computed.sampled.token_ids.numpy()[list(places)],
         bytes_sent={group.name: group.token_bytes * num_tokens for group in groups},
         queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
         compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,6 +133,7 @@ class PrefillEngine:
             sampling_state=self._sampling_state,
             stream=self._forward_stream,
         )
+        self._worker.compile_kernels(_STEP_TIMEOUT_S)
         self._sender = KvSender(
             device=device,
             pool=self.pool,
@@ -149,7 +150,7 @@ class PrefillEngine:
         self._outbox: list[Event] = []
         self._is_draining = False
         self._num_steps = 0
-        self._last_end_s = 0.0  # of the last forward that ended well
+        self._last_end_s = 0.0  # of the last forward
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -192,11 +193,12 @@ class PrefillEngine:
 
     def close(self) -> None:
         """Let the forwards in flight end and stop the streams; calls still open get no further frame."""
-        while self._in_flight:
-            with suppress(PieceFailed):
-                self._in_flight.popleft().end.synchronize(_STEP_TIMEOUT_S)
-        self._sender.close(_STEP_TIMEOUT_S)
-        self._forward_stream.close(_STEP_TIMEOUT_S)
+        with ExitStack() as streams:  # also when a forward does not end
+            streams.callback(self._forward_stream.close, _STEP_TIMEOUT_S)
+            streams.callback(self._sender.close, _STEP_TIMEOUT_S)
+            while self._in_flight:
+                with suppress(PieceFailed):
+                    self._in_flight.popleft().end.synchronize(_STEP_TIMEOUT_S)
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
@@ -284,19 +286,18 @@ class PrefillEngine:
         scope = Scope(f"prefill step {self._num_steps}")
         stream = self._forward_stream
         stream.wait(self._device.schedule_stream.record())
-        if self._unseeded:
-            row_seeds = [prompt.row_seed for prompt in self._unseeded]
-            stream.enqueue(partial(self._sampling_state.reset, row_seeds), scope)
-            self._unseeded.clear()
+        # Only theirs: if this fails, so do they.
+        if unseeded := [chunk.prompt for chunk in chunks if chunk.prompt in self._unseeded]:
+            stream.enqueue(partial(self._sampling_state.reset, [prompt.row_seed for prompt in unseeded]), scope)
+            for prompt in unseeded:
+                del self._unseeded[prompt]
         launched = self._worker.forward(batch, scope, layers_per_event=self._layers_per_event(chunks))
         step = _StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
-        layers_written = {self._layer_group.name: launched.layers_written}
         for chunk in chunks:
-            prompt = chunk.prompt
-            assert prompt.lease is not None
-            prompt.lease.use_until(step.end, stream)
-            prompt.num_launched_tokens = chunk.stop
-            self._sender.queue(prompt, chunk.start, chunk.stop, step.end, layers_written=layers_written)
+            assert chunk.prompt.lease is not None
+            chunk.prompt.lease.use_until(step.end, stream)
+            chunk.prompt.num_launched_tokens = chunk.stop
+        self._sender.queue(chunks, step.end, layers_written={self._layer_group.name: launched.layers_written})
         return step
 
     def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
@@ -309,11 +310,17 @@ class PrefillEngine:
         while self._in_flight and self._in_flight[0].end.is_done():
             self._finish(self._in_flight.popleft())
             self._num_steps += 1
-        if self._in_flight and self._clock() - self._in_flight[0].launched_s > _STEP_TIMEOUT_S:
+        if self._in_flight and self._clock() - self._begin_s(self._in_flight[0]) > _STEP_TIMEOUT_S:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
+
+    def _begin_s(self, step: _StepInFlight) -> float:
+        """When the oldest forward could begin: one that is launched ahead waits for the one before it."""
+        return max(step.launched_s, self._last_end_s)
 
     @recorded("finish")
     def _finish(self, step: _StepInFlight) -> None:
+        start_s = self._begin_s(step)
+        self._last_end_s = now_s = self._clock()
         if (error := step.end.error) is not None:
             if is_of_device(error):
                 raise error  # and no step can be better: the engine ends, and all its calls
@@ -322,10 +329,7 @@ class PrefillEngine:
                     self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)
                     self._end_call_if_done(chunk.prompt.call_id)
             return
-        now_s = self._clock()
-        start_s = max(step.launched_s, self._last_end_s)
         self._outbox += traced_chunks(step.batch, start_s=start_s, end_s=now_s)
-        self._last_end_s = now_s
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
 
@@ -348,10 +352,9 @@ class PrefillEngine:
             del self._computing[prompt]
             self._sending[prompt] = None
             by_call.setdefault(prompt.call_id, []).append(place)
-        for call_id, places in by_call.items():
-            groups = list(self.pool.groups.values())
-            columns = first_tokens(batch, computed, places, groups=groups, now_s=self._clock())
-            self._outbox.append(FrameReady(call_id, columns))
+        groups = list(self.pool.groups.values())
+        columns = first_tokens(batch, computed, list(by_call.values()), groups=groups, now_s=self._clock())
+        self._outbox += map(FrameReady, by_call, columns)
 
     # ---- sending ------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from common.kv.shared_pool import SharedPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, Payload, segment_flow
+from prefill_service.chunk_batch import Chunk
 from prefill_service.prompt import Prompt
 
 _MAX_LENT_BYTES = 32 << 20
@@ -31,7 +32,7 @@ _MAX_LENT_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of one prompt's KV that fits one segment; its copy waits for `written`."""
+    """Part of one prompt's KV that fits one segment; its copy waits for `written`. `computed`: its forward's end."""
 
     prompt: Prompt
     lease: RowLease
@@ -41,6 +42,7 @@ class _Piece:
     token_start: int
     num_tokens: int
     written: Event
+    computed: Event
 
     @property
     def num_bytes(self) -> int:
@@ -51,15 +53,11 @@ class _Piece:
         return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
 
     def may_take_in(self, following: _Piece) -> bool:
-        """Whether that one has been written too, and is the same tokens' next layers, few enough for one loan."""
+        """Whether that one, of the same tokens, is their next layers, and few enough for one loan."""
         return (
-            following.prompt is self.prompt
-            and following.group is self.group
-            and (following.token_start, following.num_tokens) == (self.token_start, self.num_tokens)
+            following.num_tokens == self.num_tokens
             and following.layer_start == self.layer_start + self.num_layers
             and self.num_bytes + following.num_bytes <= _MAX_LENT_BYTES
-            and following.written.is_done()
-            and following.written.error is None
         )
 
     def split(self, max_segment_bytes: int) -> list[_Piece]:
@@ -121,6 +119,7 @@ class KvSender:
         self._max_segment_bytes = max_segment_bytes
         self._stream = device.new_stream("sending", StreamKind.COPY)
         self._queued: dict[str, deque[_Piece]] = {}
+        self._computing: deque[Event] = deque()  # the ends of forwards with pieces, of which the first is not done
         self._copying: deque[_Copy] = deque()
         self._num_pieces: dict[Prompt, int] = {}
         self._unsent: dict[str, int] = {}
@@ -148,36 +147,44 @@ class KvSender:
 
     def queue(
         self,
-        prompt: Prompt,
-        start: int,
-        stop: int,
+        chunks: Sequence[Chunk],
         computed: Event,
         *,
         layers_written: Mapping[str, Sequence[tuple[range, Event]]],
     ) -> None:
-        """Send tokens [start, stop) of a prompt, each layer group once `computed`, the end of the forward, is done.
+        """Send a forward's KV, each layer group once `computed`, its end, is done; groups are in the order in which it
+        writes them.
 
-        Of the groups in `layers_written` each range of layers is sent once its own event is done.
+        Of the groups in `layers_written` each range of layers is sent once its own event is done: of all chunks before
+        the next, or one chunk's last layers would keep the next one's first ones.
         """
+        self._computing.append(computed)
+        for name, group in self._pool.groups.items():
+            for layers, written in layers_written.get(name) or [(range(group.num_layers), computed)]:
+                for chunk in chunks:
+                    self._queue_part(chunk, group, layers, written=written, computed=computed)
+
+    def _queue_part(
+        self, chunk: Chunk, group: LayerGroupSpec, layers: range, *, written: Event, computed: Event
+    ) -> None:
+        prompt = chunk.prompt
         assert prompt.lease is not None
         is_sharing = prompt.call_id in self._sharing
         pieces = self._lendable if is_sharing else self._queued.setdefault(prompt.call_id, deque())
-        max_segment_bytes = _MAX_LENT_BYTES if is_sharing else self._max_segment_bytes
-        for name, group in self._pool.groups.items():
-            for layers, event in layers_written.get(name) or [(range(group.num_layers), computed)]:
-                whole = _Piece(
-                    prompt=prompt,
-                    lease=prompt.lease,
-                    group=group,
-                    layer_start=layers.start,
-                    num_layers=len(layers),
-                    token_start=start,
-                    num_tokens=stop - start,
-                    written=event,
-                )
-                parts = whole.split(max_segment_bytes)
-                pieces += parts
-                self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
+        whole = _Piece(
+            prompt=prompt,
+            lease=prompt.lease,
+            group=group,
+            layer_start=layers.start,
+            num_layers=len(layers),
+            token_start=chunk.start,
+            num_tokens=chunk.num_tokens,
+            written=written,
+            computed=computed,
+        )
+        parts = whole.split(_MAX_LENT_BYTES if is_sharing else self._max_segment_bytes)
+        pieces += parts
+        self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
 
     def owes(self, call_id: str) -> bool:
         """Whether the call's transport holds bytes that it has not returned."""
@@ -219,14 +226,20 @@ class KvSender:
         self._sharing.discard(call_id)
 
     def start_copies(self) -> None:
-        """Start as many copies as the budget allows, the calls taking turns."""
+        """Start as many copies as the budget allows, the calls taking turns.
+
+        One stream copies, in order. So what a later forward is to write is not started yet: what is there already, or
+        will be sooner, would wait behind it.
+        """
+        while self._computing and self._computing[0].is_done():
+            self._computing.popleft()
         progressing = True
         while progressing:
             progressing = False
             for call_id, pieces in list(self._queued.items()):
                 if not pieces:
                     del self._queued[call_id]
-                elif self._may_copy(call_id, pieces[0].num_bytes):
+                elif self._comes_next(pieces[0]) and self._may_copy(call_id, pieces[0].num_bytes):
                     self._copy(pieces.popleft())
                     progressing = True
 
@@ -253,21 +266,35 @@ class KvSender:
                 yield SentPiece(piece.prompt, _segment(piece, payload=copy.payload.get().numpy()), None)
 
     def _lend(self) -> Iterator[SentPiece]:
-        while self._lendable and self._lendable[0].written.is_done():
-            piece = self._lendable.popleft()
-            if piece.prompt not in self._num_pieces or piece.written.error is not None:
-                continue
-            while self._lendable and piece.may_take_in(self._lendable[0]):
-                piece = replace(piece, num_layers=piece.num_layers + self._lendable.popleft().num_layers)
-                self._num_pieces[piece.prompt] -= 1
+        for piece in self._written():
             assert self._memory is not None
             layers = slice(piece.layer_start, piece.layer_start + piece.num_layers)
             shared = self._memory.lend(piece.group.name, layers, piece.slots, piece.lease.generation)
             self._lent[shared.ticket.number] = piece.prompt
             yield SentPiece(piece.prompt, _segment(piece, shared=shared), None)
 
+    def _written(self) -> list[_Piece]:
+        """What can be lent, the layers of the same tokens as one piece."""
+        pieces: list[_Piece] = []
+        last: dict[tuple[int, str, int], int] = {}
+        while self._lendable and self._lendable[0].written.is_done():
+            piece = self._lendable.popleft()
+            if piece.prompt not in self._num_pieces or piece.written.error is not None:
+                continue
+            place = last.setdefault((id(piece.prompt), piece.group.name, piece.token_start), len(pieces))
+            if place < len(pieces) and pieces[place].may_take_in(piece):
+                pieces[place] = replace(pieces[place], num_layers=pieces[place].num_layers + piece.num_layers)
+                self._num_pieces[piece.prompt] -= 1
+            else:
+                last[id(piece.prompt), piece.group.name, piece.token_start] = len(pieces)
+                pieces.append(piece)
+        return pieces
+
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
+
+    def _comes_next(self, piece: _Piece) -> bool:
+        return piece.written.is_done() or (bool(self._computing) and piece.computed is self._computing[0])
 
     def _may_copy(self, call_id: str, num_bytes: int) -> bool:
         unsent, mine = self.unsent_bytes, self._unsent.get(call_id, 0)

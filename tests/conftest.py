@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -25,8 +25,11 @@ MakePair = Callable[..., InProcessPair]
 
 def pytest_configure() -> None:
     """Test processes share the cores, and an example may have to wait for one."""
-    hypothesis.settings.register_profile("baton", deadline=None)
-    hypothesis.settings.load_profile("baton")
+    if find_spec("hypothesis") is not None:  # where only tests/gpu runs it is not installed
+        import hypothesis
+
+        hypothesis.settings.register_profile("baton", deadline=None)
+        hypothesis.settings.load_profile("baton")
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
 

@@ -16,13 +16,15 @@ def prepare_model(model: str, *, as_json: bool) -> None:
         return
     from common.demo_model import ensure_demo_model
     from common.errors import StartupError
+    from common.model_cache import default_cache_dir
 
+    cache_dir = default_cache_dir()  # before anything is shown: it says what is not installed
     try:
         if as_json:
-            ensure_demo_model(_json_progress)
+            ensure_demo_model(_json_progress, cache_dir=cache_dir)
         else:
             with _Bars() as bars:
-                ensure_demo_model(bars)
+                ensure_demo_model(bars, cache_dir=cache_dir)
     except StartupError as error:
         raise FailedPrecondition(str(error), reason="DEMO_MODEL") from error
 

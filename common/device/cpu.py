@@ -26,6 +26,7 @@ from common.device.stream import (
     StreamProgress,
     Work,
 )
+from common.openmp import set_own_num_threads
 from common.telemetry.timeline import Timeline, Track
 
 _ABANDON_POLL_S = 0.1
@@ -152,7 +153,7 @@ class CpuStream(Stream):
             self._abandon()
 
     def _run(self, num_threads: int) -> None:
-        _set_own_num_threads(num_threads)
+        set_own_num_threads(num_threads)
         try:
             while (operation := self._queue.get()) is not None:
                 match operation:
@@ -235,13 +236,3 @@ class CpuDevice(Device):
 
     def close(self, timeout_s: float) -> None:
         close_all([*self._streams, self._schedule_stream], timeout_s)
-
-
-def _set_own_num_threads(num_threads: int) -> None:
-    """Give the calling thread its own number of intra-op threads, whatever other threads set before or later.
-
-    torch initialises the number lazily, per thread, from the value that any thread set last, over what this thread has
-    set by then. Asking first makes it initialise now.
-    """
-    torch.get_num_threads()
-    torch.set_num_threads(num_threads)

@@ -18,7 +18,8 @@ class CudaGraph(Graph):
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
         """Waits for the device, as start-up may. Other threads may use it meanwhile, on other streams."""
         stream = torch.cuda.current_stream()
-        with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        graph = torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        with torch.inference_mode(), graph:
             return work()
 
     def replay(self) -> None:
@@ -38,4 +39,6 @@ class CudaGraphRecorder(GraphRecorder):
         return CudaGraph(self._pool)
 
     def held_bytes(self) -> int:
+        with torch.cuda.device(self._torch_device):
+            torch.cuda.empty_cache()  # what nobody uses would hide what graphs take
         return torch.cuda.memory_reserved(self._torch_device)

@@ -15,7 +15,7 @@ from common.model.forward_graphs import ForwardGraphs
 
 
 class GraphedHead(DraftHead):
-    """A DraftHead. What `forward` returns is good until the layer's next forward of as many rows and tokens of each."""
+    """A DraftHead. How long what `forward` returns is good, `ForwardGraphs.run` says."""
 
     def __init__(self, head: DraftHead, graphs: ForwardGraphs) -> None:
         self._head = head

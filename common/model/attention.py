@@ -9,6 +9,7 @@ The plan travels through the model's keyword arguments, so nothing global knows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,7 +62,22 @@ class AttentionPlan(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """A forward of one row: its new tokens, and `max_seq_len`."""
+
+    num_new: int
+    max_seq_len: int
+
+
 class AttentionBackend(Protocol):
+    @property
+    def follows_lengths(self) -> bool:
+        """Whether a forward costs what its rows' lengths ask for, however far above them `max_seq_len` is."""
+
+    def kernel_shapes(self) -> Sequence[KernelShape]:
+        """Forwards that between them use every kernel that rows without masks need; none where nothing is compiled."""
+
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...
 
 

@@ -34,8 +34,12 @@ def new_attention(
         return PagedCpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     if importlib.util.find_spec("triton") is None:
         raise StartupError("attention: kernels for CUDA need triton, which is not installed; torch needs nothing")
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        raise StartupError("attention: kernels for CUDA need a C compiler, which triton calls; torch needs none")
+    import triton
+
+    wanted = triton.knobs.build.cc  # of the environment's CC
+    if not any(map(shutil.which, (wanted,) if wanted else ("gcc", "clang"))):
+        missing = f"CC names {wanted}, which is not there" if wanted else "there is neither gcc nor clang"
+        raise StartupError(f"attention: kernels for CUDA need a C compiler, and {missing}; torch needs none")
     from common.model.attention_triton import TritonAttention
 
     return TritonAttention()

@@ -6,6 +6,7 @@ works on this one. Without that a step of many rows waits for memory most of its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.model.attention import AttentionPlan, ForwardInput
+from common.model.attention import AttentionPlan, ForwardInput, KernelShape
 from common.model.attention_torch import ExtendPlan
 from common.model.cpu_kernel import Kernel, NumberFormat, exp, jit, number_format, prefetch
 
@@ -33,6 +34,11 @@ class PagedCpuAttention:
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self._numbers = number_format(dtype)
         self._kernel = _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype)
+
+    follows_lengths = True
+
+    def kernel_shapes(self) -> Sequence[KernelShape]:
+        return ()
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
         if max(batch.extend_lens or (1,), default=1) > MAX_QUERIES:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.model.attention import AttentionPlan, ForwardInput
+from common.model.attention import AttentionPlan, ForwardInput, KernelShape
 
 _PADDING_SLOT = 0
 _MAX_WINDOW = 32
@@ -17,6 +18,11 @@ _MAX_WINDOW = 32
 
 class TorchAttention:
     """An AttentionBackend."""
+
+    follows_lengths = False
+
+    def kernel_shapes(self) -> Sequence[KernelShape]:
+        return ()
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
         extend_lens = set(batch.extend_lens or (1,))

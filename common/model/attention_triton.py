@@ -1,8 +1,11 @@
 """Attention on GPUs: kernels that read each row's slots where they lie in the paged pool.
 
 Few new tokens a row (decode, verify, drafts): a row's tokens are cut into parts that are attended side by side and
-then combined, so that a long row keeps the whole device busy. How a row is cut depends on its own length alone, so its
-numbers are the same in any company. Many new tokens (prefill): the queries alone are enough.
+then combined, so that a long row keeps the whole device busy. Many new tokens (prefill): the queries alone are enough.
+
+How a row is cut depends on its own length; whether it is, and how many queries a program takes, on the most new tokens
+that a row of the forward has. So in a decode forward, one new token each, a row's numbers are the same in any company;
+with more they are where all rows have as many, and a prompt's are not: its sums may be taken in another order.
 
 A plan launches the same kernels on the same grids whatever the rows' lengths, up to `max_seq_len`, so a forward can be
 recorded and replayed; nothing in it waits for the device.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from common.device.upload import upload
 from common.model import triton_kernels
-from common.model.attention import AttentionPlan, ForwardInput
+from common.model.attention import AttentionPlan, ForwardInput, KernelShape
 
 _SPLIT_TOKENS = 128  # of a part at least
 _MAX_SPLITS = 32
@@ -47,6 +51,14 @@ class _Tiles:
 class TritonAttention:
     """An AttentionBackend for CUDA: heads of any size, also where it is no power of two; float32, bfloat16, float16."""
 
+    follows_lengths = True
+
+    def kernel_shapes(self) -> Sequence[KernelShape]:
+        """Each number of queries that a program takes, of rows that are cut into parts and of rows that are not."""
+        few = [1 << power for power in range(_MAX_SPLIT_QUERIES.bit_length())]
+        whole = [KernelShape(num_new, max(num_new, 1)) for num_new in (*few, 2 * _MAX_SPLIT_QUERIES)]
+        return [*whole, *(KernelShape(num_new, _SPLIT_TOKENS + num_new) for num_new in few)]
+
     def plan(self, batch: ForwardInput) -> AttentionPlan:
         return _PagedPlan(batch)
 
@@ -55,6 +67,10 @@ class _PagedPlan:
     def __init__(self, batch: ForwardInput) -> None:
         assert batch.kv.is_contiguous(), "the kernels write to the pool itself"
         self._batch = batch
+        # The kernels step through these one number at a time; a caller may hold a column of something wider.
+        self._out_cache_loc = batch.out_cache_loc.contiguous()
+        self._req_pool_indices = batch.req_pool_indices.contiguous()
+        self._seq_lens = batch.seq_lens.contiguous()
         self._num_rows = batch.req_pool_indices.shape[0]
         extend_lens = batch.extend_lens or (1,) * self._num_rows
         self._max_new = max(extend_lens, default=1)
@@ -87,8 +103,8 @@ class _PagedPlan:
             query,
             kv,
             batch.req_to_token,
-            batch.req_pool_indices,
-            batch.seq_lens,
+            self._req_pool_indices,
+            self._seq_lens,
             self._starts,
             self._starts if self._mask is None else self._mask,
             parts,
@@ -117,7 +133,7 @@ class _PagedPlan:
             triton_kernels.combine[(self._num_rows * self._max_new, num_heads)](
                 parts,
                 log_weights,
-                batch.seq_lens,
+                self._seq_lens,
                 self._starts,
                 output,
                 self._max_new,
@@ -138,7 +154,7 @@ class _PagedPlan:
             key,
             value,
             kv,
-            self._batch.out_cache_loc,
+            self._out_cache_loc,
             key.stride(0),
             key.stride(1),
             value.stride(0),

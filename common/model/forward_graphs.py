@@ -62,7 +62,8 @@ class ForwardGraphs:
             self._is_recording = False
 
     def run(self, name: str, forward: Forward, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, ...]:
-        """`forward(batch, beside)`, whose outputs, when replayed, are good until it is replayed again.
+        """`forward(batch, beside)`, whose outputs, when replayed, are good until the same shape is replayed again, or
+        one that was recorded before it: what that computes in between may lie where these outputs do (graph.py).
 
         `name` stands for `forward`: under one name it is always the same function.
         """

@@ -15,7 +15,7 @@ from common.model.target import Target, TargetOutput
 
 
 class GraphedTarget(Target):
-    """A Target. What `forward` returns is good until the next forward of as many rows and tokens of each."""
+    """A Target. How long what `forward` returns is good, `ForwardGraphs.run` says."""
 
     def __init__(self, target: Target, graphs: ForwardGraphs) -> None:
         self._target = target

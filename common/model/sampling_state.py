@@ -97,7 +97,7 @@ class SamplingState:
         if sampling.has_penalties:
             tokens = upload(seed.token_ids, torch.int64, device)
             self.in_prompt[row].zero_()
-            self.in_prompt[row, tokens[: seed.prompt_len]] = True
+            self.in_prompt[row].index_fill_(0, tokens[: seed.prompt_len], True)
             output = tokens[seed.prompt_len :]
             self.output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 

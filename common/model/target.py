@@ -52,7 +52,7 @@ class Target(Protocol):
 class TargetModel:
     """A decoder-only model whose KV lives in a pool shaped by `layer_group`.
 
-    `decoder` is the same model as a program, where there is one.
+    `attention` is the backend of its layers; `decoder` is the same model as a program, where there is one.
     `forward` is called from one thread at a time. `eos_token_ids` are the ids after which the model is done.
     `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` states after the final norm to logits.
     """
@@ -73,7 +73,7 @@ class TargetModel:
     ) -> None:
         self.decoder = decoder
         self._model = model
-        self._backend = backend
+        self.attention = backend
         self.layer_group = layer_group
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
@@ -147,8 +147,16 @@ class TargetModel:
         compute = self._program.prepare(batch, on_layer_kv=on_layer_kv)
         return lambda: TargetOutput(*compute())
 
+    def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:
+        """What the model's own layers compute, whatever program runs, on any thread and beside forwards: it is none of
+        them, so `num_layers_begun` does not grow.
+        """
+        return self._forward_by_operators(batch, None, on_layer=lambda: None)
+
     @torch.inference_mode()
-    def _forward_by_operators(self, batch: ForwardInput, on_layer_kv: OnLayerKv | None) -> TargetOutput:
+    def _forward_by_operators(
+        self, batch: ForwardInput, on_layer_kv: OnLayerKv | None, *, on_layer: Callable[[], None] | None = None
+    ) -> TargetOutput:
         every_token: int | Tensor = 0
         states: dict[int, Tensor] = {}
         output: Any = self._model(
@@ -156,7 +164,7 @@ class TargetModel:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=_ToldPlan(self._backend.plan(batch), self._count_layer, on_layer_kv or {}),
+            attention_plan=_ToldPlan(self.attention.plan(batch), on_layer or self._count_layer, on_layer_kv or {}),
             **({} if self._capture is None else {"captured_states": states}),
         )
         return TargetOutput(output.logits[0].float(), self._ordered(states))

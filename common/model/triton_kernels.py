@@ -10,16 +10,22 @@ Softmax has base 2, into which the scale goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 
-_jit: Callable[[Callable[..., None]], Any] = triton.jit
+
+def _jit(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
+    """A kernel that is compiled once for all values of the integers `any_value`: otherwise 1 and multiples of 16 each
+    get one of their own, compiled when a forward first has them.
+    """
+    kernel: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=[*any_value])
+    return kernel
 
 
-@_jit
+@_jit()
 def write(  # type: ignore[no-untyped-def]
     key,
     value,
@@ -48,7 +54,7 @@ def write(  # type: ignore[no-untyped-def]
     tl.store(target + plane_stride, values, mask=is_there)
 
 
-@_jit
+@_jit(any_value=("mask_width", "num_blocks"))
 def attend(  # type: ignore[no-untyped-def]
     query,
     kv,
@@ -154,7 +160,7 @@ def attend(  # type: ignore[no-untyped-def]
         )
 
 
-@_jit
+@_jit(any_value=("max_new", "num_splits"))
 def combine(  # type: ignore[no-untyped-def]
     parts,
     log_weights,

@@ -212,8 +212,8 @@ class _Span(AbstractContextManager[None]):
 
 
 def _read(name: str, ring: Ring, end_ns: int) -> RecordedTrack:
-    """A writer that was inside a span at `end_ns` may have added it since."""
+    """A writer that was inside a span at `end_ns` may have added it since, or be about to count it."""
     kept = list(ring.events.copy())
     resolved = (event if isinstance(event, TimelineEvent) else event.resolve() for event in kept)
     events = [event for event in resolved if event is not None and event.start_ns + event.duration_ns <= end_ns]
-    return RecordedTrack(name, events, ring.num_added - len(kept))
+    return RecordedTrack(name, events, max(0, ring.num_added - (ring.events.maxlen or 0)))

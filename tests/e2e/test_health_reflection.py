@@ -121,6 +121,7 @@ async def decode_here(
             async with asyncio.timeout(BOUND_S):
                 await serving
         engine.close()
+        await asyncio.to_thread(process.runtime.close)
 
 
 async def wait_for_health(client: AsyncClient, status: HealthStatus) -> None:

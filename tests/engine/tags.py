@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
+from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
 from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
@@ -123,6 +124,7 @@ class TagModel:
     hidden_size = 3
     dtype = torch.float32
     torch_device = torch.device("cpu")
+    attention = TorchAttention()
 
     def __init__(self) -> None:
         self.forwards: list[SeenForward] = []

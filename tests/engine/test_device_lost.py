@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from common.device.errors import DeviceLost, PieceFailed, StreamClosed
+from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed, StreamClosed
 from common.errors import EngineFault
 from tests.engine.harness import ScriptedEngine
+
+
+def test_closing_closes_every_stream_although_a_step_does_not_end() -> None:
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60)
+    scripted.submit("a", [1, 2, 3], 20)
+    scripted.start("a")
+    scripted.device.on_synchronize = lambda device, event: None
+    with pytest.raises(DeviceTimeout):
+        scripted.engine.close()
+    for stream in scripted.device.streams:
+        with pytest.raises(StreamClosed):
+            stream.enqueue(print)
 
 
 @pytest.mark.parametrize("fault", [DeviceLost("the device faulted"), StreamClosed("its thread died")], ids=repr)

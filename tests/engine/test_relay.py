@@ -18,6 +18,7 @@ from tests.engine.mutants import bootstrap, relay, rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
 from tests.engine.tags import VOCAB_SIZE
+from tests.support.host_scalars import RefuseHostScalars
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +121,8 @@ def check_a_row_read_twice_is_noticed() -> None:
     relay = make_relay(poisons_consumed_rows=True)
     relay.future_map.bootstrap(make_batch([1, 2], [3, 3]), payload_of([11, 12]))
     row = torch.tensor([2])
-    first = relay.future_map.resolve_forward_inputs(row, with_seeds=True)
+    with RefuseHostScalars():
+        first = relay.future_map.resolve_forward_inputs(row, with_seeds=True)
     assert (first.tokens.tolist(), first.is_invalid.tolist()) == ([12], [False])
     assert relay.future_map.resolve_forward_inputs(row, with_seeds=True).is_invalid.tolist() == [True], (
         "a stale token passed as new"

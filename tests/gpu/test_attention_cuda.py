@@ -50,8 +50,8 @@ def test_nothing_waits_for_the_device() -> None:
     for lens in ROWS.values():
         rows = Rows.of(lens, heads=(4, 2), head_dim=64, device="cuda")
         rows.attend(TritonAttention())  # compiles
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             rows.attend(TritonAttention())
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -10,12 +10,25 @@ import torch
 from torch import Tensor
 
 from common.device.cuda import CudaDevice
+from common.device.cuda_graph import CudaGraph
 from common.device.factory import open_device
+from common.draft.head import DraftHead
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from tests.gpu.drafted import load_drafted
+from tests.support.drafted import SHAPES
 from tests.support.pair import InProcessPair, PairOptions
 
 pytestmark = pytest.mark.gpu
+
+# As tests/pair/test_replayed_forwards.py counts them: numbers of rows, and the shapes of a step's forwards.
+NUM_SIZES = 4
+HEADS = [
+    ("eagle3", 1, "chain-4", 5),
+    ("eagle3", 1, "tree-4x3-15", 6),
+    ("nextn", 5, "chain-5", 12),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -54,23 +67,60 @@ def test_graphs_share_memory_and_keep_their_outputs() -> None:
     device.close(10.0)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_graphs_change_no_token(architecture: str, tiny_model_dir: Callable[[str], Path]) -> None:
-    model = load_target(tiny_model_dir(architecture), device="cuda", dtype="float32")
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
+    """Each replay of a graph appends to it."""
+    seen: list[CudaGraph] = []
+    replay = CudaGraph.replay
+
+    def noted_replay(self: CudaGraph) -> None:
+        seen.append(self)
+        replay(self)
+
+    monkeypatch.setattr(CudaGraph, "replay", noted_replay)
+    return seen
+
+
+def check_graphs_change_no_token(
+    model: TargetModel, draft: DraftHead | None, shape: str | None, num_shapes: int, replays: list[CudaGraph]
+) -> None:
+    """And every step's forward is a replay: of `num_shapes` kinds, for each number of rows that is recorded."""
     seen: list[list[list[int]]] = []
     for replays_forwards in (False, True):
-        pair = InProcessPair(
-            model,
-            new_device=lambda: open_device("cuda", num_threads=1),
-            options=PairOptions(replays_forwards=replays_forwards),
+        options = PairOptions(
+            decode_rows=5, replays_forwards=replays_forwards, **(SHAPES[shape] if shape is not None else {})
         )
+        pair = InProcessPair(model, new_device=lambda: open_device("cuda", num_threads=1), draft=draft, options=options)
+        replays.clear()
         try:
-            assert (pair.decode.recorded is not None) == replays_forwards
             for number in range(11):
                 sampling = ResolvedSampling(seed=number, max_tokens=5 + 4 * number, temperature=0.7 * (number % 2))
-                pair.submit(str(number), [10 + 7 * number + place for place in range(3 + 9 * number)], sampling)
+                pair.submit(str(number), [4 + (7 * number + place) % 50 for place in range(3 + 9 * number)], sampling)
             pair.run()
             seen.append([pair.outcomes[str(number)].token_ids for number in range(11)])
+            recorded = pair.decode.recorded
+            if replays_forwards:
+                assert recorded is not None and recorded.num_bytes > 0
+                assert recorded.num_graphs == NUM_SIZES * num_shapes
+                assert len(replays) >= len(pair.decode_steps), "a step's forward was not replayed"
+            else:
+                assert recorded is None and not replays
         finally:
             pair.close()
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_graphs_change_no_token(
+    architecture: str, replays: list[CudaGraph], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    model = load_target(tiny_model_dir(architecture), device="cuda", dtype="float32")
+    check_graphs_change_no_token(model, None, None, 1, replays)
+
+
+@pytest.mark.parametrize(("family", "num_layers", "shape", "num_shapes"), HEADS)
+def test_graphs_change_no_token_of_speculation(
+    family: str, num_layers: int, shape: str, num_shapes: int, replays: list[CudaGraph], tmp_path: Path
+) -> None:
+    _, model, head = load_drafted(tmp_path, family, num_layers, logits_std=1.5)
+    check_graphs_change_no_token(model, head, shape, num_shapes, replays)

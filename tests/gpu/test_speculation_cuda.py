@@ -10,14 +10,12 @@ import torch
 
 from common.device.factory import open_device
 from common.draft.head import DraftHead
-from common.draft.load import load_draft
-from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from tests.support.draft_heads import save_copy_head
+from tests.gpu.drafted import load_drafted
 from tests.support.drafted import SAMPLED, SHAPES, Counts, assert_same, tokens_per_step
 from tests.support.greedy_parity import check_tokens_equal_generate
-from tests.support.models import SMALL_VOCAB_SIZE, save_last_token_model
+from tests.support.models import SMALL_VOCAB_SIZE
 from tests.support.pair import InProcessPair, PairOptions
 
 pytestmark = pytest.mark.gpu
@@ -51,15 +49,7 @@ def make_cuda_pair() -> Iterator[MakeCudaPair]:
             pair.close()
 
 
-def load(directory: Path, family: str, num_layers: int, *, logits_std: float) -> tuple[Path, TargetModel, DraftHead]:
-    target_dir = save_last_token_model(directory / "target", logits_std=logits_std)
-    head_dir = save_copy_head(directory / "head", target_dir=target_dir, family=family, num_layers=num_layers)
-    target = load_target(target_dir, device="cuda", dtype="float32")
-    head = load_draft(head_dir, target=target, device="cuda", dtype="float32")
-    target.capture_hidden(head.capture)
-    return target_dir, target, head
-
-
+@pytest.mark.parametrize("replays_forwards", [True, False], ids=["graphs", "no-graphs"])
 @pytest.mark.parametrize("chunk_tokens", [16, 512])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("mode", ["alone", "crowd"])
@@ -71,11 +61,14 @@ def test_greedy_tokens_equal_generate(
     mode: str,
     overlap: bool,
     chunk_tokens: int,
+    replays_forwards: bool,
     make_cuda_pair: MakeCudaPair,
     tmp_path: Path,
 ) -> None:
-    target_dir, target, head = load(tmp_path, family, num_layers, logits_std=12.0)
-    options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens, **SHAPES[shape])
+    target_dir, target, head = load_drafted(tmp_path, family, num_layers, logits_std=12.0)
+    options = PairOptions(
+        overlap=overlap, chunk_tokens=chunk_tokens, replays_forwards=replays_forwards, **SHAPES[shape]
+    )
     pair = make_cuda_pair(target, options, draft=head)
     check_tokens_equal_generate(
         pair,
@@ -88,15 +81,23 @@ def test_greedy_tokens_equal_generate(
     assert tokens_per_step(pair) > 0.9 * options.spec_info.max_accept_len
 
 
+@pytest.mark.parametrize("replays_forwards", [True, False], ids=["graphs", "no-graphs"])
 @pytest.mark.parametrize("options", SAMPLED)
 @pytest.mark.parametrize(("family", "num_layers", "shape"), HEADS)
 def test_a_seed_gives_the_same_output_with_and_without_drafts(
-    family: str, num_layers: int, shape: str, options: str, make_cuda_pair: MakeCudaPair, tmp_path: Path
+    family: str,
+    num_layers: int,
+    shape: str,
+    options: str,
+    replays_forwards: bool,
+    make_cuda_pair: MakeCudaPair,
+    tmp_path: Path,
 ) -> None:
-    _, target, head = load(tmp_path, family, num_layers, logits_std=1.5)
+    _, target, head = load_drafted(tmp_path, family, num_layers, logits_std=1.5)
 
     def run(draft: DraftHead | None) -> InProcessPair:
-        pair = make_cuda_pair(target, PairOptions(**SHAPES[shape]), draft=draft)
+        pair_options = PairOptions(replays_forwards=replays_forwards, **SHAPES[shape])
+        pair = make_cuda_pair(target, pair_options, draft=draft)
         for number in range(12):
             sampling = ResolvedSampling(seed=number, max_tokens=30, temperature=0.7, **SAMPLED[options])
             pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(3 + 4 * number)], sampling)

@@ -38,8 +38,8 @@ def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProc
         step = pair.decode.step
 
         def watched_step(commands: object) -> object:
-            torch.cuda.set_sync_debug_mode("error")
             try:
+                torch.cuda.set_sync_debug_mode("error")
                 return step(commands)  # type: ignore[arg-type]
             finally:
                 torch.cuda.set_sync_debug_mode("default")

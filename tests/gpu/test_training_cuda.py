@@ -14,6 +14,7 @@ from training.run import prepare_training
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("matplotlib", reason="training draws its curve")
+pytest.importorskip("platformdirs", reason="training keeps digests in the user's cache")
 
 
 def train(directory: Path, *, device: str) -> list[Evaluation]:

@@ -136,6 +136,19 @@ def test_a_chain_given_as_a_mask_is_no_mask(shape: str, backend: str, dtype: tor
     torch.testing.assert_close(output, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("column", ["out_cache_loc", "req_pool_indices", "seq_lens"])
+@pytest.mark.parametrize("backend", ["torch", "paged", "triton"])
+def test_a_column_may_be_one_of_something_wider(backend: str, column: str) -> None:
+    """As the slots of one of a step's drafts are."""
+    case = Case.of("a level of a tree behind earlier ones", torch.float32)
+    narrow = getattr(case.batch, column)
+    wide = torch.stack([narrow, torch.zeros_like(narrow)], dim=1)[:, 0]
+    assert not wide.is_contiguous()
+    check_a_mask_says_what_is_attended(
+        backend_of(backend, torch.float32), replace(case, batch=replace(case.batch, **{column: wide}))
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Broken:
     """A backend whose masks are changed before it sees them."""

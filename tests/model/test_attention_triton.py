@@ -5,11 +5,14 @@ That drafts attend what their masks say is shown with the other backends (test_a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from common.model import triton_kernels
+from common.model.attention import KernelShape
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import TritonAttention
 from tests.model.attention_rows import LAYER, Rows
@@ -76,6 +79,33 @@ def test_a_number_that_is_none_shows_in_its_row_and_in_no_other(plane: int, pois
     output, _ = rows.attend(TritonAttention())
     assert not torch.isfinite(output[0]).any(-1).all()
     assert torch.equal(output[1:], sound[1:])
+
+
+class _Launches:
+    """A kernel that is only told of: with which constants it would be compiled."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[tuple[str, object], ...]] = set()
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *arguments, **constants: self.seen.add(tuple(sorted(constants.items())))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), HEADS, ids=str)
+def test_prompts_of_any_length_need_no_kernel_but_those_of_the_shapes(
+    heads: tuple[int, int], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(lens: Iterable[KernelShape]) -> set[tuple[tuple[str, object], ...]]:
+        launches = _Launches()
+        for name in ("write", "attend", "combine"):
+            monkeypatch.setattr(triton_kernels, name, launches)
+        for each in lens:
+            rows = Rows.of(((0, each.num_new),), heads=heads, head_dim=head_dim, max_seq_len=each.max_seq_len)
+            rows.attend(TritonAttention())
+        return launches.seen
+
+    anything = [KernelShape(new, new + before) for new in (*range(1, 70, 3), 128) for before in (0, 100, 900)]
+    assert compiled(TritonAttention().kernel_shapes()) == compiled(anything)
 
 
 def test_a_batch_of_no_rows_attends_nothing() -> None:

@@ -107,6 +107,20 @@ def test_a_batch_takes_the_smallest_recorded_forward_that_holds_it() -> None:
     assert [graph.num_replays for graph in recorder.graphs] == [2, 2, 1]
 
 
+def test_outputs_outlive_replays_of_what_was_recorded_later_and_of_nothing_else() -> None:
+    toy = Toy()
+    graphs, _ = recorded(toy)
+    first, second = toy.batch({1: 8}), toy.batch({1: 9}, num_tokens=4)
+    with graphs.recording():
+        for batch in (first, second):
+            graphs.run("toy", toy.forward, batch)
+    of_first, *_ = graphs.run("toy", toy.forward, first)
+    of_second, *_ = graphs.run("toy", toy.forward, second)
+    assert torch.isfinite(of_first).all() and torch.isfinite(of_second).all()
+    graphs.run("toy", toy.forward, first)
+    assert not torch.isfinite(of_second).any()
+
+
 @pytest.mark.parametrize("max_rows", [1, 2, 5, 8, 33])
 def test_recorded_sizes_leave_less_than_half_to_padding(max_rows: int) -> None:
     sizes = batch_sizes(max_rows)

@@ -14,6 +14,8 @@ from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram
+from common.model.fused import forward as forward_module
+from common.model.fused.start import difference, new_forward
 from common.model.loader import load_target
 from common.model.target import TargetModel
 
@@ -97,6 +99,29 @@ def test_progress_is_shown_layer_by_layer(model: TargetModel, program: ForwardPr
     before = model.num_layers_begun
     program.forward(_batch(model, prefix_lens=[6], num_new=[1]))
     assert model.num_layers_begun == before + model.num_layers
+
+
+def test_the_models_forwards_are_the_programs(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, prefix_lens=[6, 3], num_new=[1, 1])
+    expected, _ = program.forward(replace(batch, kv=batch.kv.clone()))
+    before = program.num_layers_begun
+    assert torch.equal(model.forward(batch).logits, expected)
+    assert program.num_layers_begun == before + model.num_layers
+
+
+def test_comparing_the_two_shows_no_progress_of_the_model(model: TargetModel, program: ForwardProgram) -> None:
+    before = model.num_layers_begun - program.num_layers_begun
+    difference(model, program)
+    assert model.num_layers_begun - program.num_layers_begun == before
+
+
+def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model.decoder is not None
+    monkeypatch.setattr(forward_module, "_MAX_BUFFERS", 0)
+    before = set(threading.enumerate())
+    with pytest.raises(AssertionError):
+        new_forward(model.decoder, None, num_threads=2, max_tokens=1)
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from common.device.graph import GraphWork
 from common.draft.head import DraftHead
+from common.errors import StartupError
+from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
 from tests.support.pair import InProcessPair, PairOptions
-from tests.support.recording_device import RecordingCpuDevice
+from tests.support.recording_device import CalledGraph, RecordingCpuDevice
 
 # Of recorded numbers of rows: 1, 2, 4, 5. Forwards of a step: the target's; the head's for each further draft, and its
 # reading behind the step, which has as many tokens as the step commits at most.
@@ -52,6 +57,27 @@ def run(pair: InProcessPair) -> None:
         )
         pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(2 + 5 * number)], sampling)
     pair.run()
+
+
+def test_a_backend_that_pays_for_the_bound_on_lengths_has_nothing_recorded(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    """A recorded forward's bound is the longest that a row may become."""
+    target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", attention="torch")
+    with recording_pair(target, None, None, replays=True) as (pair, devices):
+        assert pair.decode.recorded is None and not any(device.recorder.graphs for device in devices)
+
+
+def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for_it(
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(self: CalledGraph, work: GraphWork) -> tuple[Tensor, ...]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(CalledGraph, "record", record)
+    target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32")
+    with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
+        InProcessPair(target, new_device=RecordingCpuDevice)
 
 
 @pytest.mark.parametrize(("head", "shape", "num_shapes"), CASES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
 from prefill_service.scheduler import PrefillEngine
+from tests.engine.tag_head import TagHead
+from tests.engine.tags import TagModel
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
 
 PROMPTS = ((11, 12, 13, 14, 15, 16, 17), (21, 22, 23))
@@ -45,6 +48,19 @@ class WatchedTarget(FaultyTarget):
                 raise ForwardFailed("planted")
 
         output = super().forward(batch, on_layer_kv={layer: partial(tell, layer) for layer in range(NUM_LAYERS)})
+        self._journal.append("forward ended")
+        return output
+
+
+class TagTarget(TagModel):
+    """Notes when a forward ends, and gives out the states that a TagHead reads."""
+
+    def __init__(self, journal: list[str]) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+        output = super().forward(batch, on_layer_kv=on_layer_kv)
         self._journal.append("forward ended")
         return output
 
@@ -121,19 +137,21 @@ MakePrefill = Callable[..., Prefill]
 def make_prefill(tiny_target: Callable[[str], TargetModel]) -> Iterator[MakePrefill]:
     made: list[Prefill] = []
 
-    def make(*, early_sending: bool = True) -> Prefill:
+    def make(*, early_sending: bool = True, has_head: bool = False, chunk_tokens: int = CHUNK_TOKENS) -> Prefill:
         journal: list[str] = []
         target = WatchedTarget(tiny_target("llama"), journal)
         device = ScriptedDevice()
+        model = cast(TargetModel, TagTarget(journal)) if has_head else target
         engine = PrefillEngine(
-            model=target,
+            model=model,
+            draft=TagHead() if has_head else None,
             device=device,
             max_rows=4,
             max_kv_tokens=64,
             max_context_tokens=64,
-            chunk_tokens=CHUNK_TOKENS,
-            max_batch_tokens=2 * CHUNK_TOKENS,
-            max_segment_bytes=target.layer_group.layer_token_bytes * CHUNK_TOKENS,
+            chunk_tokens=chunk_tokens,
+            max_batch_tokens=max(chunk_tokens, 2 * CHUNK_TOKENS),
+            max_segment_bytes=model.layer_group.layer_token_bytes * CHUNK_TOKENS,
             early_sending=early_sending,
             debug_checks=True,
         )
@@ -152,6 +170,37 @@ def test_the_first_layers_leave_before_their_forward_has_ended(make_prefill: Mak
     prefill.run()
     one_forward = ["layers left"] * (2 * NUM_LAYERS) + ["forward ended"]  # of either prompt's chunk, each layer
     assert prefill.journal[: len(one_forward)] == one_forward
+
+
+def test_they_do_so_of_every_prompt_although_a_heads_kv_comes_last(make_prefill: MakePrefill) -> None:
+    prefill = make_prefill(has_head=True)
+    prefill.run()
+    one_forward = ["layers left"] * (2 * NUM_LAYERS) + ["forward ended"]
+    assert prefill.journal[: len(one_forward)] == one_forward
+
+
+def test_what_is_written_waits_for_no_later_forward_of_another_call(make_prefill: MakePrefill) -> None:
+    """Both are launched; the first has ended, the second has not begun."""
+    prefill = make_prefill(chunk_tokens=16)
+    prefill.device.on_host_call = lambda device: None
+    forward, sending = (prefill.device.stream(name) for name in ("forward", "sending"))
+    rows = {call: (HandoffRow(call, 0, tuple(range(16)), 16, ResolvedSampling(seed=1, max_tokens=4)),) for call in "xy"}
+    prefill.engine.step([OpenCall(call, rows[call]) for call in rows])
+    assert len(prefill.engine._in_flight) == 2
+    forward.run_until(prefill.engine._in_flight[0].end)
+    sent: list[str] = []
+    for _ in range(4):
+        while sending.is_ready:
+            sending.run_next()
+        events = prefill.engine.step(())
+        sent += [event.call_id for event in events if isinstance(event, FrameReady) and _is_segment(event)]
+    assert prefill.target.num_forwards == 1
+    assert sent == ["x"] * (NUM_LAYERS * 16 // CHUNK_TOKENS)
+    prefill.device.on_host_call = prefill.run_copies
+
+
+def _is_segment(event: FrameReady) -> bool:
+    return isinstance(event.frame, KvSegment)
 
 
 def test_one_setting_sends_all_layers_behind_their_forward(make_prefill: MakePrefill) -> None:

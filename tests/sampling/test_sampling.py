@@ -21,6 +21,7 @@ from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling import Sampled, sample, shape_logits
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
+from tests.support.host_scalars import RefuseHostScalars
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -218,6 +219,16 @@ def test_logits_without_a_finite_value_are_reported() -> None:
     logits = random_logits(2)
     logits[1] = math.nan
     assert draw(logits, [params(), params(temperature=0.0)], [3, 3]).is_invalid.tolist() == [False, True]
+
+
+def test_seeding_a_row_puts_no_number_of_the_hosts_into_a_table() -> None:
+    state = SamplingState(max_rows=4, vocab_size=VOCAB, torch_device=CPU)
+    everything = params(
+        temperature=0.7, repetition_penalty=1.3, logit_bias=((3, 9.0),), min_tokens=3, eos_token_ids=(4, 5)
+    )
+    with RefuseHostScalars():
+        state.reset([RowSeed(row, everything, 0, (7, 8, 7, 9), 3) for row in (1, 2)])
+    assert state.in_prompt[1].nonzero().flatten().tolist() == [7, 8]
 
 
 def test_a_reused_row_remembers_nothing() -> None:

@@ -127,6 +127,7 @@ async def serving_here(
         terminated.set()
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(serving, return_exceptions=True)
+        await asyncio.to_thread(runtime.close)
         for thread in threads:  # a process whose engine is lost ends without
             assert await asyncio.to_thread(thread.stop, BOUND_S)
 

@@ -1,6 +1,7 @@
 """A CPU device whose work can be recorded: a graph calls the work again and puts what comes out where it was at first.
 
-So outputs are memory that a replay writes anew, as a GPU's are. What this does not show is in tests/gpu.
+So outputs are memory that a replay writes anew, and those of graphs recorded later are lost to it, as on a GPU, where
+they may lie in what it computes in. What this does not show is in tests/gpu.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from common.device.graph import Graph, GraphRecorder, GraphWork
 
 
 class CalledGraph(Graph):
-    def __init__(self) -> None:
+    def __init__(self, recorded: list[CalledGraph]) -> None:
+        """`recorded`: the recorder's graphs, in the order in which they were recorded."""
         self.num_replays = 0
+        self._recorded = recorded
 
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
         self._work = work
         self._outputs = tuple(output.clone() for output in work())
+        self._recorded.append(self)
         return self._outputs
 
     def replay(self) -> None:
         self.num_replays += 1
+        for later in self._recorded[self._recorded.index(self) + 1 :]:
+            for output in later._outputs:
+                output.fill_(float("nan") if output.is_floating_point() else -1)
         for output, new in zip(self._outputs, self._work(), strict=True):
             output.copy_(new)
 
@@ -35,8 +42,7 @@ class CallRecorder(GraphRecorder):
         return sum(graph.num_replays for graph in self.graphs)
 
     def new_graph(self) -> Graph:
-        self.graphs.append(CalledGraph())
-        return self.graphs[-1]
+        return CalledGraph(self.graphs)
 
     def held_bytes(self) -> int:
         return 0

@@ -76,6 +76,16 @@ def test_a_span_that_fails_is_kept(timeline: Timeline, track: Track) -> None:
     assert [event.name for event in stopped(timeline)] == ["step"]
 
 
+def test_an_event_that_is_not_counted_yet_is_no_dropped_one(timeline: Timeline, track: Track) -> None:
+    timeline.start(max_events=3)
+    ring = track.ring
+    assert ring is not None
+    recording = timeline.stop()
+    ring.events.append(TimelineEvent(EventKind.SPAN, "step", recording.start_ns))  # its writer is about to count it
+    (read,) = recording.tracks()
+    assert (len(read.events), read.num_dropped) == (1, 0)
+
+
 def test_a_full_ring_keeps_the_newest_and_says_how_many_it_dropped(timeline: Timeline, track: Track) -> None:
     timeline.start(max_events=3)
     for number in range(5):

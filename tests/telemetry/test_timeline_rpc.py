@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,7 +14,7 @@ from baton import errors
 from baton.timeline import EventKind, record_timelines
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from common.serving import ServiceServer
-from common.telemetry.timeline import Timeline
+from common.telemetry.timeline import RecordedTrack, Recording, Timeline
 from common.timeline_rpc import MAX_EVENTS, TimelineServicer
 
 BOUND_S = 20.0
@@ -22,9 +23,13 @@ TOKEN = "old-0123456789"
 
 
 @asynccontextmanager
-async def served(timeline: Timeline, tokens: tuple[str, ...] = ()) -> AsyncIterator[str]:
+async def served(
+    timeline: Timeline, tokens: tuple[str, ...] = (), *, answer_timeout_s: float = BOUND_S
+) -> AsyncIterator[str]:
     """The address of a service with `timeline`."""
-    servicer = TimelineServicer(timeline=timeline, service="baton.v1.Inference", instance_id="i")
+    servicer = TimelineServicer(
+        timeline=timeline, service="baton.v1.Inference", instance_id="i", answer_timeout_s=answer_timeout_s
+    )
     server = ServiceServer(service_name="baton.v1.Inference", tokens=tokens, timeline=servicer)
     port = await server.start("127.0.0.1:0")
     yield f"127.0.0.1:{port}"
@@ -83,6 +88,52 @@ async def test_a_second_recording_is_refused_and_the_first_goes_on(timeline: Tim
             await asyncio.to_thread(record_timelines, [address], duration_s=SHORT_S)
         assert refusal.value.reason == "RECORDING_IN_PROGRESS"
         assert is_recorded(timeline)
+
+
+class SlowlyRead(Timeline):
+    """A recording that takes until `may_go_on` to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+        self.track("engine")
+
+    def stop(self) -> Recording:
+        recording = super().stop()
+        read = recording.tracks
+
+        def tracks() -> list[RecordedTrack]:
+            self.may_go_on.wait(BOUND_S)
+            return read()
+
+        recording.tracks = tracks  # type: ignore[method-assign]
+        return recording
+
+
+async def test_nobody_records_before_the_last_recording_was_sent() -> None:
+    timeline = SlowlyRead()
+    async with served(timeline) as address:
+        first = asyncio.create_task(asyncio.to_thread(record_timelines, [address], duration_s=SHORT_S))
+        async with asyncio.timeout(BOUND_S):
+            while not is_recorded(timeline):  # noqa: ASYNC110 - it can only be looked at
+                await asyncio.sleep(0.01)
+            while is_recorded(timeline):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        with pytest.raises(errors.ResourceExhausted):
+            await asyncio.to_thread(record_timelines, [address], duration_s=SHORT_S)
+        timeline.may_go_on.set()
+        (recorded,) = await first
+    assert recorded.tracks == {"engine": []}
+
+
+async def test_a_recording_that_is_not_sent_in_time_is_given_up() -> None:
+    timeline = SlowlyRead()
+    async with served(timeline, answer_timeout_s=SHORT_S) as address:
+        with pytest.raises(errors.BatonError, match="did not take all within"):
+            await asyncio.to_thread(record_timelines, [address], duration_s=SHORT_S)
+        timeline.may_go_on.set()
+        (recorded,) = await asyncio.to_thread(record_timelines, [address], duration_s=SHORT_S)
+    assert recorded.tracks == {"engine": []}
 
 
 async def test_a_recording_ends_when_its_caller_leaves(timeline: Timeline) -> None:

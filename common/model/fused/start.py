@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,8 @@ _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 _COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40))
 """Tokens before and new ones, of either of two rows: a window, steps, a chunk."""
 
+_CLOSE_TIMEOUT_S = 5.0
+
 
 def kernels_key() -> str:
     """Names what compiled kernels depend on: their source and where it is, the compiler, the interpreter, the CPU."""
@@ -44,14 +46,19 @@ def kernels_key() -> str:
     return digest.hexdigest()[:20]
 
 
-def load_kernels(directory: Path, dtype: torch.dtype) -> None:
-    """Compile them, or load what `directory` holds of them. The directory is the process's from then on."""
+def load_kernels(directory: Path, dtype: torch.dtype) -> bool:
+    """Load what `directory` holds of them, or compile them. The directory is the process's from then on.
+
+    False when they had to be compiled. What is damaged there raises whatever its reader does.
+    """
     numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
     from common.model.fused.program import take_part  # numba looks for its directory when it is imported
 
     array, word = numba.types.Array, numba.types.int64
     words, like = array(word, 1, "C"), array(numba.from_dtype(np.dtype(_BITS[dtype])), 1, "C")
-    take_part.compile((word, word, words, word, word, word, like))  # type: ignore[attr-defined]
+    signature = (word, word, words, word, word, word, like)
+    take_part.compile(signature)  # type: ignore[attr-defined]
+    return signature not in take_part.stats.cache_misses  # type: ignore[attr-defined]
 
 
 def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedDecoder:
@@ -74,12 +81,16 @@ def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_toke
         num_call_words=NUM_CALL_WORDS,
         take_part=lambda *arguments: take_part(*arguments, like),
     )
-    return [FusedForward(decoder, team, max_tokens=max_tokens) for decoder in decoders]
+    try:
+        return [FusedForward(decoder, team, max_tokens=max_tokens) for decoder in decoders]
+    except BaseException:
+        team.close(_CLOSE_TIMEOUT_S)
+        raise
 
 
-def difference(model: TargetModel, forward: ForwardProgram) -> float:
+def difference(model: TargetModel, forward: ForwardProgram, *, on_wait: Callable[[], None] = lambda: None) -> float:
     """Of `forward`'s logits and states from those of `model`, which does not run it yet: the largest of a few forwards,
-    each relative to the model's.
+    each relative to the model's. `on_wait` is called between them, and may raise.
     """
     generator = torch.Generator().manual_seed(0)
     group = model.layer_group
@@ -103,7 +114,9 @@ def difference(model: TargetModel, forward: ForwardProgram) -> float:
             kv=kv.clone(),
             logits_rows=None,
         )
-        expected = model.forward(replace(batch, kv=kv))
+        on_wait()
+        expected = model.forward_to_compare(replace(batch, kv=kv))
+        on_wait()
         logits, states = forward.forward(batch)
         largest = max(largest, relative(logits, expected.logits), relative(batch.kv, kv))
         if expected.hidden is not None:

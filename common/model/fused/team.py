@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -165,6 +166,7 @@ class Team:
         self._shared: NDArray[np.int64] = np.zeros(num_call_words, np.int64)
         self._sleep_fd, self._wake_fd = os.pipe()
         self._num_runs = 0
+        self._is_closed = False
         self._helpers = [
             threading.Thread(target=self._help, args=(thread,), name=f"forward-{thread}", daemon=True)
             for thread in range(1, num_threads)
@@ -183,15 +185,19 @@ class Team:
         return int(self._board[_PROGRESS])
 
     def close(self, timeout_s: float) -> bool:
-        """End the helpers; nobody may lead any more. False when one did not end within `timeout_s`."""
-        announce(self._board.ctypes.data, STOP, self._wake_fd)
+        """End the helpers; nobody may lead any more. False when one did not end within `timeout_s`. Idempotent."""
+        if self._is_closed:
+            return True
+        self._board[_RUN] = STOP  # what `announce` does, which would be compiled for this call alone
+        os.write(self._wake_fd, bytes(len(self._helpers)))
+        deadline_s = time.monotonic() + timeout_s
         for helper in self._helpers:
-            helper.join(timeout_s)
-        has_ended = not any(helper.is_alive() for helper in self._helpers)
-        if has_ended:
+            helper.join(max(0.0, deadline_s - time.monotonic()))
+        self._is_closed = not any(helper.is_alive() for helper in self._helpers)
+        if self._is_closed:
             os.close(self._sleep_fd)
             os.close(self._wake_fd)
-        return has_ended
+        return self._is_closed
 
     def _help(self, thread: int) -> None:
         call = np.zeros_like(self._shared)

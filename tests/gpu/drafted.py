@@ -1,0 +1,24 @@
+"""Targets on a CUDA device with heads that copy them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.draft.head import DraftHead
+from common.draft.load import load_draft
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from tests.support.draft_heads import save_copy_head
+from tests.support.models import save_last_token_model
+
+
+def load_drafted(
+    directory: Path, family: str, num_layers: int, *, logits_std: float
+) -> tuple[Path, TargetModel, DraftHead]:
+    """The target's directory, the target, which captures what its head reads, and the head; float32."""
+    target_dir = save_last_token_model(directory / "target", logits_std=logits_std)
+    head_dir = save_copy_head(directory / "head", target_dir=target_dir, family=family, num_layers=num_layers)
+    target = load_target(target_dir, device="cuda", dtype="float32")
+    head = load_draft(head_dir, target=target, device="cuda", dtype="float32")
+    target.capture_hidden(head.capture)
+    return target_dir, target, head

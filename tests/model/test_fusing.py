@@ -1,0 +1,136 @@
+"""Fused forwards taken into use beside serving: what is compiled is replaced by what is not."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from common import fused_forwards
+from common.fused_forwards import start_fusing
+from common.model.fused import start
+from common.model.loader import load_target
+from common.model.target import TargetModel
+
+BOUND_S = 20.0
+
+
+class NoForward:
+    """A ForwardProgram that is never run."""
+
+    is_closed = False
+
+    def close(self, timeout_s: float) -> bool:
+        self.is_closed = True
+        return True
+
+
+class Kernels:
+    """What compiling leaves on the disk, and how a process reads it. `on_compile` stands for the compiler's process."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self.on_compile: Callable[[Callable[[], None]], None] = lambda on_wait: None
+        self.forward = NoForward()
+        self.apart = 0.0
+
+    def run_python(self, arguments: list[str], *, on_wait: Callable[[], None]) -> str | None:
+        self.num_compiled += 1
+        self.on_compile(on_wait)
+        (Path(arguments[3]) / "kernel.nbc").write_bytes(pickle.dumps("kernel"))
+        return None
+
+    def load(self, directory: Path, dtype: torch.dtype) -> bool:
+        return bool(pickle.loads((directory / "kernel.nbc").read_bytes()) == "kernel")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
+    kernels = Kernels()
+    monkeypatch.setattr(fused_forwards, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(fused_forwards, "run_python", kernels.run_python)
+    monkeypatch.setattr(start, "load_kernels", kernels.load)
+    monkeypatch.setattr(start, "new_forward", lambda *_, **__: kernels.forward)
+    monkeypatch.setattr(start, "difference", lambda *_, **__: kernels.apart)
+    return kernels
+
+
+@pytest.fixture
+def model(tiny_model_dir: Callable[[str], Path]) -> TargetModel:
+    return load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
+
+
+def fuse_beside(model: TargetModel) -> list[str]:
+    """The names of the log's lines."""
+    with capture_logs() as logs:
+        fusing = start_fusing(model, num_threads=1)
+        assert fusing is not None
+        fusing._thread.join(BOUND_S)
+        assert fusing.stop(0.0)
+    return [str(line["event"]) for line in logs]
+
+
+def test_they_are_compiled_once_and_used(model: TargetModel, kernels: Kernels) -> None:
+    assert fuse_beside(model) == ["compiling_kernels", "fused_forward_ready"]
+    assert fuse_beside(model) == ["fused_forward_ready"]
+    assert model.runs_program and kernels.num_compiled == 1
+
+
+def test_what_computes_something_else_is_closed_and_never_used(model: TargetModel, kernels: Kernels) -> None:
+    kernels.apart = 1.0
+    assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
+    assert not model.runs_program and kernels.forward.is_closed and model.decoder is None
+
+
+def test_a_defect_is_logged_with_where_it_is(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
+    with capture_logs() as logs:
+        fusing = start_fusing(model, num_threads=1)
+        assert fusing is not None and fusing.stop(BOUND_S)
+    if not any(line["event"] == "fused_forward_failed" for line in logs):
+        pytest.fail(f"not logged: {logs}")
+    assert logs[-1]["exc_info"] is True
+
+
+def test_damaged_kernels_are_compiled_again(model: TargetModel, kernels: Kernels, tmp_path: Path) -> None:
+    fuse_beside(model)
+    (kept,) = tmp_path.rglob("kernel.nbc")
+    kept.write_bytes(kept.read_bytes()[:-3])
+    assert fuse_beside(model) == ["kernels_damaged", "compiling_kernels", "fused_forward_ready"]
+    assert fuse_beside(model) == ["fused_forward_ready"]
+
+
+def test_a_compiler_that_takes_too_long_is_given_up(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_forwards, "_COMPILE_TIMEOUT_S", 0.0)
+    kernels.on_compile = lambda on_wait: on_wait()
+    assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
+
+
+def test_it_ends_with_its_service(model: TargetModel, kernels: Kernels) -> None:
+    """In the middle of compiling: the compiler's process ends, and nothing is taken into use."""
+    is_compiling, has_ended = threading.Event(), threading.Event()
+
+    def compile_for_ever(on_wait: Callable[[], None]) -> None:
+        is_compiling.set()
+        try:
+            while not has_ended.wait(0.001):
+                on_wait()
+        finally:
+            has_ended.set()
+
+    kernels.on_compile = compile_for_ever
+    with capture_logs() as logs:
+        fusing = start_fusing(model, num_threads=1)
+        assert fusing is not None and is_compiling.wait(BOUND_S)
+        assert fusing.stop(BOUND_S)
+    assert has_ended.is_set() and not model.runs_program
+    assert [line["event"] for line in logs] == ["compiling_kernels"]
