@@ -222,7 +222,8 @@ class SpeculativeWorker(ABC):
             batch=batch.sampling if num_seeded else NO_SAMPLING,
             topk=self._topk,
         )
-        return RelayPayload(unread.next_ids[unread.last], seed.columns() if num_seeded else {})
+        last_tokens = unread.next_ids[unread.last] if batch.has_drafts else verified.tokens[:, 0]
+        return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
 
     def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
         """What a step without drafts computed, put down for the head."""
