@@ -14,11 +14,13 @@ _FULL_SPEED_TIMEOUT_S = 300.0
 
 
 @contextmanager
-def full_speed_pair(**options: Any) -> Iterator[LocalPair]:
-    """A LocalPair of `options`, entered once its forwards are fused. Raises TimeoutError."""
+def full_speed_pair(*, fuses_prompts: bool = True, **options: Any) -> Iterator[LocalPair]:
+    """A LocalPair of `options`, entered once its forwards are fused, those of prompts too unless the options say that
+    they are not to be. Raises TimeoutError.
+    """
     with LocalPair(**options, exposes_metrics=True) as pair:
         print("waiting for fused forwards", file=sys.stderr)
-        for address in pair.metrics_addresses[len(pair.prefill_addresses) :]:
-            if not await_fused(address, timeout_s=_FULL_SPEED_TIMEOUT_S):
-                raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
+        fusing = pair.metrics_addresses[0 if fuses_prompts else len(pair.prefill_addresses) :]
+        if not await_fused(fusing, timeout_s=_FULL_SPEED_TIMEOUT_S):
+            raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
         yield pair

@@ -70,7 +70,7 @@ class DecodePeer:
             model=cast(TargetModel, model),
             device=open_device("cpu", num_threads=1),
             max_rows=shape.num_prompts,
-            max_kv_tokens=shape.num_prompts * shape.prompt_tokens,
+            max_kv_tokens=shape.num_slots,
             max_context_tokens=model.max_context_tokens,
         )
         for buffer in engine.pool.buffers.values():
@@ -175,14 +175,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of an 8-billion Llama's KV, or the demo model's")
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--shared-memory-bytes", type=int, default=48 << 20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     keep_freed_memory()
     shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
     num_bytes = args.prompts * shape.prompt_bytes
-    sharing = replace(shape, shared_memory_bytes=args.shared_memory_bytes)
+    sharing = replace(shape, shares_memory=True)
     rates: dict[str, list[float]] = {"gRPC": [], "bare": [], "shared": [], "copy": []}
     for _ in range(args.rounds):
         rates["gRPC"].append(asyncio.run(handoff_rate(shape, args.prompts)))

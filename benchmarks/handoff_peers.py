@@ -24,13 +24,14 @@ from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.main import open_ring
+from prefill_service.main import open_shared_pool
 from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 
@@ -46,7 +47,11 @@ class HandoffShape:
     layer_group: LayerGroupSpec
     prompt_tokens: int
     num_prompts: int
-    shared_memory_bytes: int = 0
+    shares_memory: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_prompts * self.prompt_tokens
 
     @property
     def prompt_bytes(self) -> int:
@@ -75,10 +80,9 @@ class NothingModel:
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
         return partial(self.forward, batch)
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
-        if on_layer_kv is not None:
-            for layer in range(self.layer_group.num_layers):
-                on_layer_kv(layer)
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        for tell in (on_layer_kv or {}).values():
+            tell()
         num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
         return TargetOutput(torch.zeros(num_rows, VOCAB_SIZE), None)
 
@@ -129,15 +133,15 @@ async def _until_closed(pipe: Connection) -> None:
 async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     torch.set_num_threads(1)
     model = NothingModel(shape)
-    ring = open_ring(shape.shared_memory_bytes)
+    shared_pool = open_shared_pool([shape.layer_group], shape.num_slots) if shape.shares_memory else None
     engine = PrefillEngine(
         model=cast(TargetModel, model),
         device=open_device("cpu", num_threads=1),
         max_rows=shape.num_prompts,
-        max_kv_tokens=shape.num_prompts * shape.prompt_tokens,
+        max_kv_tokens=shape.num_slots,
         max_context_tokens=model.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
-        ring=ring,
+        shared_pool=shared_pool,
     )
     for buffer in engine.pool.buffers.values():
         buffer.view(torch.uint8).random_()
@@ -160,7 +164,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens),
         instance_id="benchmark",
         limits=HandoffLimits(),
-        ring=ring,
+        shared_pool=shared_pool,
     )
     server = PrefillServer(servicer=servicer)
     thread.start()
@@ -170,8 +174,8 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     await _until_closed(pipe)
     await server.stop(0)
     thread.stop(10.0)
-    if ring is not None:
-        ring.close()
+    if shared_pool is not None:
+        shared_pool.close()
 
 
 async def _serve_bare(num_messages: int, pipe: Connection) -> None:

@@ -1,7 +1,8 @@
 """The prefill engine alone: tokens/s of one prompt at a time, the bound, and which operators the time goes to.
 
 Run as a process of its own, beside services: `python -m benchmarks.prefill_forward --prompts 512,2048 --threads 2`
-prints one JSON object. `--profile` prints a table of the operators of one forward of each prompt instead.
+prints one JSON object. `--no-fused-forward` computes by operators; with `--profile` it prints a table of them, of one
+forward of each prompt, instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks.machine import demo_model_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
+from common.fused_forwards import fuse  # noqa: E402
 from common.model.cpu_linear import PackedLinear  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
@@ -37,11 +39,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--no-fused-forward", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     lengths = [int(length) for length in args.prompts.split(",")]
     torch.set_num_threads(1)
-    model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16")
+    model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=not args.no_fused_forward)
+    max_batch_tokens = max(2048, args.chunk_tokens)
+    if not args.no_fused_forward:
+        fuse(model, num_threads=args.threads, max_tokens=max_batch_tokens)
     device = open_device("cpu", num_threads=args.threads)
     engine = PrefillEngine(
         model=model,
@@ -50,7 +56,7 @@ def main() -> None:
         max_kv_tokens=2 * max(lengths),
         max_context_tokens=max(lengths),
         chunk_tokens=args.chunk_tokens,
-        max_batch_tokens=max(2048, args.chunk_tokens),
+        max_batch_tokens=max_batch_tokens,
     )
     try:
         compute_prompt(engine, "warm-up", max(lengths))

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -171,7 +171,7 @@ class PresetWorker:
         marks.append(self._stream.record(scope))
         self._stream.enqueue(extend, scope)
         marks.append(self._stream.record(scope))
-        return WorkerOutput(output.payload, output.sampled, output.accept_lens, output.is_invalid, tuple(marks))
+        return replace(output, marks=tuple(marks))
 
 
 @dataclass

@@ -18,28 +18,28 @@ from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
 from common.model_cache import default_cache_dir, make_once, run_python, silent
 
-MAX_FUSED_TOKENS = 512
-"""Of a forward: past it the kernels that are made for many tokens are as fast."""
-
 _CLOSE_TIMEOUT_S = 5.0
 
 _log = structlog.get_logger(__name__)
 
 
-def start_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int) -> threading.Thread | None:
-    """Let `model`, and `draft` with it, run their forwards by one kernel, on `num_threads` threads, as soon as that is
-    compiled and seen to agree. None where the model has no program. What goes wrong is logged, and both go on as they
-    were.
+def start_fusing(
+    model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int
+) -> threading.Thread | None:
+    """Let `model`, and `draft` with it, run their forwards of up to `max_tokens` tokens by one kernel, on `num_threads`
+    threads, as soon as that is compiled and seen to agree. None where the model has no program. What goes wrong is
+    logged, and both go on as they were.
     """
     if model.decoder is None:
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
         return None
-    thread = threading.Thread(target=_fuse_logged, args=(model, draft, num_threads), name="fusing", daemon=True)
+    arguments = (model, draft, num_threads, max_tokens)
+    thread = threading.Thread(target=_fuse_logged, args=arguments, name="fusing", daemon=True)
     thread.start()
     return thread
 
 
-def fuse(model: TargetModel, draft: PagedHead | None = None, *, num_threads: int) -> float:
+def fuse(model: TargetModel, draft: PagedHead | None = None, *, num_threads: int, max_tokens: int) -> float:
     """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError.
 
     A head without programs goes on as it was.
@@ -62,7 +62,7 @@ def fuse(model: TargetModel, draft: PagedHead | None = None, *, num_threads: int
     load_kernels(make_once(directory, compile_kernels, silent), dtype)
     programs = draft.programs if draft is not None else None
     decoders = [with_capture(model.decoder, model.capture), *((programs.extend, programs.step) if programs else ())]
-    forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=MAX_FUSED_TOKENS)
+    forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
         apart = difference(model, forward)
         if not apart <= tolerance(dtype):
@@ -90,11 +90,11 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
     return head
 
 
-def _fuse_logged(model: TargetModel, draft: PagedHead | None, num_threads: int) -> None:
+def _fuse_logged(model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int) -> None:
     begin_s = time.monotonic()
     torch.set_num_threads(1)  # of this thread: it only compares a few tokens
     try:
-        apart = fuse(model, draft, num_threads=num_threads)
+        apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens)
     except Exception as error:
         _log.warning("fused_forward_failed", error=str(error))
         model.decoder = None  # and its weights

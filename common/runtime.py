@@ -28,6 +28,9 @@ from common.telemetry.timeline import Timeline
 from common.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 
+_FUSED_SHARE_OF_CORES = 1.0
+"""In either service: threads that take items as they come lose little to others on their cores."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -61,14 +64,19 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             device=settings.device,
             dtype=settings.dtype,
             attention=settings.attention,
-            fuses=settings.fuses,
+            fuses=settings.fused_forward,
         )
         tokenizer = TextTokenizer.from_directory(directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
     head, draft = _load_draft(settings, model) if settings.draft else (None, None)
-    if settings.fuses and model.torch_device.type == "cpu":
-        start_fusing(model, head, num_threads=num_threads)
+    if settings.fused_forward and model.torch_device.type == "cpu":
+        start_fusing(
+            model,
+            head,
+            num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),
+            max_tokens=settings.max_fused_tokens,
+        )
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     return Runtime(
         model=model,
@@ -91,7 +99,7 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
         device=settings.device,
         dtype=settings.dtype,
         attention=settings.attention,
-        fuses=settings.fuses,
+        fuses=settings.fused_forward,
     )
     num_layers, num_ids = head.layer_group.num_layers, head.token_ids.shape[0]
     if settings.draft_topk > 1 and num_layers > 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
@@ -24,6 +25,7 @@ from common.errors import (
     RowFailure,
     error_for_row_failure,
 )
+from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
@@ -33,8 +35,8 @@ from decode_service.request import Request
 from decode_service.schedule_batch import ReadyRows
 
 
-class SlotReused(Exception):
-    """A segment's slot of shared memory was used for another before it was read: its call had ended."""
+class SlotsReused(Exception):
+    """The replica gave a segment's slots to another row before they were read: its call had ended there."""
 
 
 class FrameRejected(Exception):
@@ -189,7 +191,7 @@ class LandingZone:
             if error is None:
                 ready.append(row)
             else:
-                is_retryable = isinstance(error, SlotReused)
+                is_retryable = isinstance(error, SlotsReused)
                 kind = PrefillUnavailable if is_retryable else EngineFault
                 lost.append(LostRow(row.req, "", kind(f"landing KV failed: {error}"), is_retryable))
         arrived, self._arrived = self._arrived, []
@@ -270,10 +272,7 @@ class LandingZone:
     def _copy_in(self, segment: KvSegment, slots: list[int]) -> None:
         group = self._pool.groups[segment.layer_group]
         buffer = self._pool.buffers[segment.layer_group]
-        payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
-        values = payload.view(buffer.dtype).view(
-            segment.num_layers, group.num_planes, segment.num_tokens, group.num_heads, group.head_dim
-        )
+        values = _bytes_of(segment, group).view(buffer.dtype).unflatten(-1, (group.num_heads, group.head_dim))
         layers = buffer[segment.layer_start : segment.layer_start + segment.num_layers]
         if layers.device != values.device:
             values = self._device.to_device(values)
@@ -281,8 +280,8 @@ class LandingZone:
             layers[:, :, run].copy_(values)
         else:
             layers.index_copy_(2, self._device.to_device(torch.tensor(slots)), values)
-        if segment.slot is not None and not segment.slot.is_current:
-            raise SlotReused("the replica used the slot again")
+        if segment.shared is not None and not segment.shared.is_current:
+            raise SlotsReused("the replica used the slots again")
 
     def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> None:
         for entry, index in enumerate(columns.rows.tolist()):
@@ -327,9 +326,20 @@ class LandingZone:
             self._complete[row] = None
 
 
+def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:
+    """[layers, planes, tokens, row_bytes] uint8 on the host, where they lie."""
+    if segment.shared is None:
+        payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
+        return payload.view(segment.num_layers, group.num_planes, segment.num_tokens, group.row_bytes)
+    layers, slots = from_dlpack(segment.shared.layers), segment.shared.ticket.slots
+    if (run := run_of(slots)) is not None:
+        return layers[:, :, run]
+    return layers.index_select(2, torch.tensor(slots))
+
+
 def _landed(call_id: str, segments: Sequence[KvSegment]) -> SegmentsLanded:
-    slots = tuple(segment.slot.ticket.generation for segment in segments if segment.slot is not None)
-    return SegmentsLanded(call_id, sum(segment.num_bytes for segment in segments), slots)
+    shared = tuple(segment.shared.ticket.number for segment in segments if segment.shared is not None)
+    return SegmentsLanded(call_id, sum(segment.num_bytes for segment in segments), shared)
 
 
 def _group(rows: Iterable[_LandingRow]) -> list[ReadyRows]:

@@ -236,12 +236,12 @@ class BreakCall:
 class SegmentsLanded:
     """`num_bytes` of this call's segments have left host memory: that much of the receive budget is free again.
 
-    `slots`: the generations of those that lay in shared memory, which the replica may use again.
+    `shared`: the numbers of those that lay in the replica's pool, which has its slots back with the last of a row.
     """
 
     call_id: str
     num_bytes: int
-    slots: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
 
 
 Event = StageBegan | Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded

@@ -15,13 +15,14 @@ from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.shared_pool import SharedPool, sweep
 from common.service_main import Process
 from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.timeline_rpc import TimelineServicer
 from common.watchdog import Watchdog
-from common.wire.kv_ring import KvRing, sweep
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -41,15 +42,17 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
     Raises EngineLost when the engine died or hangs: every call has then been failed.
     """
     check_chunks(settings, process.runtime.draft)
-    ring = open_ring(settings.shared_memory_bytes)
+    shared_pool = None
+    if settings.shared_memory and process.runtime.device.torch_device.type == "cpu":
+        shared_pool = open_shared_pool(process.runtime.fingerprint.layer_groups, settings.max_kv_tokens)
     try:
-        await _serve(settings, process, ring)
+        await _serve(settings, process, shared_pool)
     finally:
-        if ring is not None:
-            ring.close()
+        if shared_pool is not None:
+            shared_pool.close()
 
 
-async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | None) -> None:
+async def _serve(settings: PrefillSettings, process: Process, shared_pool: SharedPool | None) -> None:
     runtime = process.runtime
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
     engine = PrefillEngine(
@@ -69,7 +72,7 @@ async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | Non
         on_step=engine_metrics.on_step,
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
-        ring=ring,
+        shared_pool=shared_pool,
     )
 
     def deliver(events: Sequence[Event]) -> None:
@@ -90,7 +93,7 @@ async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | Non
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
         tracer=process.tracer,
         timeline=runtime.timeline,
-        ring=ring,
+        shared_pool=shared_pool,
     )
     server = PrefillServer(
         servicer=servicer,
@@ -99,7 +102,9 @@ async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | Non
         limits=ServerLimits(max_streams=settings.max_streams),
         timeline=TimelineServicer(timeline=runtime.timeline, service=PREFILL_SERVICE, instance_id=process.instance_id),
     )
-    engine_metrics.watch(lambda: thread.load, is_ready=lambda: server.is_ready)
+    engine_metrics.watch(
+        lambda: thread.load, is_ready=lambda: server.is_ready, is_fused=lambda: runtime.model.runs_program
+    )
     watchdog = Watchdog(
         engine=thread,
         device=runtime.device,
@@ -136,13 +141,11 @@ async def _serve(settings: PrefillSettings, process: Process, ring: KvRing | Non
             raise EngineStalled("the engine did not stop")
 
 
-def open_ring(num_bytes: int) -> KvRing | None:
-    """Shared memory for receivers on this host, or None. What killed processes left of theirs is removed."""
-    if not num_bytes:
-        return None
+def open_shared_pool(groups: Sequence[LayerGroupSpec], num_slots: int) -> SharedPool | None:
+    """Memory for the KV pool that receivers on this host can map, or None. What killed processes left is removed."""
     try:
         sweep()
-        return KvRing(num_bytes=num_bytes)
+        return SharedPool(groups=groups, num_slots=num_slots)
     except OSError as error:
         _log.warning("no_shared_memory", reason=str(error))
         return None

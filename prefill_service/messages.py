@@ -17,7 +17,7 @@ class OpenCall:
     call_id: str
     rows: tuple[HandoffRow, ...]
     traced_rows: frozenset[int] = frozenset()
-    shares_memory: bool = False  # the receiver has mapped this service's KV ring
+    shares_memory: bool = False  # the receiver has mapped this service's KV pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class SegmentBytesSent:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsReturned:
-    """Nobody reads these slots of the KV ring any more."""
+class SegmentsReturned:
+    """Nobody reads these segments, which were lent, any more."""
 
     call_id: str
-    generations: tuple[int, ...]
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Drain:
     """Refuse new calls (RowFailed DRAINING, retryable); finish what is there."""
 
 
-Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | SlotsReturned | Drain
+Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | SegmentsReturned | Drain
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from common.wire.handoff import HandoffRow
 class PromptPhase(Enum):
     QUEUED = auto()  # holds nothing
     COMPUTING = auto()  # chunks are left to launch, or the last one is in flight
-    SENDING = auto()  # its PrebuiltBatch entry is out, KV is still leaving the pool
+    SENDING = auto()  # its PrebuiltBatch entry is out, KV is still leaving the pool, or lent
     ENDED = auto()
 
 

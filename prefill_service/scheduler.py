@@ -21,13 +21,13 @@ from common.device.stream import Event as DeviceEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
+from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import RowFailed
-from common.wire.kv_ring import KvRing
 from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.first_tokens import first_tokens
 from prefill_service.messages import (
@@ -41,10 +41,9 @@ from prefill_service.messages import (
     OpenCall,
     RowStarted,
     SegmentBytesSent,
-    SlotsReturned,
+    SegmentsReturned,
 )
 from prefill_service.prompt import Prompt, PromptPhase
-from prefill_service.segment_memory import SegmentMemory
 from prefill_service.sender import KvSender
 from prefill_service.worker import Computed, PrefillWorker
 
@@ -71,7 +70,7 @@ class PrefillEngine:
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
-    `clock` is in monotonic seconds. `ring`: shared memory for receivers on this host.
+    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers on this host can map.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class PrefillEngine:
         on_step: OnStep = lambda stats: None,
         timeline: Timeline | None = None,
         debug_checks: bool = False,
-        ring: KvRing | None = None,
+        shared_pool: SharedPool | None = None,
     ) -> None:
         self._layer_group = model.layer_group
         self._early_sending = early_sending
@@ -119,6 +118,7 @@ class PrefillEngine:
             max_kv_tokens=max_kv_tokens,
             max_tokens_per_row=max_context_tokens,
             torch_device=device.torch_device,
+            memory=shared_pool,
         )
         self._sampling_state = SamplingState(
             max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
@@ -136,7 +136,7 @@ class PrefillEngine:
         self._sender = KvSender(
             device=device,
             pool=self.pool,
-            memory=SegmentMemory(ring),
+            memory=shared_pool,
             budget_bytes=send_budget_bytes,
             max_segment_bytes=max_segment_bytes,
         )
@@ -219,8 +219,8 @@ class PrefillEngine:
             case SegmentBytesSent(call_id, num_bytes):
                 if call_id in self._calls or self._sender.owes(call_id):
                     self._sender.return_budget(call_id, num_bytes)
-            case SlotsReturned(_, generations):
-                self._sender.return_slots(generations)
+            case SegmentsReturned(_, numbers):
+                self._sender.return_segments(numbers)
             case Drain():
                 self._is_draining = True
 

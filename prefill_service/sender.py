@@ -1,13 +1,15 @@
-"""KV on its way out: layers of a chunk while later ones and the next chunk compute, within a byte budget.
+"""KV on its way out: layers of a chunk while later ones and the next chunk compute.
 
 chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
-                               ◀────────── SegmentBytesSent returns the budget ──────────────┘
+                      │            ◀────────── SegmentBytesSent returns the budget ──────────┘
+                      └── receiver has mapped the pool: lent as it lies there ──▶ KvSegment frames
+                                   ◀────────── SegmentsReturned ends the loan ─┘
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,12 +18,15 @@ from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
+from common.kv.shared_kv import SharedKv
+from common.kv.shared_pool import SharedPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
-from common.wire.handoff import KvSegment, segment_flow
-from common.wire.kv_ring import RingSlot
+from common.wire.handoff import KvSegment, Payload, segment_flow
 from prefill_service.prompt import Prompt
-from prefill_service.segment_memory import SegmentMemory, SegmentPlace
+
+_MAX_LENT_BYTES = 32 << 20
+"""Of a segment that is not copied: a part of the receiver's budget, so that the next is there when it has landed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,22 @@ class _Piece:
     @property
     def num_bytes(self) -> int:
         return self.group.layer_token_bytes * self.num_layers * self.num_tokens
+
+    @property
+    def slots(self) -> list[int]:
+        return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
+
+    def may_take_in(self, following: _Piece) -> bool:
+        """Whether that one has been written too, and is the same tokens' next layers, few enough for one loan."""
+        return (
+            following.prompt is self.prompt
+            and following.group is self.group
+            and (following.token_start, following.num_tokens) == (self.token_start, self.num_tokens)
+            and following.layer_start == self.layer_start + self.num_layers
+            and self.num_bytes + following.num_bytes <= _MAX_LENT_BYTES
+            and following.written.is_done()
+            and following.written.error is None
+        )
 
     def split(self, max_segment_bytes: int) -> list[_Piece]:
         """The same KV in pieces of at most so many bytes, or a token of a layer."""
@@ -62,7 +83,6 @@ class _Piece:
 class _Copy:
     piece: _Piece
     scope: Scope
-    place: SegmentPlace
     payload: Cell[torch.Tensor]
     done: Event
 
@@ -81,11 +101,18 @@ class KvSender:
 
     Bytes copied out and not yet taken by a transport stay within `budget_bytes`, but for one segment of each call,
     which is always allowed: a receiver that stalls cannot keep the others from sending. While several calls have
-    something to send, none takes more than a quarter of the budget.
+    something to send, none takes more than a quarter of the budget. Of calls whose receiver has mapped `memory`, which
+    the pool lies in, nothing is copied.
     """
 
     def __init__(
-        self, *, device: Device, pool: KvPool, memory: SegmentMemory, budget_bytes: int, max_segment_bytes: int
+        self,
+        *,
+        device: Device,
+        pool: KvPool,
+        memory: SharedPool | None,
+        budget_bytes: int,
+        max_segment_bytes: int,
     ) -> None:
         self._device = device
         self._pool = pool
@@ -97,6 +124,9 @@ class KvSender:
         self._copying: deque[_Copy] = deque()
         self._num_pieces: dict[Prompt, int] = {}
         self._unsent: dict[str, int] = {}
+        self._sharing: set[str] = set()
+        self._lendable: deque[_Piece] = deque()
+        self._lent: dict[int, Prompt] = {}
 
     @property
     def unsent_bytes(self) -> int:
@@ -105,10 +135,11 @@ class KvSender:
 
     @property
     def is_copying(self) -> bool:
-        return bool(self._copying)
+        """Or waits for a forward to write what is to be lent."""
+        return bool(self._copying or self._lendable)
 
     def num_pieces(self, prompt: Prompt) -> int:
-        """Segments of the prompt that have not become frames yet."""
+        """Segments of the prompt that have not become frames yet, or are lent."""
         return self._num_pieces.get(prompt, 0)
 
     def layers_per_segment(self, group: LayerGroupSpec, num_tokens: int) -> int:
@@ -129,8 +160,9 @@ class KvSender:
         Of the groups in `layers_written` each range of layers is sent once its own event is done.
         """
         assert prompt.lease is not None
-        pieces = self._queued.setdefault(prompt.call_id, deque())
-        max_segment_bytes = max(self._max_segment_bytes, self._memory.max_segment_bytes(prompt.call_id))
+        is_sharing = prompt.call_id in self._sharing
+        pieces = self._lendable if is_sharing else self._queued.setdefault(prompt.call_id, deque())
+        max_segment_bytes = _MAX_LENT_BYTES if is_sharing else self._max_segment_bytes
         for name, group in self._pool.groups.items():
             for layers, event in layers_written.get(name) or [(range(group.num_layers), computed)]:
                 whole = _Piece(
@@ -162,25 +194,29 @@ class KvSender:
         if pieces is not None:
             self._queued[prompt.call_id] = deque(piece for piece in pieces if piece.prompt is not prompt)
         self._num_pieces.pop(prompt, None)
+        self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}
 
     def forget_call(self, call_id: str) -> None:
         """The call's transport is gone: what it had not taken is dropped, and its budget is free."""
         self._queued.pop(call_id, None)
         self._unsent.pop(call_id, None)
-        self._memory.forget_call(call_id)
+        self._sharing.discard(call_id)
 
     def open_call(self, call_id: str, *, shares_memory: bool) -> None:
-        """`shares_memory`: the call's receiver has mapped the KV ring."""
+        """`shares_memory`: the call's receiver has mapped the pool."""
         if shares_memory:
-            self._memory.share(call_id)
+            assert self._memory is not None, "nobody can have mapped it"
+            self._sharing.add(call_id)
 
-    def return_slots(self, generations: Sequence[int]) -> None:
-        for generation in generations:
-            self._memory.give_back(generation)
+    def return_segments(self, numbers: Sequence[int]) -> None:
+        """Nobody reads them any more. Of a prompt that has ended none is known."""
+        for number in numbers:
+            if (prompt := self._lent.pop(number, None)) is not None:
+                self._num_pieces[prompt] -= 1
 
     def end_call(self, call_id: str) -> None:
         """Nothing more of the call will be queued."""
-        self._memory.end_call(call_id)
+        self._sharing.discard(call_id)
 
     def start_copies(self) -> None:
         """Start as many copies as the budget allows, the calls taking turns."""
@@ -191,32 +227,44 @@ class KvSender:
                 if not pieces:
                     del self._queued[call_id]
                 elif self._may_copy(call_id, pieces[0].num_bytes):
-                    progressing = self._start_copy(pieces) or progressing
+                    self._copy(pieces.popleft())
+                    progressing = True
 
     def poll(self) -> list[SentPiece]:
-        """The segments whose copies have ended, in order.
+        """The segments whose copies have ended, and those that can be lent, each in order.
 
         Of what a failed forward did not write there is none: that forward's end fails its prompts.
         """
-        sent = []
+        return [*self._copied(), *self._lend()]
+
+    def _copied(self) -> Iterator[SentPiece]:
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
-            piece, slot = copy.piece, copy.place.slot
-            self._memory.written(copy.place)
+            piece = copy.piece
             is_wanted = piece.prompt in self._num_pieces and piece.written.error is None
-            if not is_wanted or copy.scope.error is not None:
-                if self.owes(piece.prompt.call_id):
-                    self.return_budget(piece.prompt.call_id, piece.num_bytes)
-                if slot is not None:
-                    self._memory.give_back(slot.ticket.generation)
+            if (not is_wanted or copy.scope.error is not None) and self.owes(piece.prompt.call_id):
+                self.return_budget(piece.prompt.call_id, piece.num_bytes)
             if not is_wanted:
                 continue
             self._num_pieces[piece.prompt] -= 1
             if copy.scope.error is not None:
-                sent.append(SentPiece(piece.prompt, None, copy.scope.error))
+                yield SentPiece(piece.prompt, None, copy.scope.error)
+            else:
+                yield SentPiece(piece.prompt, _segment(piece, payload=copy.payload.get().numpy()), None)
+
+    def _lend(self) -> Iterator[SentPiece]:
+        while self._lendable and self._lendable[0].written.is_done():
+            piece = self._lendable.popleft()
+            if piece.prompt not in self._num_pieces or piece.written.error is not None:
                 continue
-            sent.append(SentPiece(piece.prompt, _segment(piece, copy.payload.get(), slot), None))
-        return sent
+            while self._lendable and piece.may_take_in(self._lendable[0]):
+                piece = replace(piece, num_layers=piece.num_layers + self._lendable.popleft().num_layers)
+                self._num_pieces[piece.prompt] -= 1
+            assert self._memory is not None
+            layers = slice(piece.layer_start, piece.layer_start + piece.num_layers)
+            shared = self._memory.lend(piece.group.name, layers, piece.slots, piece.lease.generation)
+            self._lent[shared.ticket.number] = piece.prompt
+            yield SentPiece(piece.prompt, _segment(piece, shared=shared), None)
 
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
@@ -228,37 +276,21 @@ class KvSender:
         share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 
-    def _start_copy(self, pieces: deque[_Piece]) -> bool:
-        """Whether the first of a call's pieces has a place, perhaps after it was cut to what a frame may hold."""
-        piece = pieces[0]
-        place = self._memory.take(piece.prompt.call_id, piece.num_bytes)
-        if place is None:
-            return False
-        pieces.popleft()
-        if place.slot is None and piece.num_bytes > self._max_segment_bytes:
-            parts = piece.split(self._max_segment_bytes)
-            self._num_pieces[piece.prompt] += len(parts) - 1
-            pieces.extendleft(reversed(parts))
-        else:
-            self._copy(piece, place)
-        return True
-
-    def _copy(self, piece: _Piece, place: SegmentPlace) -> None:
+    def _copy(self, piece: _Piece) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
         payload: Cell[torch.Tensor] = Cell()
 
         def copy_out() -> None:
             pool = self._pool.buffers[piece.group.name]
             layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
-            numbers = piece.lease.slots[piece.token_start : piece.token_start + piece.num_tokens]
-            memory = place.memory(self._device)
+            memory = self._device.host_buffer((piece.num_bytes,), torch.uint8)
             values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
-            if (run := run_of(numbers)) is not None:
+            if (run := run_of(piece.slots)) is not None:
                 values.copy_(layers[:, :, run], non_blocking=True)
             elif layers.device == values.device:
-                torch.index_select(layers, 2, torch.tensor(numbers), out=values)
+                torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
             else:
-                slots = self._device.to_device(torch.tensor(numbers))
+                slots = self._device.to_device(torch.tensor(piece.slots))
                 values.copy_(layers.index_select(2, slots), non_blocking=True)
             payload.set(memory)
 
@@ -269,7 +301,7 @@ class KvSender:
         self._stream.enqueue(Measured(copy_out, {"bytes": piece.num_bytes, FLOW: flow}), scope)
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
-        self._copying.append(_Copy(piece, scope, place, payload, done))
+        self._copying.append(_Copy(piece, scope, payload, done))
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         if num_bytes:
@@ -286,7 +318,7 @@ def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int)
     return max(1, max_segment_bytes // group.layer_token_bytes), 1
 
 
-def _segment(piece: _Piece, payload: torch.Tensor, slot: RingSlot | None) -> KvSegment:
+def _segment(piece: _Piece, *, payload: Payload = b"", shared: SharedKv | None = None) -> KvSegment:
     return KvSegment(
         row=piece.prompt.index,
         layer_group=piece.group.name,
@@ -294,6 +326,6 @@ def _segment(piece: _Piece, payload: torch.Tensor, slot: RingSlot | None) -> KvS
         num_layers=piece.num_layers,
         token_start=piece.token_start,
         num_tokens=piece.num_tokens,
-        payload=payload.numpy(),
-        slot=slot,
+        payload=payload,
+        shared=shared,
     )

@@ -69,13 +69,8 @@ class PrefillWorker:
 
         @torch.inference_mode()
         def forward(milestones: Sequence[Callable[[], None]]) -> None:
-            reach = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
-
-            def on_layer_kv(layer: int) -> None:
-                if layer in reach:
-                    reach[layer]()
-
-            output = self._model.forward(batch.forward_input, on_layer_kv=on_layer_kv if layers else None)
+            reached = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
+            output = self._model.forward(batch.forward_input, on_layer_kv=reached)
             first = sample(
                 output.logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
             )
@@ -97,7 +92,7 @@ class PrefillWorker:
         Runs inside a piece on the stream.
         """
         last, following = batch.forward_input.logits_rows, batch.next_tokens
-        assert last is not None
+        assert last is not None and following.places is not None
         return extend_draft(
             draft,
             replace(batch.forward_input, kv=self._pool.buffers[draft.layer_group.name]),

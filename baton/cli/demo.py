@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Annotated
@@ -17,7 +18,7 @@ from baton.cli.stream import Shown, measure, show
 from baton.client import Client, EventStream
 from baton.errors import Internal
 from baton.events import tokens_per_forward
-from baton.full_speed import await_fused, is_fused
+from baton.full_speed import are_fused, await_fused
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
 
@@ -55,8 +56,13 @@ def demo(
                 console.print(pids, style="dim")
                 console.print(f"\n> {QUESTION}\n", markup=False)
             shown = show(_ask(client, speculate=True), as_json=as_json)
-            if "--no-fused-forward" not in (decode_args or ()):
-                _await_full_speed(pair.metrics_addresses[-1], console, as_json)
+            given = (prefill_args, decode_args)
+            fusing = [
+                address
+                for address, arguments in zip(pair.metrics_addresses, given, strict=True)
+                if "--no-fused-forward" not in (arguments or ())
+            ]
+            _await_full_speed(fusing, console, as_json)
             runs = [(speculates, measure(_ask(client, speculate=speculates))) for speculates in _TURNS]
         drafted = [run for speculates, run in runs if speculates]
         plain = [run for speculates, run in runs if not speculates]
@@ -67,13 +73,13 @@ def demo(
             raise Internal(_first_difference(differing), reason="DEMO_ANSWER_DIFFERS")
 
 
-def _await_full_speed(metrics_address: str, console: Console, as_json: bool) -> None:
-    """Until the decode service's kernels are compiled, which the first start on a machine takes; not for ever."""
+def _await_full_speed(metrics_addresses: Sequence[str], console: Console, as_json: bool) -> None:
+    """Until the services' kernels are compiled, which the first start on a machine takes; not for ever."""
     with suppress(OSError):  # a service without metrics tells nothing to wait for
-        if not is_fused(metrics_address):
+        if not are_fused(metrics_addresses):
             if not as_json:
                 console.print("\ncompiling kernels, once on this machine", style="dim")
-            await_fused(metrics_address, timeout_s=_FULL_SPEED_TIMEOUT_S)
+            await_fused(metrics_addresses, timeout_s=_FULL_SPEED_TIMEOUT_S)
 
 
 def _ask(client: Client, *, speculate: bool) -> EventStream:

@@ -57,7 +57,7 @@ class HandoffCommand(_message.Message):
 
     PREFILL_BATCH_FIELD_NUMBER: _builtins.int
     CANCEL_ROWS_FIELD_NUMBER: _builtins.int
-    RELEASE_SLOTS_FIELD_NUMBER: _builtins.int
+    RELEASE_SEGMENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefill_batch(self) -> Global___PrefillBatch:
         """the first command, once"""
@@ -65,19 +65,19 @@ class HandoffCommand(_message.Message):
     @_builtins.property
     def cancel_rows(self) -> Global___CancelRows: ...
     @_builtins.property
-    def release_slots(self) -> Global___ReleaseSlots: ...
+    def release_segments(self) -> Global___ReleaseSegments: ...
     def __init__(
         self,
         *,
         prefill_batch: Global___PrefillBatch | None = ...,
         cancel_rows: Global___CancelRows | None = ...,
-        release_slots: Global___ReleaseSlots | None = ...,
+        release_segments: Global___ReleaseSegments | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch", "release_slots", b"release_slots"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch", "release_segments", b"release_segments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch", "release_slots", b"release_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_rows", b"cancel_rows", "command", b"command", "prefill_batch", b"prefill_batch", "release_segments", b"release_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["prefill_batch", "cancel_rows", "release_slots"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["prefill_batch", "cancel_rows", "release_segments"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -90,10 +90,10 @@ class PrefillBatch(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
-    RING_SECRET_FIELD_NUMBER: _builtins.int
+    POOL_SECRET_FIELD_NUMBER: _builtins.int
     crc32c: _builtins.int
-    ring_secret: _builtins.bytes
-    """what the replica's kv_ring begins with: proof that this receiver has mapped it; else empty"""
+    pool_secret: _builtins.bytes
+    """what the replica's kv_pool begins with: proof that this receiver has mapped it; else empty"""
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     @_builtins.property
@@ -104,11 +104,11 @@ class PrefillBatch(_message.Message):
         fingerprint: _types_pb2.Fingerprint | None = ...,
         rows: _abc.Iterable[Global___PrefillRow] | None = ...,
         crc32c: _builtins.int = ...,
-        ring_secret: _builtins.bytes = ...,
+        pool_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "ring_secret", b"ring_secret", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "pool_secret", b"pool_secret", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,29 +279,29 @@ class CancelRows(_message.Message):
 Global___CancelRows: _TypeAlias = CancelRows  # noqa: Y015
 
 @_typing.final
-class ReleaseSlots(_message.Message):
-    """Slots that were read; a receiver reads none after its call has ended."""
+class ReleaseSegments(_message.Message):
+    """Segments that lay in the replica's kv_pool and were read: their ticket's numbers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    GENERATIONS_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
     crc32c: _builtins.int
     @_builtins.property
-    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        generations: _abc.Iterable[_builtins.int] | None = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
         crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "generations", b"generations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "numbers", b"numbers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseSlots: _TypeAlias = ReleaseSlots  # noqa: Y015
+Global___ReleaseSegments: _TypeAlias = ReleaseSegments  # noqa: Y015
 
 @_typing.final
 class HandoffFrame(_message.Message):
@@ -396,7 +396,7 @@ class KvSegment(_message.Message):
     num_shards: _builtins.int
     """1"""
     @_builtins.property
-    def ticket(self) -> Global___SlotTicket:
+    def ticket(self) -> Global___PoolTicket:
         """in place of a payload"""
 
     def __init__(
@@ -410,7 +410,7 @@ class KvSegment(_message.Message):
         num_tokens: _builtins.int = ...,
         crc32c: _builtins.int = ...,
         payload: _builtins.bytes = ...,
-        ticket: Global___SlotTicket | None = ...,
+        ticket: Global___PoolTicket | None = ...,
         shard: _builtins.int = ...,
         num_shards: _builtins.int = ...,
     ) -> None: ...
@@ -423,32 +423,40 @@ class KvSegment(_message.Message):
 Global___KvSegment: _TypeAlias = KvSegment  # noqa: Y015
 
 @_typing.final
-class SlotTicket(_message.Message):
-    """Where a payload lies in the replica's kv_ring. The segment's crc32c covers the ticket, not the bytes there."""
+class PoolTicket(_message.Message):
+    """Where a segment lies in the replica's kv_pool. The segment's crc32c covers the ticket, not the bytes there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    OFFSET_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    RUN_STARTS_FIELD_NUMBER: _builtins.int
+    RUN_LENGTHS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
-    offset: _builtins.int
-    num_bytes: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """of the slot, never used again in this ring"""
+    """the slots' stamp while they are the row's, never used again in this pool"""
+    number: _builtins.int
+    """of the segment, never used again in this pool"""
+    @_builtins.property
+    def run_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the tokens' slots, as ranges in the order of the tokens"""
+
+    @_builtins.property
+    def run_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        offset: _builtins.int = ...,
-        num_bytes: _builtins.int = ...,
+        run_starts: _abc.Iterable[_builtins.int] | None = ...,
+        run_lengths: _abc.Iterable[_builtins.int] | None = ...,
         generation: _builtins.int = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "number", b"number", "run_lengths", b"run_lengths", "run_starts", b"run_starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SlotTicket: _TypeAlias = SlotTicket  # noqa: Y015
+Global___PoolTicket: _TypeAlias = PoolTicket  # noqa: Y015
 
 @_typing.final
 class PrebuiltBatch(_message.Message):
@@ -629,10 +637,10 @@ class GetFingerprintResponse(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    KV_RING_FIELD_NUMBER: _builtins.int
+    KV_POOL_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    kv_ring: _builtins.str
-    """file of shared memory for KV, empty without one"""
+    kv_pool: _builtins.str
+    """file of shared memory that the KV pool lies in, empty without one"""
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     def __init__(
@@ -640,11 +648,11 @@ class GetFingerprintResponse(_message.Message):
         *,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         instance_id: _builtins.str = ...,
-        kv_ring: _builtins.str = ...,
+        kv_pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id", "kv_ring", b"kv_ring"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id", "kv_pool", b"kv_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

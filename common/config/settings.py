@@ -14,7 +14,6 @@ from common.config.fields import (
     RequestBytes,
     Seconds,
     SegmentBytes,
-    SharedMemoryBytes,
     Targets,
 )
 from common.config.process_settings import ProcessSettings
@@ -31,9 +30,9 @@ class ServiceSettings(ProcessSettings):
     """What `num_threads = 0` takes of a CPU's cores."""
 
     @property
-    def fuses(self) -> bool:
-        """Whether the model's forwards are to run by one kernel, where they can."""
-        return False
+    def max_fused_tokens(self) -> int:
+        """Of a forward that one kernel computes."""
+        raise NotImplementedError
 
     metrics_listen: OptionalAddress = ""
     model: str = "demo"
@@ -44,6 +43,7 @@ class ServiceSettings(ProcessSettings):
     attention: Literal["kernels", "torch"] = "kernels"
     tf32: bool = False
     num_threads: Annotated[int, Field(ge=0)] = 0
+    fused_forward: bool = True
     max_rows: Positive = 32
     max_kv_tokens: Positive = 32768
     max_context_tokens: Positive | None = None
@@ -67,10 +67,14 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
-    shared_memory_bytes: SharedMemoryBytes = 0
+    shared_memory: bool = True
     max_queued_rows: Positive = 1024
     early_sending: bool = True
     stall_timeout_s: Seconds = 30.0
+
+    @property
+    def max_fused_tokens(self) -> int:
+        return self.max_batch_tokens
 
     @model_validator(mode="after")
     def _check_budgets(self) -> Self:
@@ -87,7 +91,6 @@ class DecodeSettings(ServiceSettings):
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     adaptive_depth: bool = True
     overlap: bool = True
-    fused_forward: bool = True
     cuda_graphs: bool = True
     receive_budget_bytes: Positive = 64 << 20
     connections_per_prefill: Annotated[int, Field(ge=1, le=16)] = 2
@@ -102,8 +105,8 @@ class DecodeSettings(ServiceSettings):
     max_request_bytes: RequestBytes = 4 << 20
 
     @property
-    def fuses(self) -> bool:
-        return self.fused_forward
+    def max_fused_tokens(self) -> int:
+        return 512
 
     @model_validator(mode="after")
     def _check_prefill(self) -> Self:

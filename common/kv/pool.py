@@ -20,6 +20,7 @@ from common.device.stream import Event, Stream
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
+from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator
 from common.load import PoolCounts
 
@@ -33,9 +34,11 @@ class RowLease:
     engine.
     """
 
-    def __init__(self, row: int, slots: list[int], columns: RowColumns) -> None:
+    def __init__(self, row: int, slots: list[int], columns: RowColumns, *, generation: int = 0) -> None:
+        """`generation`: the stamp of the slots, in a pool that lies in shared memory."""
         self.row = row
         self.slots = slots
+        self.generation = generation
         self._columns = columns
         columns.num_slots[row] = len(slots)
         self.state = LeaseState.RESERVED
@@ -70,7 +73,8 @@ class RowLease:
 class KvPool:
     """Rows, token slots and the KV of every layer group, allocated once.
 
-    `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding.
+    `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. They lie in `memory`, which has
+    these groups and `max_kv_tokens` slots, where it is given; then rows do not grow.
     """
 
     def __init__(
@@ -81,14 +85,12 @@ class KvPool:
         max_kv_tokens: int,
         max_tokens_per_row: int,
         torch_device: torch.device,
+        memory: SharedPool | None = None,
     ) -> None:
         self.groups = {group.name: group for group in groups}
+        self._memory = memory
         self.buffers: dict[str, Tensor] = {
-            group.name: torch.zeros(
-                (group.num_layers, group.num_planes, max_kv_tokens + 1, group.num_heads, group.head_dim),
-                dtype=getattr(torch, group.dtype),
-                device=torch_device,
-            )
+            group.name: _zeros(group, max_kv_tokens, torch_device) if memory is None else _view(memory, group)
             for group in groups
         }
         self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
@@ -123,7 +125,8 @@ class KvPool:
         row = self.rows.take()
         assert row is not None
         self.rows.write(row, 0, slots)
-        lease = RowLease(row, slots, self._columns)
+        generation = 0 if self._memory is None else self._memory.stamp(slots)
+        lease = RowLease(row, slots, self._columns, generation=generation)
         self._held[row] = lease
         return lease
 
@@ -137,6 +140,7 @@ class KvPool:
 
         Shapes: both [B]; the rows are held and distinct.
         """
+        assert self._memory is None, "slots of a row that is lent are not added to"
         missing = self.num_missing(rows, num_tokens)
         slots = self._slots.take(int(missing.sum()))
         if slots is None:
@@ -198,6 +202,17 @@ class KvPool:
             table = self.rows.req_to_token[lease.row, : lease.num_tokens].tolist()
             assert table == lease.slots, f"row {lease.row}: the table disagrees with the lease"
             assert self._columns.num_slots[lease.row] == lease.num_tokens, f"row {lease.row}: slots are counted wrongly"
+
+
+def _zeros(group: LayerGroupSpec, num_slots: int, torch_device: torch.device) -> Tensor:
+    shape = (group.num_layers, group.num_planes, num_slots + 1, group.num_heads, group.head_dim)
+    return torch.zeros(shape, dtype=getattr(torch, group.dtype), device=torch_device)
+
+
+def _view(memory: SharedPool, group: LayerGroupSpec) -> Tensor:
+    values = torch.from_numpy(memory.groups[group.name]).view(getattr(torch, group.dtype))
+    shape = (*values.shape[:3], group.num_heads, group.head_dim)
+    return values.view(shape)
 
 
 def _counts(total: int, free: int, by_state: dict[LeaseState, int]) -> PoolCounts:

@@ -73,13 +73,16 @@ class _PagedPlan:
 
 
 def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """[T, W], and [B] <= W: of its row's last tokens, so many of each row, which each query attends."""
+    """[T, W], and [B] <= W: of its row's last tokens, so many of each row, which each query attends.
+
+    Of rows of more than MAX_QUERIES queries, which attend all before them and themselves, it says nothing.
+    """
     if batch.tree_mask is not None:
         mask = batch.tree_mask.contiguous().numpy()
         return mask, np.full(len(extend_lens), mask.shape[1], dtype=np.int64)
     if not extend_lens:
         return np.ones((0, 1), np.bool_), np.zeros(0, np.int64)
-    causal = np.tri(max(extend_lens), dtype=np.bool_)
+    causal = np.tri(max(extend_lens), min(max(extend_lens), MAX_QUERIES), dtype=np.bool_)
     return np.concatenate([causal[:extend_len] for extend_len in extend_lens]), np.array(extend_lens, dtype=np.int64)
 
 

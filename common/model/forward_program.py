@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.attention import ForwardInput
+
+OnLayerKv = Mapping[int, Callable[[], None]]
+"""By layer: what to call once its KV, and so that of all before it, is in the pool (on CUDA: enqueued)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +63,15 @@ class ForwardProgram(Protocol):
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
-    def forward(self, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured.
 
         `beside` [T, width]: what a program of a draft head reads beside the tokens; its states are its outputs.
         """
 
-    def prepare(self, batch: ForwardInput, beside: Tensor | None = None) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    def prepare(
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """What computes it, to be called once, before another is prepared: without the interpreter's lock."""

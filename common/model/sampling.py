@@ -70,12 +70,13 @@ def draw(
     """
     raw = logits.clone() if batch.with_logprobs else logits
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
-    token_ids = shaped.argmax(dim=-1)
+    chosen_logits, token_ids = shaped.max(dim=-1)
     if batch.sampled:
         entries = _index(batch.sampled, logits)
         drawn = _draw(shaped, entries, rows, positions, state, batch)
         token_ids[entries] = drawn
-    is_invalid = ~torch.isfinite(shaped.gather(1, token_ids.unsqueeze(1)).squeeze(1))
+        chosen_logits = shaped.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    is_invalid = ~torch.isfinite(chosen_logits)
     if not batch.with_logprobs:
         return Sampled(token_ids, is_invalid)
     entries = _index(batch.with_logprobs, logits)

@@ -14,7 +14,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram, FusedDecoder
+from common.model.forward_program import ForwardProgram, FusedDecoder, OnLayerKv
 
 _FINAL = -1  # among captured states: what leaves the final norm
 
@@ -133,25 +133,22 @@ class TargetModel:
         if capture.final:
             _base(self._model).register_forward_hook(partial(_keep_output, _FINAL), with_kwargs=True)
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured.
 
-        On CUDA everything is enqueued on the current stream and nothing waits for it. `on_layer_kv` is called with each
-        layer's number once its KV is written (on CUDA: enqueued), in their order.
+        On CUDA everything is enqueued on the current stream and nothing waits for it.
         """
         return self.prepare(batch, on_layer_kv=on_layer_kv)()
 
     @torch.inference_mode()
-    def prepare(
-        self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None
-    ) -> Callable[[], TargetOutput]:
-        if self._program is None or on_layer_kv is not None or not self._program.takes(batch):
+    def prepare(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> Callable[[], TargetOutput]:
+        if self._program is None or not self._program.takes(batch):
             return partial(self._forward_by_operators, batch, on_layer_kv)
-        compute = self._program.prepare(batch)
+        compute = self._program.prepare(batch, on_layer_kv=on_layer_kv)
         return lambda: TargetOutput(*compute())
 
     @torch.inference_mode()
-    def _forward_by_operators(self, batch: ForwardInput, on_layer_kv: Callable[[int], None] | None) -> TargetOutput:
+    def _forward_by_operators(self, batch: ForwardInput, on_layer_kv: OnLayerKv | None) -> TargetOutput:
         every_token: int | Tensor = 0
         states: dict[int, Tensor] = {}
         output: Any = self._model(
@@ -159,7 +156,7 @@ class TargetModel:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=_ToldPlan(self._backend.plan(batch), self._count_layer, on_layer_kv),
+            attention_plan=_ToldPlan(self._backend.plan(batch), self._count_layer, on_layer_kv or {}),
             **({} if self._capture is None else {"captured_states": states}),
         )
         return TargetOutput(output.logits[0].float(), self._ordered(states))
@@ -189,9 +186,7 @@ class _ToldPlan(AttentionPlan):
     wants it, when its KV is there.
     """
 
-    def __init__(
-        self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: Callable[[int], None] | None
-    ) -> None:
+    def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv) -> None:
         self._plan = plan
         self._on_layer = on_layer
         self._on_layer_kv = on_layer_kv
@@ -199,8 +194,8 @@ class _ToldPlan(AttentionPlan):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self._on_layer()
         output = self._plan.attend(layer, query, key, value, scaling)
-        if self._on_layer_kv is not None:
-            self._on_layer_kv(layer)
+        if (tell := self._on_layer_kv.get(layer)) is not None:
+            tell()
         return output
 
 

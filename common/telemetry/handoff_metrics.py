@@ -37,7 +37,7 @@ class HandoffMetrics:
             match frame:
                 case KvSegment():
                     self._bytes.inc(frame.num_bytes)
-                    if frame.slot is not None:
+                    if frame.shared is not None:
                         self._shared_bytes.inc(frame.num_bytes)
                 case PrebuiltBatch():
                     self._rows.labels("prebuilt").inc(len(frame.rows))

@@ -33,7 +33,7 @@ class PrefillBatch:
 
     fingerprint: Fingerprint
     rows: tuple[HandoffRow | RowFailed, ...]
-    ring_secret: bytes = b""
+    pool_secret: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,18 @@ class CancelRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseSlots:
-    generations: tuple[int, ...]
+class ReleaseSegments:
+    numbers: tuple[int, ...]
 
 
-HandoffCommand = PrefillBatch | CancelRows | ReleaseSlots
+HandoffCommand = PrefillBatch | CancelRows | ReleaseSegments
 
 
-def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow], *, ring_secret: bytes = b"") -> bytes:
+def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow], *, pool_secret: bytes = b"") -> bytes:
     batch = prefill_pb2.PrefillBatch(
         fingerprint=encode_fingerprint(fingerprint),
         rows=[encode_row(row) for row in rows],
-        ring_secret=ring_secret,
+        pool_secret=pool_secret,
     )
     batch.crc32c = checksum(batch)
     return prefill_pb2.HandoffCommand(prefill_batch=batch).SerializeToString()
@@ -65,10 +65,10 @@ def encode_cancel_rows(rows: Sequence[int]) -> bytes:
     return prefill_pb2.HandoffCommand(cancel_rows=cancel).SerializeToString()
 
 
-def encode_release_slots(generations: Sequence[int]) -> bytes:
-    release = prefill_pb2.ReleaseSlots(generations=generations)
+def encode_release_segments(numbers: Sequence[int]) -> bytes:
+    release = prefill_pb2.ReleaseSegments(numbers=numbers)
     release.crc32c = checksum(release)
-    return prefill_pb2.HandoffCommand(release_slots=release).SerializeToString()
+    return prefill_pb2.HandoffCommand(release_segments=release).SerializeToString()
 
 
 def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffCommand:
@@ -89,18 +89,18 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
             return PrefillBatch(
                 fingerprint=fingerprint,
                 rows=tuple(_decode_row(index, row) for index, row in enumerate(batch.rows)),
-                ring_secret=batch.ring_secret,
+                pool_secret=batch.pool_secret,
             )
         case "cancel_rows":
             cancel = message.cancel_rows
             _require_at_most(max_rows, "cancel_rows.rows", len(cancel.rows))
             require(checksum(cancel) == cancel.crc32c, "cancel_rows.crc32c", "does not match the command")
             return CancelRows(rows=tuple(cancel.rows))
-        case "release_slots":
-            release = message.release_slots
-            _require_at_most(_MAX_ENTRIES, "release_slots.generations", len(release.generations))
-            require(checksum(release) == release.crc32c, "release_slots.crc32c", "does not match the command")
-            return ReleaseSlots(generations=tuple(release.generations))
+        case "release_segments":
+            release = message.release_segments
+            _require_at_most(_MAX_ENTRIES, "release_segments.numbers", len(release.numbers))
+            require(checksum(release) == release.crc32c, "release_segments.crc32c", "does not match the command")
+            return ReleaseSegments(numbers=tuple(release.numbers))
         case _:
             raise ProtocolError("command", "is none of the known kinds")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
+from common.kv.shared_pool import MappedPool
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
@@ -14,7 +15,6 @@ from common.wire.codec_segment import decode_segment, encode_segment
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
-from common.wire.kv_ring import MappedRing
 from common.wire.segment_bytes import split
 
 _FIELDS_A_ROW = 16
@@ -51,8 +51,8 @@ class FrameCodec:
                 message.row_failed.crc32c = checksum(message.row_failed)
         return message.SerializeToString()
 
-    def decode(self, data: bytes, rows: Sequence[HandoffRow], ring: MappedRing | None = None) -> Frame:
-        """The frame in `data`, of a call over `rows` whose tickets lead into `ring`.
+    def decode(self, data: bytes, rows: Sequence[HandoffRow], pool: MappedPool | None = None) -> Frame:
+        """The frame in `data`, of a call over `rows` whose tickets lead into `pool`.
 
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
         """
@@ -63,7 +63,7 @@ class FrameCodec:
             case "accepted":
                 return self._decode_accepted(message.accepted)
             case "kv_segment":
-                return decode_segment(message.kv_segment, payload, groups=self._groups, rows=rows, ring=ring)
+                return decode_segment(message.kv_segment, payload, groups=self._groups, rows=rows, pool=pool)
             case "prebuilt_batch":
                 return decode_prebuilt(
                     message.prebuilt_batch,

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
+from common.kv.shared_kv import PoolTicket, SharedKv, runs_of, slots_of
+from common.kv.shared_pool import MappedPool
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, require
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import HandoffRow, KvSegment
-from common.wire.kv_ring import MappedRing, RingSlot, SlotTicket
 from common.wire.segment_bytes import joined
 
 
@@ -27,13 +28,12 @@ def encode_segment(segment: KvSegment) -> bytes:
     into.token_start = segment.token_start
     into.num_tokens = segment.num_tokens
     into.num_shards = 1
-    if segment.slot is not None:
-        ticket = segment.slot.ticket
-        into.ticket.offset, into.ticket.num_bytes, into.ticket.generation = (
-            ticket.offset,
-            ticket.num_bytes,
-            ticket.generation,
-        )
+    if segment.shared is not None:
+        ticket = segment.shared.ticket
+        starts, lengths = runs_of(ticket.slots)
+        into.ticket.run_starts.extend(starts)
+        into.ticket.run_lengths.extend(lengths)
+        into.ticket.generation, into.ticket.number = ticket.generation, ticket.number
         into.crc32c = checksum(into)
         return prefill_pb2.HandoffFrame(kv_segment=into).SerializeToString()
     into.crc32c = checksum(into, payload=segment.payload)
@@ -46,11 +46,11 @@ def decode_segment(
     *,
     groups: Mapping[str, LayerGroupSpec],
     rows: Sequence[HandoffRow],
-    ring: MappedRing | None,
+    pool: MappedPool | None,
 ) -> KvSegment:
     """The segment, with every bound and its checksum verified. Raises ProtocolError naming the field.
 
-    `payload`: what `split` took out of the message's bytes. `ring`: where tickets lead.
+    `payload`: what `split` took out of the message's bytes. `pool`: where tickets lead.
     """
     require(not message.payload, "kv_segment.payload", "is not alone in its frame")
     require(message.row < len(rows), "kv_segment.row", f"{message.row} is not one of the call's {len(rows)} rows")
@@ -70,15 +70,16 @@ def decode_segment(
         "kv_segment.num_tokens",
         f"tokens {message.token_start}..{token_end} are not within the row's {num_row_tokens}",
     )
-    sent = payload
-    slot = _slot(message.ticket, ring) if message.HasField("ticket") else None
-    if slot is not None:
+    shared = None
+    if message.HasField("ticket"):
         require(not len(payload), "kv_segment.payload", "comes with a ticket")
-        payload = slot.payload
-    require(len(sent) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
-    num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
-    require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
-    require(checksum(message, payload=sent) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
+        layers = slice(message.layer_start, layer_end)
+        shared = _shared(message.ticket, pool, group.name, layers, num_tokens=message.num_tokens)
+    else:
+        require(len(payload) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
+        num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
+        require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
+    require(checksum(message, payload=payload) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
     return KvSegment(
         row=message.row,
         layer_group=message.layer_group,
@@ -87,14 +88,19 @@ def decode_segment(
         token_start=message.token_start,
         num_tokens=message.num_tokens,
         payload=payload,
-        slot=slot,
+        shared=shared,
     )
 
 
-def _slot(message: prefill_pb2.SlotTicket, ring: MappedRing | None) -> RingSlot:
-    if ring is None:
+def _shared(
+    message: prefill_pb2.PoolTicket, pool: MappedPool | None, group_name: str, layers: slice, *, num_tokens: int
+) -> SharedKv:
+    if pool is None:
         raise ProtocolError("kv_segment.ticket", "is into shared memory that is not mapped")
-    slot = ring.slot(SlotTicket(message.offset, message.num_bytes, message.generation))
-    if slot is None:
-        raise ProtocolError("kv_segment.ticket", "is of no slot that is there")
-    return slot
+    starts, lengths = message.run_starts, message.run_lengths
+    require(len(starts) == len(lengths) and 0 not in lengths, "kv_segment.ticket", "has runs that are none")
+    require(sum(lengths) == num_tokens, "kv_segment.ticket", f"has {sum(lengths)} slots instead of {num_tokens}")
+    shared = pool.read(group_name, layers, PoolTicket(slots_of(starts, lengths), message.generation, message.number))
+    if shared is None:
+        raise ProtocolError("kv_segment.ticket", f"is of slots that are not of the pool's {pool.num_slots}")
+    return shared

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import RowFailure
+from common.kv.shared_kv import SharedKv
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.telemetry.timeline import FLOW
-from common.wire.kv_ring import RingSlot
 
 MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
@@ -53,8 +53,9 @@ class KvSegment:
     """KV of one row: tokens [token_start, token_start + num_tokens) of layers [layer_start, layer_start + num_layers).
 
     `payload` is [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, contiguous,
-    at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more. With `slot` they lie in shared
-    memory: they count when it was still current after they were read, and are free again when it is released.
+    at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more. With `shared` it is empty, and the KV lies
+    in the sender's pool: it counts when it was still current after it was read, and its slots stay the row's until
+    the segment is released.
     """
 
     row: int
@@ -64,11 +65,11 @@ class KvSegment:
     token_start: int
     num_tokens: int
     payload: Payload
-    slot: RingSlot | None = None
+    shared: SharedKv | None = None
 
     @property
     def num_bytes(self) -> int:
-        return len(self.payload)
+        return len(self.payload) if self.shared is None else self.shared.num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ import grpc
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
+from common.kv.shared_pool import MappedPool
 from common.telemetry.timeline import Track
 from common.wire.codec_checks import ProtocolError
-from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_slots
+from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
-from common.wire.kv_ring import MappedRing
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -47,10 +47,10 @@ class GrpcCall:
         timeouts: HandoffTimeouts,
         metadata: Metadata,
         num_steps: Callable[[], int],
-        ring: MappedRing | None,
+        pool: MappedPool | None,
         track: Track,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at; `ring` is its, if mapped.
+        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if mapped.
         Frames are on `track`.
         """
         self._track = track
@@ -65,20 +65,20 @@ class GrpcCall:
         self._timeouts = timeouts
         self._metadata = metadata
         self._num_steps = num_steps
-        self._ring = ring
+        self._pool = pool
         self._commands: asyncio.Queue[bytes] = asyncio.Queue()
 
     def cancel_rows(self, rows: tuple[int, ...]) -> None:
         self._commands.put_nowait(encode_cancel_rows(rows))
 
-    def release_slots(self, generations: tuple[int, ...]) -> None:
-        self._commands.put_nowait(encode_release_slots(generations))
+    def release_segments(self, numbers: tuple[int, ...]) -> None:
+        self._commands.put_nowait(encode_release_segments(numbers))
 
     async def exchange(self) -> None:
         """Post the call's frames until the replica ends it. Raises the BatonError to end it with otherwise."""
-        secret = b"" if self._ring is None else self._ring.secret
+        secret = b"" if self._pool is None else self._pool.secret
         start_ns = time.monotonic_ns()
-        batch = encode_prefill_batch(self._fingerprint, self._rows, ring_secret=secret)
+        batch = encode_prefill_batch(self._fingerprint, self._rows, pool_secret=secret)
         self._track.ended("send PrefillBatch", start_ns, self._call_id, bytes=len(batch), rows=len(self._rows))
         await self._connect()
         stream: Stream = self._channel.stream_stream(_HANDOFF)(metadata=self._metadata)
@@ -142,7 +142,7 @@ class GrpcCall:
 
     def _decode(self, data: bytes) -> Frame:
         start_ns = time.monotonic_ns()
-        frame = self._codec.decode(data, self._rows, self._ring)
+        frame = self._codec.decode(data, self._rows, self._pool)
         if self._track.ring is not None:
             figures = frame_figures(frame, self._rows.__getitem__)
             self._track.ended(f"receive {type(frame).__name__}", start_ns, self._call_id, bytes=len(data), **figures)

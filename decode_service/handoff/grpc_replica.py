@@ -11,12 +11,12 @@ from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
+from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
 from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.grpc_options import Metadata, Options
-from common.wire.kv_ring import MappedRing, RingUnusable
 from decode_service.messages import Replica
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
@@ -57,7 +57,7 @@ class GrpcReplica:
         self._metadata = metadata
         self._known_instance_id: str | None = None
         self._mismatch: FingerprintMismatch | None = None
-        self.ring: MappedRing | None = None  # of the instance last looked at, where it can be mapped
+        self.pool: MappedPool | None = None  # of the instance last looked at, where it can be mapped
         self.num_steps = 0  # of its engine, when last looked at
 
     def next_channel(self) -> grpc.aio.Channel:
@@ -103,14 +103,14 @@ class GrpcReplica:
             _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
         else:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
-        self.ring = self._mapped(response.kv_ring)
+        self.pool = None if self._mismatch is not None else self._mapped(response.kv_pool)
 
-    def _mapped(self, name: str) -> MappedRing | None:
+    def _mapped(self, name: str) -> MappedPool | None:
         if not name:
             return None
         try:
-            return MappedRing(name)
-        except RingUnusable as error:
+            return MappedPool(name, groups=self._fingerprint.layer_groups)
+        except PoolUnusable as error:
             _log.info("prefill replica %s shares no memory with this host: %s", self.address, error)
             return None
 
@@ -122,4 +122,9 @@ class GrpcReplica:
         return parse(kind, answer)
 
     def _not_ready(self, error: BatonError) -> Replica:
+        """The memory of a process that is gone is let go of; of one that is there again it is mapped anew."""
+        if self.pool is not None:
+            self.pool = None
+            self._known_instance_id = None
+            sweep()
         return Replica(self.address, is_ready=False, error=error)

@@ -126,7 +126,7 @@ class GrpcTransport:
             command=command,
             channel=replica.next_channel(),
             num_steps=lambda: replica.num_steps,
-            ring=replica.ring,
+            pool=replica.pool,
             fingerprint=self._fingerprint,
             codec=self._codec,
             budget=self._budget,
@@ -147,8 +147,8 @@ class GrpcTransport:
 
     def _landed(self, command: SegmentsLanded) -> None:
         self._budget.give_back(command.num_bytes)
-        if command.slots and (call := self._calls.get(command.call_id)) is not None:
-            call.release_slots(command.slots)
+        if command.shared and (call := self._calls.get(command.call_id)) is not None:
+            call.release_segments(command.shared)
 
     def _break(self, call_id: str, error: BatonError) -> None:
         if (task := self._tasks.get(call_id)) is not None:

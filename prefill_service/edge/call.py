@@ -59,13 +59,11 @@ class HandoffCall:
         self._frames = deque(frame for frame in self._frames if not self._is_cancelled(frame))
         return dropped
 
-    def release(self, generations: Sequence[int]) -> None:
-        """The receiver has read these slots. Raises ProtocolError when it was not given one of them."""
-        for generation in generations:
-            require(
-                generation in self._lent, "release_slots.generations", f"{generation} is no slot that the call holds"
-            )
-            self._lent.discard(generation)
+    def release(self, numbers: Sequence[int]) -> None:
+        """The receiver has read these segments. Raises ProtocolError when one of them was not lent to it."""
+        for number in numbers:
+            require(number in self._lent, "release_segments.numbers", f"{number} is not lent to the call")
+            self._lent.discard(number)
         self._changed.set()
 
     def fail(self, error: CallError) -> None:
@@ -73,29 +71,25 @@ class HandoffCall:
         self._error = self._error or error
         self._changed.set()
 
-    async def next_frame(self) -> Frame | None:
-        """The next frame to write; None after the engine's last one. Raises the error the call failed with."""
+    async def next_frame(self, stall_timeout_s: float) -> Frame | None:
+        """The next frame to write; None after the engine's last one, and when all that was lent is back: the stream's
+        end would tell the receiver that nobody waits for it.
+
+        Raises the error the call failed with; TimeoutError when a receiver that was lent segments gives none back for
+        so long, while there is no frame for it.
+        """
         while True:
             if self._error is not None:
                 raise self._error
             if self._frames:
                 frame = self._frames.popleft()
-                if isinstance(frame, KvSegment) and frame.slot is not None:
-                    self._lent.add(frame.slot.ticket.generation)
+                if isinstance(frame, KvSegment) and frame.shared is not None:
+                    self._lent.add(frame.shared.ticket.number)
                 return frame
-            if self._is_done:
+            if self._is_done and not self._lent:
                 return None
             self._changed.clear()
-            await self._changed.wait()
-
-    async def until_released(self, timeout_s: float) -> None:
-        """Until the receiver has read every slot. Raises TimeoutError when it reads none for `timeout_s`, or the call's
-        error."""
-        while self._lent:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(stall_timeout_s if self._lent else None):
                 await self._changed.wait()
 
     def _is_cancelled(self, frame: Frame) -> TypeGuard[KvSegment]:

@@ -1,7 +1,7 @@
 """Handoff, GetFingerprint and GetLoad over the prefill engine.
 
-receiver ──PrefillBatch, CancelRows, ReleaseSlots──▶ servicer
-         servicer ──OpenCall, CancelCallRows, SegmentBytesSent, SlotsReturned, CloseCall──▶ engine
+receiver ──PrefillBatch, CancelRows, ReleaseSegments──▶ servicer
+         servicer ──OpenCall, CancelCallRows, SegmentBytesSent, SegmentsReturned, CloseCall──▶ engine
 receiver ◀──Accepted, frames in order── servicer ◀───────────── FrameReady, CallDone ───────────────────── engine
 """
 
@@ -28,17 +28,17 @@ from common.errors import (
     InvalidRequest,
     PrefillUnavailable,
 )
+from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc_errors import abort_with
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.wire.codec_checks import ProtocolError, require
-from common.wire.codec_commands import PrefillBatch, ReleaseSlots, decode_command
+from common.wire.codec_commands import PrefillBatch, ReleaseSegments, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed, frame_figures
-from common.wire.kv_ring import KvRing
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row
 from prefill_service.edge.row_traces import RowTraces
@@ -49,7 +49,7 @@ from prefill_service.messages import (
     Event,
     OpenCall,
     SegmentBytesSent,
-    SlotsReturned,
+    SegmentsReturned,
 )
 
 HandoffContext = grpc.aio.ServicerContext[bytes, bytes]
@@ -84,7 +84,7 @@ class PrefillServicer:
         limits: HandoffLimits,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
-        ring: KvRing | None = None,
+        shared_pool: SharedPool | None = None,
     ) -> None:
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
@@ -97,7 +97,7 @@ class PrefillServicer:
         self._instance_id = instance_id
         self._limits = limits
         self._tracer = tracer
-        self._ring = ring
+        self._shared_pool = shared_pool
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, HandoffCall] = {}
         self._call_numbers = count()
@@ -135,7 +135,7 @@ class PrefillServicer:
         return prefill_pb2.GetFingerprintResponse(
             fingerprint=encode_fingerprint(self._fingerprint),
             instance_id=self._instance_id,
-            kv_ring="" if self._ring is None else self._ring.name,
+            kv_pool="" if self._shared_pool is None else self._shared_pool.name,
         )
 
     async def get_load(
@@ -171,20 +171,19 @@ class PrefillServicer:
                 call.call_id,
                 numbering.accepted,
                 frozenset(numbering.for_engine(sorted(traced))),
-                shares_memory=self._ring is not None and compare_digest(batch.ring_secret, self._ring.secret),
+                shares_memory=self._has_mapped_the_pool(batch),
             )
         )
         commands = asyncio.create_task(self._follow_commands(context, call))
         is_complete = False
         try:
             await self._write_opening(context, call)
-            while (frame := await call.next_frame()) is not None:
+            while (frame := await self._next_frame(call)) is not None:
                 begun_s = call.traces.now_s()
                 await self._write(context, call, frame)
                 call.traces.on_frame(frame, begun_s)
-                if isinstance(frame, KvSegment):
+                if isinstance(frame, KvSegment) and frame.shared is None:
                     self._engine.post(SegmentBytesSent(call.call_id, frame.num_bytes))
-            await self._until_released(call)
             is_complete = True
         finally:
             commands.cancel()
@@ -192,6 +191,9 @@ class PrefillServicer:
             del self._calls[call.call_id]
             if not is_complete:
                 self._engine.post(CloseCall(call.call_id))
+
+    def _has_mapped_the_pool(self, batch: PrefillBatch) -> bool:
+        return self._shared_pool is not None and compare_digest(batch.pool_secret, self._shared_pool.secret)
 
     def _require_engine(self) -> None:
         if not self._engine.is_alive:
@@ -234,9 +236,9 @@ class PrefillServicer:
                 command = decode_command(data, max_rows=self._limits.max_rows)
                 if isinstance(command, PrefillBatch):
                     raise ProtocolError("prefill_batch", "is not the first command")
-                if isinstance(command, ReleaseSlots):
-                    call.release(command.generations)
-                    self._engine.post(SlotsReturned(call.call_id, command.generations))
+                if isinstance(command, ReleaseSegments):
+                    call.release(command.numbers)
+                    self._engine.post(SegmentsReturned(call.call_id, command.numbers))
                     continue
                 num_rows = call.numbering.num_rows
                 in_range = all(row < num_rows for row in command.rows)
@@ -250,18 +252,17 @@ class PrefillServicer:
             call.fail(EngineFault(f"reading the call's commands failed: {error!r}"))
 
     def _give_back(self, call: HandoffCall, dropped: Sequence[KvSegment]) -> None:
-        if dropped:
-            self._engine.post(SegmentBytesSent(call.call_id, sum(segment.num_bytes for segment in dropped)))
-        if slots := tuple(segment.slot.ticket.generation for segment in dropped if segment.slot is not None):
-            self._engine.post(SlotsReturned(call.call_id, slots))
+        if num_bytes := sum(segment.num_bytes for segment in dropped if segment.shared is None):
+            self._engine.post(SegmentBytesSent(call.call_id, num_bytes))
+        if numbers := tuple(segment.shared.ticket.number for segment in dropped if segment.shared is not None):
+            self._engine.post(SegmentsReturned(call.call_id, numbers))
 
-    async def _until_released(self, call: HandoffCall) -> None:
-        """The stream's end would tell the receiver that nobody waits for it any more."""
+    async def _next_frame(self, call: HandoffCall) -> Frame | None:
         timeout_s = self._limits.stall_timeout_s
         try:
-            await call.until_released(timeout_s)
+            return await call.next_frame(timeout_s)
         except TimeoutError:
-            raise PrefillUnavailable(f"the receiver released no slot for {timeout_s} s") from None
+            raise PrefillUnavailable(f"the receiver gave no segment back for {timeout_s} s") from None
 
     async def _write_opening(self, context: HandoffContext, call: HandoffCall) -> None:
         await self._write(context, call, Accepted(self._instance_id))

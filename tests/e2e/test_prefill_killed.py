@@ -35,7 +35,7 @@ NUM_TRIES = 5
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    """KV that is large for the compute behind it (4 KiB a token) lands one 64-KiB segment at a time."""
+    """KV that is large for the compute behind it (4 KiB a token) lands one segment at a time."""
     model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
     with running_pair(
         model,
@@ -129,7 +129,8 @@ def have_ended(completions: Sequence[Future[Completion]]) -> bool:
 
 
 def is_sending(load: PrefillLoad) -> bool:
-    return load.unsent_bytes > 0 and load.rows.free < load.rows.total and load.slots.free < load.slots.total
+    """KV that was computed whole is still held for its receiver."""
+    return load.rows.transferring > 0 and load.slots.transferring > 0
 
 
 def test_requests_of_a_killed_replica_are_computed_by_the_other_and_it_is_used_again_when_it_is_back(

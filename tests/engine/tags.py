@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.sampling import sample
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
@@ -131,7 +132,7 @@ class TagModel:
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
         return partial(self.forward, batch)
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         if self.fails_next:
             self.fails_next = False
             raise ValueError("no kernel")
@@ -146,8 +147,8 @@ class TagModel:
         for token, position, slot in zip(tokens, positions, batch.out_cache_loc.tolist(), strict=True):
             own = kv_of([0] * position + [token])[:, :, position]
             batch.kv[:, :, slot] = torch.from_numpy(own)
-        for layer in range(GROUP.num_layers if on_layer_kv else 0):
-            on_layer_kv(layer)
+        for tell in (on_layer_kv or {}).values():
+            tell()
         logits, states = [], []
         for token, position, slots in zip(tokens, positions, read_slots(batch), strict=True):
             kv = batch.kv[:, :, slots].numpy()

@@ -80,9 +80,9 @@ def _disturb_pool(injector: Injector) -> None:
 def _disturb_received(injector: Injector) -> None:
     decode = FrameCodec.decode
 
-    def faulty_decode(self: FrameCodec, data: bytes, rows: Any, ring: Any = None) -> Frame:
+    def faulty_decode(self: FrameCodec, data: bytes, rows: Any, pool: Any = None) -> Frame:
         fault = injector.visit(RECEIVED)
-        return decode(self, data if fault is None else injector.damage(fault, data), rows, ring)
+        return decode(self, data if fault is None else injector.damage(fault, data), rows, pool)
 
     if injector.watches(RECEIVED):
         FrameCodec.decode = faulty_decode  # type: ignore[method-assign]

@@ -9,9 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.shared_kv import SharedKv
+from common.kv.shared_pool import SharedPool
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment
-from common.wire.kv_ring import KvRing
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -108,7 +110,7 @@ class InProcessHome:
 class GrpcHome:
     """The real edge and the real transport around the scripted engine, in one loop."""
 
-    ring: KvRing | None = None
+    shared_pool: SharedPool | None = None
     stall_timeout_s = 60.0
     most_under_way = 4  # one read ahead, one window, and what both ends hold of one each
 
@@ -128,7 +130,7 @@ class GrpcHome:
             model_limits=LIMITS,
             instance_id="instance",
             limits=HandoffLimits(stall_timeout_s=self.stall_timeout_s),
-            ring=self.ring,
+            shared_pool=self.shared_pool,
         )
         prefill.deliver = servicer.deliver
         server = PrefillServer(servicer=servicer)
@@ -162,41 +164,61 @@ class GrpcHome:
         self._loop.close()
 
 
+class LentSegments:
+    """A pool in shared memory, and segments put into slots of it that follow each other: one prefill engine's."""
+
+    def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
+        self.pool = SharedPool(groups=groups, num_slots=num_slots)
+        self._next_slot = 1
+
+    def lend(self, segment: KvSegment) -> KvSegment:
+        slots = range(self._next_slot, self._next_slot + segment.num_tokens)
+        self._next_slot = slots.stop
+        layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
+        into = self.pool.groups[segment.layer_group][layers, :, slots.start : slots.stop]
+        into[:] = np.frombuffer(segment.payload, np.uint8).reshape(into.shape)
+        shared = self.pool.lend(segment.layer_group, layers, slots, self.pool.stamp(slots))
+        return replace(segment, payload=b"", shared=shared)
+
+
+def read(shared: SharedKv) -> bytes:
+    """What a receiver copies."""
+    return shared.layers[:, :, list(shared.ticket.slots)].tobytes()
+
+
 class SharedMemoryHome(GrpcHome):
     """GrpcHome whose segments lie in shared memory. The decode side reads and releases each as it comes."""
 
-    most_under_way = 64  # as many as the ring holds
+    most_under_way = 64  # whatever a test sends
 
     def __init__(
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
     ) -> None:
-        self.ring = KvRing(num_bytes=64 << 20)
+        self._lent = LentSegments(fingerprint.layer_groups, num_slots=4096)
+        self.shared_pool = self._lent.pool
         self._record = decode.post
         decode.post = self._read  # type: ignore[method-assign]
         super().__init__(prefill, decode, fingerprint, receive_budget_bytes)
         self._deliver = prefill.deliver
-        prefill.deliver = self._put_into_slots
+        prefill.deliver = self._lend
 
     def close(self) -> None:
         super().close()
-        self.ring.close()
+        self._lent.pool.close()
 
-    def _put_into_slots(self, events: Sequence[Event]) -> None:
-        self._deliver([self._in_slot(event) for event in events])
+    def _lend(self, events: Sequence[Event]) -> None:
+        self._deliver([self._in_pool(event) for event in events])
 
-    def _in_slot(self, event: Event) -> Event:
+    def _in_pool(self, event: Event) -> Event:
         if not isinstance(event, FrameReady) or not isinstance(event.frame, KvSegment):
             return event
-        slot = self.ring.take(event.frame.num_bytes)
-        assert slot is not None, "the ring holds every segment of a test"
-        slot.payload[:] = np.frombuffer(event.frame.payload, np.uint8)
-        return replace(event, frame=replace(event.frame, payload=slot.payload, slot=slot))
+        return replace(event, frame=self._lent.lend(event.frame))
 
     def _read(self, report: TransportReport) -> None:
         if isinstance(report, FrameArrived) and isinstance(report.frame, KvSegment):
-            slot = report.frame.slot
-            assert slot is not None, "it came as a payload"
-            self._record(replace(report, frame=replace(report.frame, payload=slot.payload.tobytes(), slot=None)))
-            self.transport.landed(SegmentsLanded(report.call_id, 0, (slot.ticket.generation,)))
+            shared = report.frame.shared
+            assert shared is not None and shared.is_current, "it came as a payload"
+            self._record(replace(report, frame=replace(report.frame, payload=read(shared), shared=None)))
+            self.transport.landed(SegmentsLanded(report.call_id, 0, (shared.ticket.number,)))
         else:
             self._record(report)

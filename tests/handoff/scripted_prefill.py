@@ -19,7 +19,9 @@ from prefill_service.messages import (
     FrameReady,
     OpenCall,
     SegmentBytesSent,
+    SegmentsReturned,
 )
+from tests.handoff.samples import SEGMENT_BYTES
 
 BOUND_S = 10.0
 ValueT = TypeVar("ValueT")
@@ -90,7 +92,10 @@ class ScriptedPrefill:
         return len(_of(CloseCall, self.commands.all()))
 
     def sent_bytes(self) -> int:
-        return sum(command.num_bytes for command in _of(SegmentBytesSent, self.commands.all()))
+        """Of segments that the transport took, or that came back when they were lent. These all have SEGMENT_BYTES."""
+        commands = self.commands.all()
+        num_returned = sum(len(command.numbers) for command in _of(SegmentsReturned, commands))
+        return sum(command.num_bytes for command in _of(SegmentBytesSent, commands)) + num_returned * SEGMENT_BYTES
 
 
 class RecordingDecode:

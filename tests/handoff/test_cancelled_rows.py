@@ -13,6 +13,7 @@ from prefill_service.messages import CallDone, FrameReady
 from tests.handoff.samples import SEGMENT_BYTES, failed, row, segment
 
 CALL_ID = "call"
+BOUND_S = 10.0
 
 
 def bytes_of(dropped: Sequence[KvSegment]) -> int:
@@ -22,7 +23,7 @@ def bytes_of(dropped: Sequence[KvSegment]) -> int:
 async def frames_of(call: HandoffCall) -> list[Frame]:
     call.take(CallDone(CALL_ID))
     frames = []
-    while (frame := await call.next_frame()) is not None:
+    while (frame := await call.next_frame(stall_timeout_s=BOUND_S)) is not None:
         frames.append(frame)
     return frames
 

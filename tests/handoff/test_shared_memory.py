@@ -1,36 +1,48 @@
-"""Shared memory between a prefill edge and a transport on one host: who gets tickets, and when slots are free again."""
+"""Shared memory between a prefill edge and a transport on one host: who gets tickets, and when loans end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import gc
+import secrets
+import weakref
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 
+from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.shared_pool import DIRECTORY, MappedPool, PoolUnusable
 from common.wire.codec_checks import ProtocolError
-from common.wire.codec_commands import decode_command, encode_release_slots
+from common.wire.codec_commands import decode_command, encode_release_segments
 from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import KvSegment
-from common.wire.kv_ring import KvRing, MappedRing, RingSlot, RingUnusable
 from decode_service.handoff import grpc_replica
 from decode_service.messages import BreakCall, CancelHandoffRows, SegmentsLanded, StartHandoff
-from prefill_service.messages import CallDone, SlotsReturned
-from tests.handoff.homes import GrpcHome
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, SEGMENT_BYTES, failed, prebuilt, row, segment
+from prefill_service.messages import SegmentBytesSent, SegmentsReturned
+from tests.e2e.running import wait_until
+from tests.handoff.homes import GrpcHome, LentSegments, read
+from tests.handoff.samples import (
+    FINGERPRINT,
+    ROOMY_BUDGET_BYTES,
+    SEGMENT_BYTES,
+    SEGMENT_TOKENS,
+    failed,
+    prebuilt,
+    row,
+    segment,
+)
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.wire.strategies import VOCAB_SIZE
 
-RING_BYTES = 8 * SEGMENT_BYTES
-
 
 class Pair(GrpcHome):
-    """Both edges around scripted engines, with a ring that the test fills and a decode side that releases nothing."""
+    """Both edges around scripted engines, with a pool that the test fills and a decode side that releases nothing."""
 
     def __init__(self, stall_timeout_s: float = 60.0) -> None:
         self.stall_timeout_s = stall_timeout_s
-        self.ring = KvRing(num_bytes=RING_BYTES)
+        self.lent = LentSegments(FINGERPRINT.layer_groups, num_slots=8 * SEGMENT_TOKENS)
+        self.shared_pool = self.lent.pool
         self.prefill, self.decode = ScriptedPrefill(), RecordingDecode()
         super().__init__(self.prefill, self.decode, FINGERPRINT, ROOMY_BUDGET_BYTES)
 
@@ -42,20 +54,19 @@ class Pair(GrpcHome):
     def shares_memory(self) -> bool:
         return self.prefill.opened()[0].shares_memory
 
-    def returned(self, call: str, *slots: RingSlot) -> None:
+    def returned(self, call: str, *segments: KvSegment) -> None:
         """Wait until the prefill engine has heard of them, in this order."""
-        wanted = [slot.ticket.generation for slot in slots]
+        wanted = [number(segment) for segment in segments]
 
         def holds(commands: list[object]) -> bool:
-            found = [c.generations for c in commands if isinstance(c, SlotsReturned) and c.call_id == call]
-            return [generation for each in found for generation in each] == wanted
+            found = [c.numbers for c in commands if isinstance(c, SegmentsReturned) and c.call_id == call]
+            return [each for numbers in found for each in numbers] == wanted
 
         self.prefill.commands.wait_until(holds)  # type: ignore[arg-type]
 
     def close(self) -> None:
         super().close()
-        assert self.ring is not None
-        self.ring.close()
+        self.lent.pool.close()
 
 
 @pytest.fixture
@@ -65,124 +76,152 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def in_slot(ring: KvRing | None, frame: KvSegment) -> tuple[KvSegment, RingSlot]:
-    assert ring is not None
-    slot = ring.take(frame.num_bytes)
-    assert slot is not None
-    slot.payload[:] = np.frombuffer(frame.payload, np.uint8)
-    return replace(frame, payload=slot.payload, slot=slot), slot
+def number(segment: KvSegment) -> int:
+    assert segment.shared is not None
+    return segment.shared.ticket.number
 
 
 def test_a_ticket_leads_to_the_writers_own_memory(pair: Pair) -> None:
     call = pair.start()
     assert pair.shares_memory()
-    frame, slot = in_slot(pair.ring, segment(0, 3))
+    frame = pair.lent.lend(segment(0, 3))
     pair.prefill.emit(call, frame)
     (arrived,) = pair.decode.frames("call", 1)
-    assert isinstance(arrived, KvSegment) and arrived.slot is not None
-    assert bytes(arrived.payload) == segment(0, 3).payload
-    slot.payload[0] += 1
-    assert arrived.payload[0] == slot.payload[0], "no byte of it travelled"
+    assert isinstance(arrived, KvSegment) and arrived.shared is not None and frame.shared is not None
+    assert len(arrived.payload) == 0 and arrived.num_bytes == SEGMENT_BYTES
+    assert read(arrived.shared) == segment(0, 3).payload
+    frame.shared.layers[:] = 9
+    assert set(read(arrived.shared)) == {9}, "no byte of it travelled"
 
 
-def test_slots_return_when_they_landed_and_only_then_the_call_ends(pair: Pair) -> None:
+def test_segments_come_back_when_they_landed_and_only_then_the_call_ends(pair: Pair) -> None:
     call = pair.start()
-    (first, first_slot), (second, second_slot) = in_slot(pair.ring, segment(0, 0)), in_slot(pair.ring, segment(0, 1))
+    first, second = pair.lent.lend(segment(0, 0)), pair.lent.lend(segment(0, 1))
     pair.prefill.emit(call, first, second, prebuilt(0))
     pair.prefill.finish(call)
     pair.decode.frames("call", 3)
-    pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (first_slot.ticket.generation,)))
-    pair.returned(call, first_slot)
-    assert pair.decode.num_ends("call") == 0, "a slot is out"
-    pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (second_slot.ticket.generation,)))
+    pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (number(first),)))
+    pair.returned(call, first)
+    assert pair.decode.num_ends("call") == 0, "a segment is out"
+    pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (number(second),)))
     assert pair.decode.ended("call").error is None
-    pair.returned(call, first_slot, second_slot)
+    pair.returned(call, first, second)
     assert pair.prefill.num_closed() == 0
 
 
-def test_a_receiver_that_releases_nothing_loses_the_call() -> None:
+def test_what_is_lent_takes_nothing_of_the_send_budget(pair: Pair) -> None:
+    call = pair.start()
+    pair.prefill.emit(call, pair.lent.lend(segment(0, 0)), segment(0, 1))
+    pair.decode.frames("call", 2)
+    pair.prefill.commands.wait_until(lambda commands: SegmentBytesSent(call, SEGMENT_BYTES) in commands)
+    assert sum(isinstance(command, SegmentBytesSent) for command in pair.prefill.commands.all()) == 1
+
+
+def test_a_receiver_that_gives_nothing_back_loses_the_call() -> None:
     pair = Pair(stall_timeout_s=0.1)
     call = pair.start()
-    pair.prefill.emit(call, in_slot(pair.ring, segment(0, 0))[0])
-    pair.prefill.finish(call)
+    pair.prefill.emit(call, pair.lent.lend(segment(0, 0)))
     error = pair.decode.ended("call").error
-    assert isinstance(error, PrefillUnavailable) and "released no slot" in str(error)
+    assert isinstance(error, PrefillUnavailable) and "gave no segment back" in str(error)
     pair.prefill.closed(call)
     pair.close()
 
 
-def test_a_call_that_breaks_with_slots_out_is_closed_which_frees_them(pair: Pair) -> None:
+def test_a_call_that_breaks_with_segments_lent_is_closed_which_ends_their_loan(pair: Pair) -> None:
     call = pair.start()
-    frame, slot = in_slot(pair.ring, segment(0, 0))
+    frame = pair.lent.lend(segment(0, 0))
     pair.prefill.emit(call, frame)
-    pair.prefill.deliver([CallDone(call)])
     pair.decode.frames("call", 1)
     pair.transport.break_call(BreakCall("call", "the test says so"))
     pair.prefill.closed(call)
-    pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (slot.ticket.generation,)))
+    pair.transport.landed(SegmentsLanded("call", SEGMENT_BYTES, (number(frame),)))
     assert isinstance(pair.decode.ended("call").error, EngineFault)
     pair.returned(call)
 
 
-def test_segments_of_a_cancelled_row_that_were_not_sent_return_their_slots(pair: Pair) -> None:
+def test_segments_of_a_cancelled_row_that_were_not_sent_come_back(pair: Pair) -> None:
     call = pair.start(num_rows=2)
     pair.transport.cancel_rows(CancelHandoffRows("call", (1,)))
     pair.prefill.commands.wait_until(lambda commands: len(commands) == 2)
-    frame, slot = in_slot(pair.ring, segment(1, 0))
+    frame = pair.lent.lend(segment(1, 0))
     pair.prefill.emit(call, frame)
-    pair.returned(call, slot)
+    pair.returned(call, frame)
     pair.prefill.emit(call, failed(1, retryable=False), failed(0))
     pair.prefill.finish(call)
     assert pair.decode.ended("call").error is None
 
 
-def test_a_receiver_that_cannot_map_the_ring_gets_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(name: str) -> MappedRing:
-        raise RingUnusable(f"{name} is not here")
+def test_a_receiver_that_cannot_map_the_pool_gets_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(name: str, *, groups: Sequence[LayerGroupSpec]) -> MappedPool:
+        raise PoolUnusable(f"{name} is not here")
 
-    monkeypatch.setattr(grpc_replica, "MappedRing", elsewhere)
+    monkeypatch.setattr(grpc_replica, "MappedPool", elsewhere)
     pair = Pair()
     pair.start()
     assert not pair.shares_memory()
     pair.close()
 
 
-def test_without_the_secret_of_this_very_ring_there_are_no_tickets(pair: Pair) -> None:
-    assert pair.ring is not None
-    pair.ring.secret = b"of another ring!"
+def test_without_the_secret_of_this_very_pool_there_are_no_tickets(pair: Pair) -> None:
+    pair.lent.pool.secret = b"of another pool!"
     pair.start()
     assert not pair.shares_memory()
 
 
-def test_releasing_a_slot_that_the_call_does_not_hold_ends_it(pair: Pair) -> None:
+def test_the_memory_of_a_replica_that_is_gone_is_let_go_of_and_its_file_removed(pair: Pair) -> None:
+    left_behind = DIRECTORY / f"baton-kv-{secrets.token_hex(16)}"
+    left_behind.touch()
+    mapped = [weakref.ref(pool) for pool in gc.get_objects() if type(pool) is MappedPool]
+    assert mapped
+    pair.lose_peer()
+    wait_until(lambda: gc.collect() >= 0 and not any(pool() for pool in mapped) and not left_behind.exists())
+    assert (DIRECTORY / pair.lent.pool.name).exists(), "one of them is held"
+
+
+def test_giving_back_what_was_not_lent_ends_the_call(pair: Pair) -> None:
     call = pair.start()
     pair.transport.landed(SegmentsLanded("call", 0, (77,)))
     error = pair.decode.ended("call").error
-    assert isinstance(error, EngineFault) and "release_slots.generations" in str(error)
+    assert isinstance(error, EngineFault) and "release_segments.numbers" in str(error)
     pair.prefill.closed(call)
 
 
-def test_a_ticket_into_memory_that_is_not_mapped_or_of_a_slot_used_again_breaks_the_protocol(pair: Pair) -> None:
-    assert pair.ring is not None
+def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair) -> None:
     codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
-    frame, slot = in_slot(pair.ring, segment(0, 0))
-    mapped = MappedRing(pair.ring.name)
+    frame = pair.lent.lend(segment(0, 0))
+    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
     data = codec.encode(frame)
-    assert len(data) < 200
-    assert codec.decode(data, (row(),), mapped).num_bytes == SEGMENT_BYTES  # type: ignore[union-attr]
+    assert len(data) < 100, "slots that follow each other are a range"
+    decoded = codec.decode(data, (row(),), mapped)
+    assert isinstance(decoded, KvSegment) and decoded.shared is not None
+    assert read(decoded.shared) == segment(0, 0).payload
     with pytest.raises(ProtocolError, match=r"kv_segment\.ticket: is into shared memory that is not mapped"):
         codec.decode(data, (row(),))
-    damaged = data.replace(bytes([slot.ticket.generation]), bytes([9]), 1)
-    with pytest.raises(ProtocolError):
-        codec.decode(damaged, (row(),), mapped)
-    pair.ring.give_back(slot)
-    pair.ring.take(1)
-    with pytest.raises(ProtocolError, match=r"kv_segment\.ticket: is of no slot that is there"):
-        codec.decode(data, (row(),), mapped)
 
 
-def test_the_commands_that_release_slots_are_checked_like_all_others() -> None:
-    data = bytearray(encode_release_slots((1, 2, 3)))
+@pytest.mark.parametrize(
+    ("starts", "lengths", "match"),
+    [
+        ([1], [SEGMENT_TOKENS - 1], "has 31 slots instead of 32"),
+        ([1], [SEGMENT_TOKENS, 1], "has runs that are none"),
+        ([1, 2], [SEGMENT_TOKENS, 0], "has runs that are none"),
+        ([0], [SEGMENT_TOKENS], "is of slots that are not of the pool's 256"),
+        ([2**32 - 1], [SEGMENT_TOKENS], "is of slots that are not of the pool's 256"),
+        ([2], [SEGMENT_TOKENS], "crc32c: does not match"),
+    ],
+)
+def test_a_ticket_is_checked_field_by_field(pair: Pair, starts: list[int], lengths: list[int], match: str) -> None:
+    codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+    frame = prefill_pb2.HandoffFrame.FromString(codec.encode(pair.lent.lend(segment(0, 0))))
+    ticket = frame.kv_segment.ticket
+    ticket.run_starts[:], ticket.run_lengths[:] = starts, lengths
+    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
+    with pytest.raises(ProtocolError, match=match):
+        codec.decode(frame.SerializeToString(), (row(),), mapped)
+
+
+def test_the_commands_that_end_loans_are_checked_like_all_others() -> None:
+    data = bytearray(encode_release_segments((1, 2, 3)))
     data[-1] ^= 1
-    with pytest.raises(ProtocolError, match="release_slots"):
+    with pytest.raises(ProtocolError, match="release_segments"):
         decode_command(bytes(data))

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import fused_forwards
 from common.errors import StartupError
 from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
@@ -18,7 +17,7 @@ from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
 from common.model.target import TargetModel
 
-_NUM_SLOTS, _NUM_TOKENS = 64, 20
+_NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 64, 20, 512
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
@@ -29,7 +28,7 @@ def model(request: pytest.FixtureRequest, tiny_model_dir) -> TargetModel:  # typ
 @pytest.fixture(scope="module")
 def program(model: TargetModel) -> Iterator[ForwardProgram]:
     model.capture_hidden(HiddenCapture(layers=(0, model.num_layers), final=True))
-    fuse(model, num_threads=2)
+    fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
     assert model._program is not None
     yield model._program
     assert model._program.close(5.0), "a thread of the team did not end"
@@ -106,7 +105,7 @@ def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> N
     model.decoder.program.numbers[:] *= 1.5
     before = threading.enumerate()
     with pytest.raises(StartupError, match="differ from the model's"):
-        fuse(model, num_threads=2)
+        fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
     assert model._program is None
     assert not [thread for thread in threading.enumerate() if thread.name == "forward-1" and thread not in before]
 
@@ -133,7 +132,7 @@ def test_forwards_past_the_rotation_table_are_the_models_own(model: TargetModel,
     batch = _batch(model, prefix_lens=[6], num_new=[1])
     assert program.takes(batch)
     assert not program.takes(replace(batch, max_seq_len=model.decoder.cosines.shape[0] + 1))
-    many = torch.zeros(fused_forwards.MAX_FUSED_TOKENS + 1, dtype=torch.int64)
+    many = torch.zeros(_MAX_TOKENS + 1, dtype=torch.int64)
     assert not program.takes(replace(batch, input_ids=many))
 
 

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from common.device.cpu import CpuDevice
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.kv.shared_pool import SharedPool
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.handoff import Frame, KvSegment
-from common.wire.kv_ring import KvRing
 from decode_service.landing import LandingZone
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from prefill_service import messages as prefill
@@ -371,30 +370,28 @@ def test_a_call_that_meets_another_fingerprint_is_retried_elsewhere(
     assert pair.decode.load().num_row_retries == 1
 
 
-def test_a_slot_of_shared_memory_used_again_before_it_was_read_costs_a_retry_and_no_token(
+def test_slots_in_shared_memory_used_again_before_they_were_read_cost_a_retry_and_no_token(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    ring = KvRing(num_bytes=1 << 20, directory=tmp_path)
+    model = tiny_target("llama")
+    memory = SharedPool(groups=[model.layer_group], num_slots=16, directory=tmp_path)
     reused: list[KvSegment] = []
 
     def lend_and_use_again(frame: Frame) -> list[Frame]:
         if not isinstance(frame, KvSegment) or reused:
             return [frame]
-        slot = ring.take(frame.num_bytes)
-        assert slot is not None
-        slot.payload[:] = np.frombuffer(frame.payload, np.uint8)
-        reused.append(replace(frame, payload=slot.payload, slot=slot))
-        ring.give_back(slot)
-        again = ring.take(frame.num_bytes)
-        assert again is not None and again.ticket.offset == slot.ticket.offset
-        again.payload[:] = 0
+        slots = range(1, 1 + frame.num_tokens)
+        layers = slice(frame.layer_start, frame.layer_start + frame.num_layers)
+        shared = memory.lend(frame.layer_group, layers, slots, memory.stamp(slots))
+        reused.append(replace(frame, payload=b"", shared=shared))
+        memory.stamp([2])
         return [*reused]
 
-    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
+    pair = make_pair(model, PairOptions(chunk_tokens=16))
     pair.tamper = lend_and_use_again
     for name in NAMES:
         submit(pair, name)
     pair.run()
     assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()}.items() <= undisturbed.items()
     assert pair.decode.load().num_row_retries == 1
-    ring.close()
+    memory.close()

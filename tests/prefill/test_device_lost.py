@@ -9,6 +9,7 @@ import pytest
 from common.device.errors import DeviceLost
 from common.device.factory import open_device
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from tests.support.faulty_target import FaultyTarget
@@ -16,7 +17,7 @@ from tests.support.pair import InProcessPair
 
 
 class TargetOnALostDevice(FaultyTarget):
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         raise DeviceLost("the device faulted")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
@@ -33,16 +35,16 @@ class WatchedTarget(FaultyTarget):
         self.fails_behind: tuple[int, int] | None = None
         self.num_forwards = 0
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         number, self.num_forwards = self.num_forwards, self.num_forwards + 1
 
         def tell(layer: int) -> None:
-            if on_layer_kv is not None:
-                on_layer_kv(layer)
+            if on_layer_kv is not None and layer in on_layer_kv:
+                on_layer_kv[layer]()
             if self.fails_behind == (number, layer):
                 raise ForwardFailed("planted")
 
-        output = super().forward(batch, on_layer_kv=tell)
+        output = super().forward(batch, on_layer_kv={layer: partial(tell, layer) for layer in range(NUM_LAYERS)})
         self._journal.append("forward ended")
         return output
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.draft.load import load_draft
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput
@@ -27,7 +28,7 @@ class CountedTarget(FaultyTarget):
 
     seen: list[tuple[int, int]]
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         output = super().forward(batch, on_layer_kv=on_layer_kv)
         if batch.logits_rows is not None:
             self.seen.append((batch.input_ids.shape[0], output.logits.shape[0]))

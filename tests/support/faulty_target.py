@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 
 
@@ -34,7 +35,7 @@ class FaultyTarget(TargetModel):
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
         return partial(self.forward, batch)
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         if self.fails(batch):
             raise ForwardFailed("planted")
         return self._sound.forward(batch, on_layer_kv=on_layer_kv)

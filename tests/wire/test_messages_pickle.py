@@ -12,22 +12,24 @@ import pytest
 import decode_service.messages as decode
 import prefill_service.messages as prefill
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
+from common.kv.shared_kv import PoolTicket, SharedKv
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.wire.handoff import Accepted, Frame, KvSegment, RowFailed
-from common.wire.kv_ring import RingSlot, SlotTicket
 from tests.wire.strategies import SPECULATIVE, comparable
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_batch
 
 ROWS = (PLAIN_ROW, LOGPROBS_ROW)
 SAMPLING = ResolvedSampling(seed=2**64 - 1, max_tokens=4, logit_bias=((1, -0.5),), num_logprobs=1)
 SEGMENT = KvSegment(0, "target", 0, 1, 0, 3, b"\x00\x01\x02")
-IN_SLOT = replace(
-    SEGMENT, slot=RingSlot(SlotTicket(65_536, 3, 7), np.arange(3, dtype=np.uint8), np.array([7], np.uint64))
+LENT = replace(
+    SEGMENT,
+    payload=b"",
+    shared=SharedKv(PoolTicket((1, 3), 7, 2), np.zeros((1, 2, 4, 3), np.uint8), np.array([0, 7, 0, 7], np.uint64)),
 )
 FRAMES = (
     Accepted("instance"),
     SEGMENT,
-    IN_SLOT,
+    LENT,
     prebuilt_batch(SPECULATIVE, ROWS),
     RowFailed(1, RowFailure.COMPUTE, True, 5, "why"),
 )
@@ -37,7 +39,7 @@ SAMPLES: tuple[object, ...] = (
     prefill.CancelCallRows("call", (0,)),
     prefill.CloseCall("call"),
     prefill.SegmentBytesSent("call", 3),
-    prefill.SlotsReturned("call", (1, 2)),
+    prefill.SegmentsReturned("call", (1, 2)),
     prefill.Drain(),
     *(prefill.FrameReady("call", frame) for frame in FRAMES),
     prefill.CallDone("call"),

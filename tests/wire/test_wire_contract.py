@@ -14,28 +14,28 @@ from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
-from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_slots
+from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, SeedColumnSpec
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (4, "68dba2c66f215078")
+CONTRACT = (5, "41e86526beb83010")
 """The protocol version, and the digest of its fields."""
 CHECKSUMS = {
-    "prefill_batch": 0xCC00D1B7,
+    "prefill_batch": 0x4AFB2542,
     "cancel_rows": 0x5319EDC8,
-    "release_slots": 0x850F26C4,
-    "accepted": 0x35FEA894,
+    "release_segments": 0x850F26C4,
+    "accepted": 0x149C7B11,
     "kv_segment": 0xED17DBF8,
     "prebuilt_batch": 0xBC1D142E,
     "row_failed": 0x85CF59B1,
 }
-"""Of the messages below: every field but `shard` and `ticket` has a value; as protocol version 4 makes them."""
+"""Of the messages below: every field but `shard` and `ticket` has a value; as protocol version 5 makes them."""
 
 TARGET = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 FINGERPRINT = Fingerprint(
-    protocol_version=4,
+    protocol_version=5,
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",
@@ -102,9 +102,9 @@ def sent_checksum(kind: str) -> int:
         crc: int = getattr(prefill_pb2.HandoffFrame.FromString(frame), kind).crc32c
         return crc
     command = {
-        "prefill_batch": encode_prefill_batch(FINGERPRINT, (ROW,), ring_secret=bytes(range(16))),
+        "prefill_batch": encode_prefill_batch(FINGERPRINT, (ROW,), pool_secret=bytes(range(16))),
         "cancel_rows": encode_cancel_rows((1, 70_000)),
-        "release_slots": encode_release_slots((1, 2**40)),
+        "release_segments": encode_release_segments((1, 2**40)),
     }[kind]
     crc = getattr(prefill_pb2.HandoffCommand.FromString(command), kind).crc32c
     return crc

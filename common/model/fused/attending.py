@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.model.attention_cpu import NUM_LANES, largest
+from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, largest
 from common.model.cpu_kernel import Kernel, exp, jit, prefetch
 from common.model.fused.memory import pointer
 from common.model.fused.numbers import read, rounded
@@ -15,7 +15,7 @@ _LINE_BYTES = 64
 
 
 @jit
-def _rotate(source, weight, epsilon, cosines, sines, target, like):  # type: ignore[no-untyped-def]
+def rotate(source, weight, epsilon, cosines, sines, target, like):  # type: ignore[no-untyped-def]
     """One head, as float32 of what the model's dtype holds, to `target`; normed before where there is a `weight`."""
     head_dim = target.shape[0]
     half = head_dim // 2
@@ -61,6 +61,8 @@ def _attend_of(made_for: int | None) -> Kernel:
         size = like.itemsize
         starts = words(call[Call.STARTS], call[Call.NUM_ROWS] + 1)
         first, num_new = starts[b], starts[b + 1] - starts[b]
+        if num_new > MAX_QUERIES:
+            return
         num_tokens = words(call[Call.SEQ_LENS], call[Call.NUM_ROWS])[b]
         row = words(call[Call.REQ_POOL_INDICES], call[Call.NUM_ROWS])[b]
         slots = words(call[Call.TABLE] + row * call[Call.TABLE_WIDTH] * 8, call[Call.TABLE_WIDTH])
@@ -93,14 +95,14 @@ def _attend_of(made_for: int | None) -> Kernel:
             key, value = qkv[key_start : key_start + head_dim], qkv[value_start : value_start + head_dim]
             pool_key = elements(keys + place * size, head_dim, like)
             pool_value = elements(values + place * size, head_dim, like)
-            _rotate(key, fields[Field.KEY_NORM], epsilon, cosines, sines, token, like)
+            rotate(key, fields[Field.KEY_NORM], epsilon, cosines, sines, token, like)
             for d in range(head_dim):
                 pool_key[d] = rounded(token[d], like)
                 pool_value[d] = value[d]
             for g in range(num_shared):
                 start = (h * num_shared + g) * head_dim
                 query = queries[m * num_shared + g]
-                _rotate(qkv[start : start + head_dim], fields[Field.NORM], epsilon, cosines, sines, query, like)
+                rotate(qkv[start : start + head_dim], fields[Field.NORM], epsilon, cosines, sines, query, like)
                 for d in range(head_dim):
                     query[d] *= np.float32(scaling)
                     outputs[m * num_shared + g, d] = np.float32(0)

@@ -63,6 +63,7 @@ class ProgramBuilder:
         self._float_buffers: set[int] = set()
         self._kept: list[Tensor] = []
         self._normed_width = 0
+        self._normed: dict[int, int] = {}  # buffers of normed inputs, by width
         self._attention: AttentionSize | None = None
 
     @property
@@ -105,8 +106,13 @@ class ProgramBuilder:
     ) -> None:
         num_outputs, width = weight.shape
         num_panels = -(-num_outputs // PANEL_WIDTH)
+        normed = 0
         if norm is not None or selected_rows:
             self._normed_width = max(self._normed_width, width)
+        if norm is not None and not selected_rows:
+            normed = self._normed[width] = self._normed.get(width) or self.buffer(width)
+            norming = {Field.SOURCE: source, Field.TARGET: normed, Field.WIDTH: width}
+            self._add(Kind.INPUT_NORM, {**norming, Field.NORM: self._address(norm)}, epsilon=epsilon)
         fields = {
             Field.SOURCE: source,
             Field.TARGET: target,
@@ -120,6 +126,7 @@ class ProgramBuilder:
             Field.STORE: store,
             Field.SELECTED_ROWS: selected_rows,
             Field.SHOWS_LAYER: shows_layer,
+            Field.NORMED: normed,
         }
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
 
@@ -152,7 +159,8 @@ class ProgramBuilder:
             Field.NORM: self._address(query_norm),
             Field.KEY_NORM: self._address(key_norm),
         }
-        self._add(Kind.ATTEND, fields, epsilon=epsilon, scaling=size.scaling)
+        for kind in (Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND):
+            self._add(kind, fields, epsilon=epsilon, scaling=size.scaling)
 
     def program(self) -> Program:
         assert self._attention is not None

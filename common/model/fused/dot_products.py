@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
@@ -20,6 +19,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from common.model.cpu_kernel import jit
+from common.model.fused.numbers import Bfloat16, has_bfloat16
 from common.model.fused.weight_memory import WeightMemory
 
 PANEL_WIDTH = 32
@@ -32,20 +32,7 @@ _FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
 _WORD = ir.IntType(64)
 
 
-class _Bfloat16(ir.Type):  # type: ignore[misc]
-    """llvmlite has no name for it."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat16)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat16)
-
-
-_BFLOATS = ir.VectorType(_Bfloat16(), 2 * _LANES)
+_BFLOATS = ir.VectorType(Bfloat16(), 2 * _LANES)
 
 
 def step_of(dtype: torch.dtype) -> int:
@@ -67,10 +54,6 @@ def packed(weight: Tensor, memory: WeightMemory) -> Tensor:
     if rest := num_outputs - whole * PANEL_WIDTH:
         panels[whole, :, :rest] = columns[-rest:].transpose(0, 1)
     return panels
-
-
-def _has_bfloat16_products() -> bool:
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 
 
 def _kernel_of(num_rows: int) -> Any:
@@ -145,7 +128,7 @@ def _spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
 
 
 def _bfloat16_step(builder: Any, weights: list[Any]) -> Any:
-    if not _has_bfloat16_products():
+    if not has_bfloat16():
         return _bfloat16_step_of_float32(builder, weights)
     name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
     function = _declared(builder, name, kind)

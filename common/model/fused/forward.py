@@ -11,9 +11,11 @@ from torch import Tensor
 
 from common.model.attention import ForwardInput
 from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
-from common.model.forward_program import FusedDecoder
+from common.model.forward_program import FusedDecoder, OnLayerKv
+from common.model.fused.attending_chunks import packed_numbers, scratch_bytes
+from common.model.fused.chunk_parts import ChunkParts
 from common.model.fused.decoder import LOGITS, STATES, STREAM
-from common.model.fused.operations import Call
+from common.model.fused.operations import MANY_TOKENS, Call, Field, Kind
 from common.model.fused.program import SUMS_BYTES
 from common.model.fused.team import Team
 
@@ -46,14 +48,40 @@ _OF_BATCH = np.array(
         Call.NUM_SLOTS,
         Call.SCRATCH,
         Call.SCRATCH_BYTES,
+        Call.NUM_KEY_PARTS,
+        Call.KEY_PARTS,
+        Call.NUM_QUERY_PARTS,
+        Call.QUERY_PARTS,
+        Call.PACKED,
+        Call.PACKED_STARTS,
         Call.BUFFERS + 2 * LOGITS,
         Call.BUFFERS + 2 * STATES,
     ]
 )
 
 
+class _Windows:
+    """Where the new tokens of each request begin, and which they attend: of a window by a mask, of a chunk in parts."""
+
+    def __init__(self, batch: ForwardInput) -> None:
+        self.extend_lens = extend_lens = _extend_lens(batch)
+        self.chunks = ChunkParts.of(batch)
+        self.is_for_any = batch.tree_mask is None and not self.chunks.num_tokens
+        attended, num_masked = attended_tokens(batch, extend_lens)
+        self._arrays = (np.cumsum((0, *extend_lens), dtype=np.int64), attended, num_masked)
+        starts, masks, numbers = (array.ctypes.data for array in self._arrays)
+        self.words = (starts, masks, attended.shape[1], numbers)
+        """As a call has them from Call.STARTS on."""
+
+    def are_of(self, batch: ForwardInput) -> bool:
+        return self.is_for_any and batch.tree_mask is None and self.extend_lens == _extend_lens(batch)
+
+
 class FusedForward:
-    """A ForwardProgram. Called from one thread at a time. Forwards of more than `max_tokens` are not taken."""
+    """A ForwardProgram. Called from one thread at a time. Forwards of more than `max_tokens` are not taken.
+
+    It keeps rows of its buffers for the most tokens it has met, and one layer's K and V of the longest chunks.
+    """
 
     def __init__(self, decoder: FusedDecoder, team: Team, *, max_tokens: int) -> None:
         program = decoder.program
@@ -62,18 +90,14 @@ class FusedForward:
         self._team = team
         self._max_tokens = max_tokens
         self._call: NDArray[np.int64] = np.zeros(NUM_CALL_WORDS, np.int64)
-        for word, number in {
-            Call.OPERATIONS: program.operations.ctypes.data,
-            Call.NUM_OPERATIONS: len(program.operations),
-            Call.NUMBERS: program.numbers.ctypes.data,
-            Call.COSINES: decoder.cosines.data_ptr(),
-            Call.SINES: decoder.sines.data_ptr(),
-        }.items():
-            self._call[word] = number
+        self._call[[Call.COSINES, Call.SINES]] = decoder.cosines.data_ptr(), decoder.sines.data_ptr()
+        self._windows: _Windows | None = None
         self._buffers: list[Tensor] = []
         self._reserve(1)
-        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._scratch, self._packed = _Room(), _Room()
         self._captures = program.widths[STATES] > 1
+        attends = np.flatnonzero(program.operations[:, Field.KIND] == Kind.ATTEND).tolist()
+        self._layer_stops = {int(program.operations[place, Field.LAYER]): place + 1 for place in attends}
 
     def close(self, timeout_s: float) -> bool:
         """End the team. False when a thread did not end within `timeout_s`."""
@@ -86,24 +110,30 @@ class FusedForward:
     def takes(self, batch: ForwardInput) -> bool:
         return (
             batch.input_ids.shape[0] <= self._max_tokens
-            and max(batch.extend_lens or (1,), default=1) <= MAX_QUERIES
+            and (batch.tree_mask is None or max(_extend_lens(batch), default=1) <= MAX_QUERIES)
             and batch.max_seq_len <= self._decoder.cosines.shape[0]
         )
 
-    def forward(self, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.prepare(batch, beside)()
+    def forward(
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.prepare(batch, beside, on_layer_kv=on_layer_kv)()
 
     @torch.inference_mode()
-    def prepare(self, batch: ForwardInput, beside: Tensor | None = None) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    def prepare(
+        self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         self._reserve(num_tokens)
         logits, states = self._new_buffer(LOGITS, num_selected), self._new_buffer(STATES, num_tokens)
-        extend_lens = batch.extend_lens or (1,) * num_rows
-        attended, num_masked = attended_tokens(batch, extend_lens)
-        starts = np.cumsum((0, *extend_lens), dtype=np.int64)
+        if self._windows is None or not self._windows.are_of(batch):
+            self._windows = _Windows(batch)
+        windows, chunks = self._windows, self._windows.chunks
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
-        scratch, scratch_bytes = self._reserve_scratch(num_tokens, max(extend_lens, default=1), batch.max_seq_len)
+        thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens, batch.max_seq_len)
+        scratch = self._scratch.of(thread_bytes * self._team.num_threads)
+        packed = self._packed.of(self._packed_bytes(chunks.num_tokens))
         columns = [
             column if column.dtype is torch.int64 and column.is_contiguous() else column.to(torch.int64).contiguous()
             for column in (
@@ -123,15 +153,18 @@ class FusedForward:
             num_rows,
             num_selected,
             batch.req_to_token.shape[1],
-            starts.ctypes.data,
-            attended.ctypes.data,
-            attended.shape[1],
-            num_masked.ctypes.data,
+            *windows.words,
             batch.max_seq_len,
             batch.kv.data_ptr(),
             batch.kv.shape[2],
-            scratch,
-            scratch_bytes,
+            _address(scratch),
+            thread_bytes,
+            len(chunks.key_parts),
+            chunks.key_parts.ctypes.data,
+            len(chunks.query_parts),
+            chunks.query_parts.ctypes.data,
+            _address(packed),
+            chunks.packed_starts.ctypes.data,
             logits.data_ptr(),
             states.data_ptr(),
         )
@@ -139,13 +172,24 @@ class FusedForward:
             assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
             beside = beside.contiguous()
             call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
-        addressed = (batch.kv, columns, beside, starts, attended, num_masked, self._scratch, self._buffers)
+        addressed = (batch.kv, columns, beside, windows, scratch, packed, self._buffers)
 
         def compute() -> tuple[Tensor, Tensor | None]:
-            self._team.run(call, addressed)
+            begin = 0
+            for layer, tell in sorted((on_layer_kv or {}).items()):
+                begin = self._run(call, addressed, begin, self._layer_stops[layer])
+                tell()
+            self._run(call, addressed, begin, len(self._program.operations))
             return logits, states if self._captures else None
 
         return compute
+
+    def _run(self, call: NDArray[np.int64], addressed: object, begin: int, end: int) -> int:
+        operations, numbers = self._program.operations[begin:end], self._program.numbers[begin:end]
+        call[Call.OPERATIONS], call[Call.NUM_OPERATIONS] = operations.ctypes.data, end - begin
+        call[Call.NUMBERS] = numbers.ctypes.data
+        self._team.run(call, addressed)
+        return end
 
     def _new_buffer(self, number: int, num_tokens: int) -> Tensor:
         dtype = torch.float32 if number in self._program.float_buffers else self._program.dtype
@@ -160,15 +204,40 @@ class FusedForward:
         addresses[: len(self._program.widths), 1] = self._program.widths
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
-    def _reserve_scratch(self, num_tokens: int, max_queries: int, max_seq_len: int) -> tuple[int, int]:
-        """Address, at a multiple of 64, and bytes of each thread's."""
+    def _packed_bytes(self, num_tokens: int) -> int:
         attention = self._program.attention
-        num_queries = max_queries * (attention.num_heads // attention.num_kv_heads)
+        return packed_numbers(num_tokens, attention.num_kv_heads, attention.head_dim) * self._program.dtype.itemsize
+
+    def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
+        """Of each thread; a multiple of 64."""
+        attention, itemsize = self._program.attention, self._program.dtype.itemsize
+        num_shared = attention.num_heads // attention.num_kv_heads
+        num_queries = num_shared * max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
         attending = 4 * ((2 * num_queries + 1) * attention.head_dim + NUM_LANES + num_queries * max_seq_len)
-        norming = num_tokens * self._program.normed_width * self._program.dtype.itemsize
-        wanted = SUMS_BYTES + max(attending, norming)
-        of_thread = wanted + -wanted % _ALIGNMENT
-        if self._scratch.shape[0] < of_thread * self._team.num_threads + _ALIGNMENT:
-            self._scratch = np.empty(2 * of_thread * self._team.num_threads + _ALIGNMENT, np.uint8)
-        address = self._scratch.ctypes.data
-        return address + -address % _ALIGNMENT, of_thread
+        if max(extend_lens, default=0) > MAX_QUERIES:
+            attending = max(attending, scratch_bytes(num_shared, attention.head_dim, itemsize))
+        num_normed = max(num_selected, num_tokens if num_tokens < MANY_TOKENS else 0)
+        wanted = SUMS_BYTES + max(attending, num_normed * self._program.normed_width * itemsize)
+        return wanted + -wanted % _ALIGNMENT
+
+
+class _Room:
+    """Memory that grows, and whose content means nothing from one use to the next."""
+
+    def __init__(self) -> None:
+        self._memory: NDArray[np.uint8] = np.empty(_ALIGNMENT, np.uint8)
+
+    def of(self, num_bytes: int) -> NDArray[np.uint8]:
+        """So many bytes, at a multiple of 64."""
+        if self._memory.shape[0] < num_bytes + _ALIGNMENT:
+            self._memory = np.empty(2 * num_bytes + _ALIGNMENT, np.uint8)
+        start = -_address(self._memory) % _ALIGNMENT
+        return self._memory[start : start + num_bytes]
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    return int(array.ctypes.data)
+
+
+def _extend_lens(batch: ForwardInput) -> tuple[int, ...]:
+    return batch.extend_lens or (1,) * batch.req_pool_indices.shape[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
@@ -15,6 +16,24 @@ from common.model.cpu_kernel import Kernel, exp, jit
 DTYPES = (torch.bfloat16, torch.float32)
 
 _HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+class Bfloat16(ir.Type):  # type: ignore[misc]
+    """llvmlite has no name for it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(Bfloat16)
+
+
+def has_bfloat16() -> bool:
+    """Whether the CPU multiplies pairs of bfloat16, and rounds to them."""
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 
 
 @intrinsic
@@ -37,6 +56,8 @@ def _rounded(_context, number, like):  # type: ignore[no-untyped-def]
 
 def _to_bfloat16(builder: Any, number: Any) -> Any:
     """To the nearest, of two as near the even one; a NaN stays one."""
+    if has_bfloat16():
+        return builder.bitcast(builder.fptrunc(number, Bfloat16()), _HALF)
     bits = builder.bitcast(number, _BITS)
     last = builder.and_(builder.lshr(bits, _BITS(16)), _BITS(1))
     nearest = builder.lshr(builder.add(builder.add(bits, _BITS(0x7FFF)), last), _BITS(16))

@@ -2,8 +2,12 @@
 
     EMBED    rows of a table                              an item: some rows
     NORM     RMS norm, or a copy                          an item: some rows
-    LINEAR   (norm) ▸ product ▸ store, add, gate or logits an item: some panels of the weight, all rows
-    ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: one KV head of one request
+    LINEAR   (norm) ▸ product ▸ store, add, gate or logits an item: some panels of the weight, up to ITEM_ROWS
+    ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: one KV head of one request of few new tokens
+    INPUT_NORM, PREPARE_CHUNKS, ATTEND_CHUNKS              what many tokens have of their own; else without items
+
+What a LINEAR norms of few tokens each thread norms for itself: that is faster than one more wait for each other. From
+MANY_TOKENS on INPUT_NORM does it for all. Requests of more than MAX_QUERIES new tokens attend as chunks.
 
 Numbers are rounded to the model's dtype where the model's own layers round them: after a norm, a linear layer, a sum.
 """
@@ -28,6 +32,9 @@ class Kind(IntEnum):
     NORM = 1
     LINEAR = 2
     ATTEND = 3
+    INPUT_NORM = 4
+    PREPARE_CHUNKS = 5
+    ATTEND_CHUNKS = 6
 
 
 class Store(IntEnum):
@@ -63,6 +70,7 @@ class Field(IntEnum):
     NUM_KV_HEADS = 16
     HEAD_DIM = 17
     SHOWS_LAYER = 18
+    NORMED = 19  # the buffer that INPUT_NORM fills
 
 
 class Call(IntEnum):
@@ -93,10 +101,18 @@ class Call(IntEnum):
     SINES = 22
     SCRATCH = 23
     SCRATCH_BYTES = 24  # of a thread
-    BUFFERS = 25  # address and elements of a row, of each
+    NUM_KEY_PARTS = 25
+    KEY_PARTS = 26  # [n, 2]: a row of more than MAX_QUERIES new tokens, the position of the first key
+    NUM_QUERY_PARTS = 27
+    QUERY_PARTS = 28  # [n, 2]: such a row, the first of its new tokens
+    PACKED = 29
+    PACKED_STARTS = 30  # [NUM_ROWS + 1], in tokens
+    BUFFERS = 31  # address and elements of a row, of each
 
 
 ITEM_TOKENS = 16  # of EMBED and NORM
+ITEM_ROWS = 256  # of LINEAR: their inputs stay in a core's second cache for all its panels
+MANY_TOKENS = 64
 _WORDS = np.int64
 
 
@@ -187,11 +203,13 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):  # ty
     panel_bytes = num_steps * PANEL_WIDTH * 4
     sums = array_at(pointer(sums_address), (MAX_ROWS * PANEL_WIDTH,), np.float32)
     store = fields[Field.STORE]
-    first = item * fields[Field.ITEM_PANELS]
+    num_parts = (fields[Field.NUM_PANELS] + fields[Field.ITEM_PANELS] - 1) // fields[Field.ITEM_PANELS]
+    first, first_row = item % num_parts * fields[Field.ITEM_PANELS], item // num_parts * ITEM_ROWS
+    last_row = min(num_rows, first_row + ITEM_ROWS)
     for panel in range(first, min(first + fields[Field.ITEM_PANELS], fields[Field.NUM_PANELS])):
         weight = fields[Field.WEIGHT] + panel * panel_bytes
-        for start in range(0, num_rows, MAX_ROWS):
-            block = min(MAX_ROWS, num_rows - start)
+        for start in range(first_row, last_row, MAX_ROWS):
+            block = min(MAX_ROWS, last_row - start)
             panel_products(weight, x + start * x_stride, x_stride, num_steps, block, sums_address, like)
             for m in range(block):
                 row = sums[m * PANEL_WIDTH : (m + 1) * PANEL_WIDTH]

@@ -6,9 +6,12 @@ import numpy as np
 
 from common.model.cpu_kernel import jit, jit_cached
 from common.model.fused.attending import attend
+from common.model.fused.attending_chunks import attend_chunks, prepare_chunks
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH
 from common.model.fused.operations import (
+    ITEM_ROWS,
     ITEM_TOKENS,
+    MANY_TOKENS,
     Call,
     Field,
     Kind,
@@ -36,12 +39,25 @@ SUMS_BYTES = 4 * MAX_ROWS * PANEL_WIDTH
 
 
 @jit
+def _num_rows(call, fields):  # type: ignore[no-untyped-def]
+    """Of a LINEAR."""
+    return call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
+
+
+@jit
 def _num_items(call, fields):  # type: ignore[no-untyped-def]
     kind = fields[Field.KIND]
     if kind == Kind.LINEAR:
-        return (fields[Field.NUM_PANELS] + fields[Field.ITEM_PANELS] - 1) // fields[Field.ITEM_PANELS]
+        num_parts = (fields[Field.NUM_PANELS] + fields[Field.ITEM_PANELS] - 1) // fields[Field.ITEM_PANELS]
+        return num_parts * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
     if kind == Kind.ATTEND:
         return call[Call.NUM_ROWS] * fields[Field.NUM_KV_HEADS]
+    if kind == Kind.PREPARE_CHUNKS:
+        return call[Call.NUM_KEY_PARTS]
+    if kind == Kind.ATTEND_CHUNKS:
+        return call[Call.NUM_QUERY_PARTS] * fields[Field.NUM_KV_HEADS]
+    if kind == Kind.INPUT_NORM and call[Call.NUM_TOKENS] < MANY_TOKENS:
+        return np.int64(0)
     return (call[Call.NUM_TOKENS] + ITEM_TOKENS - 1) // ITEM_TOKENS
 
 
@@ -62,12 +78,12 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
         item = take_item(board, run, operation, num_items)
         if item >= 0 and kind == Kind.LINEAR:
             width = fields[Field.WIDTH]
-            num_rows = call[Call.NUM_TOKENS]
-            if fields[Field.SELECTED_ROWS]:
-                num_rows = call[Call.NUM_SELECTED]
-            x = call[Call.BUFFERS + 2 * fields[Field.SOURCE]]
-            x_stride = call[Call.BUFFERS + 2 * fields[Field.SOURCE] + 1] * like.itemsize
-            if fields[Field.NORM] or (fields[Field.SELECTED_ROWS] and call[Call.SELECTED]):
+            num_rows = _num_rows(call, fields)
+            is_normed = fields[Field.NORMED] and call[Call.NUM_TOKENS] >= MANY_TOKENS
+            source = fields[Field.NORMED] if is_normed else fields[Field.SOURCE]
+            x = call[Call.BUFFERS + 2 * source]
+            x_stride = call[Call.BUFFERS + 2 * source + 1] * like.itemsize
+            if not is_normed and (fields[Field.NORM] or (fields[Field.SELECTED_ROWS] and call[Call.SELECTED])):
                 normalise_input(call, fields, epsilon, inputs, like)
                 x, x_stride = inputs, width * like.itemsize
             while item >= 0:
@@ -77,6 +93,10 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
         while item >= 0:
             if kind == Kind.ATTEND:
                 attend(call, fields, epsilon, scaling, item, inputs, like)
+            elif kind == Kind.PREPARE_CHUNKS:
+                prepare_chunks(call, fields, epsilon, item, inputs, like)
+            elif kind == Kind.ATTEND_CHUNKS:
+                attend_chunks(call, fields, epsilon, scaling, item, inputs, like)
             elif kind == Kind.EMBED:
                 embed(call, fields, item, like)
             else:
@@ -84,6 +104,8 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             end_item(board, operation)
             item = take_item(board, run, operation, num_items)
         following = operations[(operation + 1) * NUM_FIELDS : (operation + 2) * NUM_FIELDS]
+        if following.shape[0] and following[Field.KIND] == Kind.INPUT_NORM:
+            following = operations[(operation + 2) * NUM_FIELDS : (operation + 3) * NUM_FIELDS]
         ahead, ahead_bytes = call, np.int64(0)
         if following.shape[0] and following[Field.KIND] == Kind.LINEAR:
             item_bytes = following[Field.ITEM_PANELS] * PANEL_WIDTH * following[Field.WIDTH] * like.itemsize

@@ -27,6 +27,9 @@ _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 """Of the whole difference, relative to the logits: sums are taken in another order, and rounded."""
 
+_COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40))
+"""Tokens before and new ones, of either of two rows: a window, steps, a chunk."""
+
 
 def kernels_key() -> str:
     """Names what compiled kernels depend on: their source and where it is, the compiler, the interpreter, the CPU."""
@@ -80,10 +83,12 @@ def difference(model: TargetModel, forward: ForwardProgram) -> float:
     """
     generator = torch.Generator().manual_seed(0)
     group = model.layer_group
-    kv = torch.zeros((group.num_layers, 2, 16, group.num_heads, group.head_dim), dtype=model.dtype)
-    tables = torch.tensor([[0] * 7, [3, 5, 1, 9, 11, 2, 8], [4, 6, 7, 10, 12, 13, 14]])
+    num_tokens = _COMPARED[-1][0] + _COMPARED[-1][1]
+    kv = torch.zeros((group.num_layers, 2, 2 * num_tokens + 1, group.num_heads, group.head_dim), dtype=model.dtype)
+    tables = torch.zeros((3, num_tokens), dtype=torch.int64)
+    tables[1:] = torch.randperm(2 * num_tokens, generator=generator).view(2, num_tokens) + 1
     largest = 0.0
-    for prefix_len, num_tokens in ((0, 5), (5, 1), (6, 1)):
+    for prefix_len, num_tokens in _COMPARED:
         positions = torch.arange(prefix_len, prefix_len + num_tokens).repeat(2)
         batch = ForwardInput(
             input_ids=torch.randint(0, model.vocab_size, (2 * num_tokens,), generator=generator),

@@ -1,0 +1,52 @@
+"""A segment's KV where it lies: in slots of another process's pool, which this one has mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTicket:
+    """Token i lies in slot `slots[i]`, which is its row's for as long as its stamp is `generation`.
+
+    `number` names the segment when it is given back. Neither number is ever used again in the same pool.
+    """
+
+    slots: tuple[int, ...]
+    generation: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKv:
+    """`layers` [layers, planes, slots, row_bytes] uint8: the part of the pool it is of; `stamps` [slots] uint64."""
+
+    ticket: PoolTicket
+    layers: NDArray[np.uint8]
+    stamps: NDArray[np.uint64]
+
+    @property
+    def num_bytes(self) -> int:
+        num_layers, num_planes, _, row_bytes = self.layers.shape
+        return int(num_layers * num_planes * len(self.ticket.slots) * row_bytes)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slots are still the row's. What was read before counts only if this still holds."""
+        return bool((self.stamps[np.array(self.ticket.slots)] == self.ticket.generation).all())
+
+
+def runs_of(slots: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The slots as ranges, in their order: the first of each, and their lengths."""
+    numbers = np.array(slots, np.int64)
+    starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1)
+    return numbers[starts].tolist(), np.diff(starts, append=len(numbers)).tolist()
+
+
+def slots_of(starts: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    """What `runs_of` made ranges of. The caller knows that they are not too many."""
+    return tuple(slot for start, length in zip(starts, lengths, strict=True) for slot in range(start, start + length))

@@ -1,0 +1,47 @@
+"""Forwards are fused on either service, and one setting switches that off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common import runtime
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.model.target import TargetModel
+
+BOTH = [PrefillSettings, DecodeSettings]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each model whose forwards are to be fused, the most tokens of one."""
+    seen: list[int] = []
+
+    def start_fusing(model: TargetModel, *, num_threads: int, max_tokens: int) -> None:
+        assert model.decoder is not None
+        seen.append(max_tokens)
+
+    monkeypatch.setattr(runtime, "start_fusing", start_fusing)
+    return seen
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_one_setting_switches_it_off(
+    kind: type[ServiceSettings], begun: list[int], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    model = str(tiny_model_dir("llama"))
+    opened = runtime.open_runtime(kind(model=model, dtype="float32", num_threads=1, fused_forward=False))
+    opened.device.close(5.0)
+    assert begun == [] and opened.model.decoder is None
+
+
+def test_what_a_service_may_put_into_a_forward_is_fused(
+    begun: list[int], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    model = str(tiny_model_dir("llama"))
+    settings = PrefillSettings(model=model, dtype="float32", num_threads=1, chunk_tokens=16, max_batch_tokens=700)
+    runtime.open_runtime(settings).device.close(5.0)
+    runtime.open_runtime(DecodeSettings(model=model, dtype="float32", num_threads=1)).device.close(5.0)
+    assert begun == [700, 512]

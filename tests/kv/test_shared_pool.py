@@ -1,0 +1,194 @@
+"""A KV pool in shared memory: who may map it, what is where, and how a reader learns that slots were used again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool
+from common.kv.shared_kv import PoolTicket, runs_of, slots_of
+from common.kv.shared_pool import MappedPool, PoolUnusable, SharedPool, sweep
+
+TARGET = LayerGroupSpec("target", num_layers=3, num_planes=2, num_heads=2, head_dim=4, dtype="bfloat16")
+DRAFT = LayerGroupSpec("draft", num_layers=1, num_planes=2, num_heads=1, head_dim=3, dtype="float32")
+GROUPS = (TARGET, DRAFT)
+NUM_SLOTS = 20
+BOUND_S = 30.0
+
+
+@pytest.fixture
+def shared_pool(tmp_path: Path) -> Iterator[SharedPool]:
+    shared_pool = SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path)
+    yield shared_pool
+    shared_pool.close()
+
+
+def kv_pool(memory: SharedPool | None) -> KvPool:
+    return KvPool(
+        groups=GROUPS,
+        max_rows=4,
+        max_kv_tokens=NUM_SLOTS,
+        max_tokens_per_row=NUM_SLOTS,
+        torch_device=torch.device("cpu"),
+        memory=memory,
+    )
+
+
+def mapped_from(directory: Path, name: str) -> MappedPool:
+    return MappedPool(name, groups=GROUPS, directory=directory)
+
+
+def test_what_the_pool_holds_the_reader_finds_by_its_ticket(shared_pool: SharedPool, tmp_path: Path) -> None:
+    pool = kv_pool(shared_pool)
+    lease = pool.reserve(5)
+    assert lease is not None
+    for name, group in pool.groups.items():
+        values = torch.randn(group.num_layers, 2, 5, group.num_heads, group.head_dim).to(pool.buffers[name].dtype)
+        pool.buffers[name][:, :, torch.tensor(lease.slots)] = values
+        layers = slice(group.num_layers - 1, group.num_layers)
+        lent = shared_pool.lend(name, layers, lease.slots[1:4], lease.generation)
+        read = mapped_from(tmp_path, shared_pool.name).read(name, layers, lent.ticket)
+        assert read is not None and read.is_current
+        assert read.num_bytes == lent.num_bytes == 3 * group.layer_token_bytes
+        found = torch.from_numpy(read.layers[:, :, list(read.ticket.slots)]).view(values.dtype)
+        assert torch.equal(found.view(1, 2, 3, group.num_heads, group.head_dim), values[layers, :, 1:4])
+
+
+def test_such_a_pool_is_like_any_other(shared_pool: SharedPool) -> None:
+    shared, own = kv_pool(shared_pool), kv_pool(None)
+    for name, buffer in own.buffers.items():
+        assert shared.buffers[name].shape == buffer.shape and shared.buffers[name].dtype == buffer.dtype
+        assert torch.equal(shared.buffers[name], buffer), "zeros"
+
+
+def test_only_who_has_mapped_it_knows_its_secret(shared_pool: SharedPool, tmp_path: Path) -> None:
+    assert mapped_from(tmp_path, shared_pool.name).secret == shared_pool.secret
+    assert shared_pool.secret.hex() not in shared_pool.name
+
+
+def test_the_reader_cannot_write(shared_pool: SharedPool, tmp_path: Path) -> None:
+    ticket = PoolTicket((1,), shared_pool.stamp([1]), 1)
+    read = mapped_from(tmp_path, shared_pool.name).read("target", slice(0, 3), ticket)
+    assert read is not None
+    for array in (read.layers, read.stamps):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_nobody_else_may_open_the_file(shared_pool: SharedPool, tmp_path: Path) -> None:
+    assert stat.S_IMODE((tmp_path / shared_pool.name).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("reused", [1, 3])
+def test_slots_of_another_row_are_not_current_and_until_then_they_are(
+    shared_pool: SharedPool, tmp_path: Path, reused: int
+) -> None:
+    pool = kv_pool(shared_pool)
+    lease = pool.reserve(3)
+    assert lease is not None
+    lent = shared_pool.lend("target", slice(0, 3), lease.slots, lease.generation)
+    read = mapped_from(tmp_path, shared_pool.name).read("target", slice(0, 3), lent.ticket)
+    assert read is not None
+    pool.release(lease)
+    pool.reclaim()
+    assert read.is_current, "free, and as it was"
+    assert pool.reserve(reused) is not None
+    assert not read.is_current
+
+
+@pytest.mark.parametrize("slots", [(0,), (NUM_SLOTS + 1,), (1, 1 << 31)], ids=str)
+def test_a_ticket_of_slots_that_are_none_leads_nowhere(
+    shared_pool: SharedPool, tmp_path: Path, slots: tuple[int, ...]
+) -> None:
+    mapped = mapped_from(tmp_path, shared_pool.name)
+    assert mapped.read("target", slice(0, 3), PoolTicket(slots, 1, 1)) is None
+    assert mapped.read("target", slice(0, 3), PoolTicket((1, NUM_SLOTS), 1, 1)) is not None
+
+
+def test_no_two_tickets_have_a_number_and_no_two_rows_a_generation(shared_pool: SharedPool) -> None:
+    generations = [shared_pool.stamp([1, 2]) for _ in range(3)]
+    assert len({0, *generations}) == 4, "0 is that of slots that were nobody's yet"
+    lent = [shared_pool.lend("target", slice(0, 1), [1], generation) for generation in (*generations, generations[0])]
+    assert len({each.ticket.number for each in lent}) == 4
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
+def test_slots_as_ranges_are_the_same_slots_in_the_same_order(slots: list[int]) -> None:
+    starts, lengths = runs_of(slots)
+    assert slots_of(starts, lengths) == tuple(slots)
+    assert all(
+        start + length != following for start, length, following in zip(starts, lengths, starts[1:], strict=False)
+    )
+
+
+@pytest.mark.parametrize("name", ["", "../etc/passwd", "baton-kv-" + "0" * 32, "baton-kv-" + "z" * 32])
+def test_what_is_not_there_cannot_be_mapped(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PoolUnusable):
+        mapped_from(tmp_path, name)
+
+
+def test_a_link_a_file_too_small_and_a_pool_of_other_groups_are_not_trusted(
+    shared_pool: SharedPool, tmp_path: Path
+) -> None:
+    link, empty, short = (tmp_path / ("baton-kv-" + digit * 32) for digit in "123")
+    link.symlink_to(tmp_path / shared_pool.name)
+    empty.touch()
+    short.write_bytes(bytes(4))
+    for path in (link, empty, short):
+        with pytest.raises(PoolUnusable):
+            mapped_from(tmp_path, path.name)
+    with pytest.raises(PoolUnusable, match="bytes instead of"):
+        MappedPool(shared_pool.name, groups=(TARGET,), directory=tmp_path)
+
+
+def test_no_room_for_it_is_an_error_at_once_and_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        SharedPool(groups=GROUPS, num_slots=1 << 50, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pool_leaves_no_file_and_its_readers_their_memory(shared_pool: SharedPool, tmp_path: Path) -> None:
+    shared_pool.groups["draft"][:, :, 4] = 7
+    lent = shared_pool.lend("draft", slice(0, 1), [4], shared_pool.stamp([4]))
+    read = mapped_from(tmp_path, shared_pool.name).read("draft", slice(0, 1), lent.ticket)
+    shared_pool.close()
+    assert list(tmp_path.iterdir()) == []
+    assert read is not None and read.is_current and set(read.layers[:, :, 4].ravel().tolist()) == {7}
+
+
+def hold_a_pool(directory: Path, pipe: Connection) -> None:
+    shared_pool = SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=directory)
+    shared_pool.groups["draft"][:, :, 4] = 7
+    pipe.send((shared_pool.name, shared_pool.stamp([4])))
+    signal.pause()
+
+
+def test_the_pool_of_a_killed_process_is_readable_until_the_reader_lets_go_and_the_next_start_sweeps_the_file(
+    shared_pool: SharedPool, tmp_path: Path
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold_a_pool, args=(tmp_path, theirs), daemon=True)
+    process.start()
+    assert ours.poll(BOUND_S)
+    name, generation = ours.recv()
+    mapped = mapped_from(tmp_path, name)
+    assert sweep(tmp_path) == 0, "both live"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(BOUND_S)
+    read = mapped.read("draft", slice(0, 1), PoolTicket((4,), generation, 1))
+    assert read is not None and read.is_current and np.all(read.layers[:, :, 4] == 7)
+    assert sweep(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [shared_pool.name]
