@@ -12,11 +12,11 @@ from common.model.sampling import Ancestors
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """`path` [B, W] int64: the nodes after which tokens are committed, root first, then any; None: all, as they are.
-    `accept_lens` [B]: how many of them count.
+    """`path` [B, W] int64: the nodes after which tokens are committed, root first, then any. `accept_lens` [B]: how
+    many of them count.
     """
 
-    path: Tensor | None
+    path: Tensor
     accept_lens: Tensor
 
 
@@ -78,7 +78,8 @@ class DraftTree:
         """The nodes on the way that the target takes: `target_ids` [B, D + 1] are its own tokens after each node."""
         if self.is_chain:
             is_right = self.token_ids == target_ids[:, :-1]
-            return Accepted(None, is_right.cumprod(dim=1).sum(dim=1) + 1)
+            path = torch.arange(self.num_nodes, device=self.token_ids.device).expand(target_ids.shape[0], -1)
+            return Accepted(path, is_right.cumprod(dim=1).sum(dim=1) + 1)
         is_right = torch.ones(target_ids.shape, dtype=torch.bool, device=target_ids.device)
         is_right[:, 1:] = self.token_ids == target_ids.gather(1, self.parents)
         is_accepted = ~(self.mask & ~is_right.unsqueeze(1)).any(dim=2)

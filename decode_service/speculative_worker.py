@@ -176,7 +176,7 @@ class SpeculativeWorker(ABC):
         if batch.undrafted:
             accept_lens = accept_lens.index_fill(0, upload(batch.undrafted, torch.int64, accept_lens.device), 1)
         captured = target.hidden.view(num_rows, num_nodes, -1)
-        if path is not None:
+        if not tree.is_chain:
             captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
             sampled = _along(path, sampled, batch, num_nodes)
             self._move_kv(batch, path)
@@ -222,7 +222,8 @@ class SpeculativeWorker(ABC):
             batch=batch.sampling if num_seeded else NO_SAMPLING,
             topk=self._topk,
         )
-        return RelayPayload(unread.next_ids[unread.last], seed.columns() if num_seeded else {})
+        last_tokens = unread.next_ids[unread.last] if batch.has_drafts else verified.tokens[:, 0]
+        return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
 
     def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
         """What a step without drafts computed, put down for the head."""

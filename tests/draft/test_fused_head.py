@@ -22,7 +22,7 @@ from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME
 from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
 
-_NUM_SLOTS, _NUM_TOKENS = 64, 20
+_NUM_SLOTS, _NUM_TOKENS = 64, 48
 _WRITTEN = ["midlayer", "speculators", "norm-before-fc", "norm-output", "norm-before-residual", "narrow", "wide"]
 _WRITTEN += ["full-vocabulary", "tied-lm-head", "qkv-bias"]
 New = Callable[[str], tuple[TargetModel, PagedHead]]
@@ -41,7 +41,7 @@ def new(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> New:
 @pytest.fixture(scope="module", params=_WRITTEN)
 def head(request: pytest.FixtureRequest, new: New) -> Iterator[PagedHead]:
     target, head = new(request.param)
-    fuse(target, head, num_threads=2)
+    fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS)
     assert head._program is not None
     yield head
     assert target._program is not None and target._program.close(5.0), "a thread of the team did not end"
@@ -81,8 +81,8 @@ def _captured(head: PagedHead, num_tokens: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("prefix_lens", "num_new"),
-    [([6], [5]), ([0, 9, 3], [3, 1, 12])],
-    ids=["a step's tokens", "rows that were left behind by different lengths"],
+    [([6], [5]), ([0, 9, 3], [3, 1, 12]), ([2], [40])],
+    ids=["a step's tokens", "rows left behind by different lengths", "a row far behind"],
 )
 def test_an_extend_is_the_heads(head: PagedHead, prefix_lens: list[int], num_new: list[int]) -> None:
     batch = _batch(head, prefix_lens=prefix_lens, num_new=num_new)
@@ -141,7 +141,7 @@ def test_a_program_that_computes_something_else_is_not_used(new: New) -> None:
     assert head.programs is not None
     head.programs.step.program.numbers[:] *= 1.5
     with pytest.raises(StartupError, match="differ from the draft head's"):
-        fuse(target, head, num_threads=2)
+        fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS)
     assert head._program is None and target._program is None
 
 
