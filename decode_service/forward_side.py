@@ -43,7 +43,7 @@ class ForwardSide:
     ) -> ForwardSide:
         """`levels`: all ways to speculate, the deepest last; none without `draft`.
 
-        Raises StartupError where the model's forwards are to be recorded and cannot be.
+        Raises PieceFailed where the model's forwards are to be recorded and cannot be.
         """
         max_rows = pool.rows.max_rows
         recorder = device.graphs if replays_forwards else None

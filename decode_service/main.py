@@ -18,8 +18,9 @@ import structlog
 from baton.v1 import inference_pb2_grpc
 from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
+from common.device.errors import PieceFailed
 from common.engine_thread import EngineThread
-from common.errors import Draining, EngineLost, EngineStalled
+from common.errors import Draining, EngineLost, EngineStalled, StartupError
 from common.name_lookup import look_up
 from common.service_main import Process
 from common.serving import (
@@ -188,23 +189,27 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
 
 def _engine(settings: DecodeSettings, process: Process, on_step: OnStep) -> DecodeEngine:
     runtime = process.runtime
-    return DecodeEngine(
-        model=runtime.model,
-        draft=runtime.draft,
-        spec_info=speculation_of(settings, runtime.draft) if runtime.draft else None,
-        adapts_depth=settings.adaptive_depth,
-        device=runtime.device,
-        max_rows=settings.max_rows,
-        max_kv_tokens=settings.max_kv_tokens,
-        max_context_tokens=runtime.max_context_tokens,
-        overlap=settings.overlap,
-        replays_forwards=settings.cuda_graphs,
-        max_handoff_attempts=settings.max_handoff_attempts,
-        prefill_timeout_s=settings.prefill_timeout_s,
-        on_step=on_step,
-        timeline=runtime.timeline,
-        debug_checks=settings.debug_checks,
-    )
+    try:
+        return DecodeEngine(
+            model=runtime.model,
+            draft=runtime.draft,
+            spec_info=speculation_of(settings, runtime.draft) if runtime.draft else None,
+            adapts_depth=settings.adaptive_depth,
+            device=runtime.device,
+            max_rows=settings.max_rows,
+            max_kv_tokens=settings.max_kv_tokens,
+            max_context_tokens=runtime.max_context_tokens,
+            overlap=settings.overlap,
+            replays_forwards=settings.cuda_graphs,
+            max_handoff_attempts=settings.max_handoff_attempts,
+            prefill_timeout_s=settings.prefill_timeout_s,
+            on_step=on_step,
+            timeline=runtime.timeline,
+            debug_checks=settings.debug_checks,
+        )
+    except PieceFailed as error:  # recording is all that has run so far
+        message = f"the model's forwards cannot be recorded, and run as they are with it off: {error}"
+        raise StartupError(f"cuda_graphs: {message}") from error
 
 
 def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTransport:

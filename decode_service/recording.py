@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.device.errors import PieceFailed
 from common.device.stream import Device, Scope, Stream
-from common.errors import StartupError
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.forward_graphs import ForwardGraphs
@@ -44,7 +42,7 @@ def record_forwards(
 ) -> Recorded:
     """Every number of rows that is recorded, speculating in each way of `spec_infos`; before the first request.
 
-    The largest first: what they need in between is enough for the others. Raises StartupError where a forward cannot be
+    The largest first: what they need in between is enough for the others. Raises PieceFailed where a forward cannot be
     recorded, DeviceTimeout.
     """
     begin_s, begin_bytes = clock(), graphs.held_bytes()
@@ -55,11 +53,7 @@ def record_forwards(
                 stream.wait(device.schedule_stream.record())
                 batch = padding_batch(num_rows, spec_info, device.torch_device)
                 worker.forward(batch, future_map=future_map, scope=scope, on_publish=lambda new_seq_lens: None)
-                try:
-                    stream.record(scope).synchronize(timeout_s)
-                except PieceFailed as error:
-                    message = f"the model's forwards cannot be recorded, and run as they are with it off: {error}"
-                    raise StartupError(f"cuda_graphs: {message}") from error
+                stream.record(scope).synchronize(timeout_s)
     return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
 
 

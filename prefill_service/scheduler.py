@@ -286,7 +286,6 @@ class PrefillEngine:
         scope = Scope(f"prefill step {self._num_steps}")
         stream = self._forward_stream
         stream.wait(self._device.schedule_stream.record())
-        # Only theirs: if this fails, so do they.
         if unseeded := [chunk.prompt for chunk in chunks if chunk.prompt in self._unseeded]:
             stream.enqueue(partial(self._sampling_state.reset, [prompt.row_seed for prompt in unseeded]), scope)
             for prompt in unseeded:
@@ -321,6 +320,7 @@ class PrefillEngine:
     def _finish(self, step: _StepInFlight) -> None:
         start_s = self._begin_s(step)
         self._last_end_s = now_s = self._clock()
+        self._sender.forward_ended()
         if (error := step.end.error) is not None:
             if is_of_device(error):
                 raise error  # and no step can be better: the engine ends, and all its calls

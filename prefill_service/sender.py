@@ -32,7 +32,7 @@ _MAX_LENT_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of one prompt's KV that fits one segment; its copy waits for `written`. `computed`: its forward's end."""
+    """Part of one prompt's KV that fits one segment; its copy waits for `written`. `forward`: the number of its own."""
 
     prompt: Prompt
     lease: RowLease
@@ -42,7 +42,7 @@ class _Piece:
     token_start: int
     num_tokens: int
     written: Event
-    computed: Event
+    forward: int
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +119,8 @@ class KvSender:
         self._max_segment_bytes = max_segment_bytes
         self._stream = device.new_stream("sending", StreamKind.COPY)
         self._queued: dict[str, deque[_Piece]] = {}
-        self._computing: deque[Event] = deque()  # the ends of forwards with pieces, of which the first is not done
+        self._num_forwards = 0
+        self._num_ended = 0
         self._copying: deque[_Copy] = deque()
         self._num_pieces: dict[Prompt, int] = {}
         self._unsent: dict[str, int] = {}
@@ -158,15 +159,17 @@ class KvSender:
         Of the groups in `layers_written` each range of layers is sent once its own event is done: of all chunks before
         the next, or one chunk's last layers would keep the next one's first ones.
         """
-        self._computing.append(computed)
         for name, group in self._pool.groups.items():
             for layers, written in layers_written.get(name) or [(range(group.num_layers), computed)]:
                 for chunk in chunks:
-                    self._queue_part(chunk, group, layers, written=written, computed=computed)
+                    self._queue_part(chunk, group, layers, written)
+        self._num_forwards += 1
 
-    def _queue_part(
-        self, chunk: Chunk, group: LayerGroupSpec, layers: range, *, written: Event, computed: Event
-    ) -> None:
+    def forward_ended(self) -> None:
+        """The oldest of those queued that had not."""
+        self._num_ended += 1
+
+    def _queue_part(self, chunk: Chunk, group: LayerGroupSpec, layers: range, written: Event) -> None:
         prompt = chunk.prompt
         assert prompt.lease is not None
         is_sharing = prompt.call_id in self._sharing
@@ -180,7 +183,7 @@ class KvSender:
             token_start=chunk.start,
             num_tokens=chunk.num_tokens,
             written=written,
-            computed=computed,
+            forward=self._num_forwards,
         )
         parts = whole.split(_MAX_LENT_BYTES if is_sharing else self._max_segment_bytes)
         pieces += parts
@@ -231,15 +234,13 @@ class KvSender:
         One stream copies, in order. So what a later forward is to write is not started yet: what is there already, or
         will be sooner, would wait behind it.
         """
-        while self._computing and self._computing[0].is_done():
-            self._computing.popleft()
         progressing = True
         while progressing:
             progressing = False
             for call_id, pieces in list(self._queued.items()):
                 if not pieces:
                     del self._queued[call_id]
-                elif self._comes_next(pieces[0]) and self._may_copy(call_id, pieces[0].num_bytes):
+                elif pieces[0].forward <= self._num_ended and self._may_copy(call_id, pieces[0].num_bytes):
                     self._copy(pieces.popleft())
                     progressing = True
 
@@ -292,9 +293,6 @@ class KvSender:
 
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
-
-    def _comes_next(self, piece: _Piece) -> bool:
-        return piece.written.is_done() or (bool(self._computing) and piece.computed is self._computing[0])
 
     def _may_copy(self, call_id: str, num_bytes: int) -> bool:
         unsent, mine = self.unsent_bytes, self._unsent.get(call_id, 0)

@@ -9,6 +9,7 @@ import pytest
 
 from common import runtime
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.draft.paged_head import PagedHead
 from common.model.target import TargetModel
 
 BOTH = [PrefillSettings, DecodeSettings]
@@ -19,7 +20,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each model whose forwards are to be fused, the most tokens of one."""
     seen: list[int] = []
 
-    def start_fusing(model: TargetModel, *, num_threads: int, max_tokens: int) -> None:
+    def start_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
         assert model.decoder is not None
         seen.append(max_tokens)
 

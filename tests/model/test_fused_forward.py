@@ -15,7 +15,7 @@ from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram
 from common.model.fused import forward as forward_module
-from common.model.fused.start import difference, new_forward
+from common.model.fused.start import difference, new_forwards
 from common.model.loader import load_target
 from common.model.target import TargetModel
 
@@ -120,7 +120,7 @@ def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monk
     monkeypatch.setattr(forward_module, "_MAX_BUFFERS", 0)
     before = set(threading.enumerate())
     with pytest.raises(AssertionError):
-        new_forward(model.decoder, None, num_threads=2, max_tokens=1)
+        new_forwards([model.decoder], num_threads=2, max_tokens=1)
     assert set(threading.enumerate()) <= before
 
 

@@ -55,7 +55,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     monkeypatch.setattr(fused_forwards, "default_cache_dir", lambda: tmp_path)
     monkeypatch.setattr(fused_forwards, "run_python", kernels.run_python)
     monkeypatch.setattr(start, "load_kernels", kernels.load)
-    monkeypatch.setattr(start, "new_forward", lambda *_, **__: kernels.forward)
+    monkeypatch.setattr(start, "new_forwards", lambda *_, **__: [kernels.forward])
     monkeypatch.setattr(start, "difference", lambda *_, **__: kernels.apart)
     return kernels
 
@@ -68,7 +68,7 @@ def model(tiny_model_dir: Callable[[str], Path]) -> TargetModel:
 def fuse_beside(model: TargetModel) -> list[str]:
     """The names of the log's lines."""
     with capture_logs() as logs:
-        fusing = start_fusing(model, num_threads=1)
+        fusing = start_fusing(model, None, num_threads=1, max_tokens=64)
         assert fusing is not None
         fusing._thread.join(BOUND_S)
         assert fusing.stop(0.0)
@@ -92,7 +92,7 @@ def test_a_defect_is_logged_with_where_it_is(
 ) -> None:
     monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
     with capture_logs() as logs:
-        fusing = start_fusing(model, num_threads=1)
+        fusing = start_fusing(model, None, num_threads=1, max_tokens=64)
         assert fusing is not None and fusing.stop(BOUND_S)
     if not any(line["event"] == "fused_forward_failed" for line in logs):
         pytest.fail(f"not logged: {logs}")
@@ -129,7 +129,7 @@ def test_it_ends_with_its_service(model: TargetModel, kernels: Kernels) -> None:
 
     kernels.on_compile = compile_for_ever
     with capture_logs() as logs:
-        fusing = start_fusing(model, num_threads=1)
+        fusing = start_fusing(model, None, num_threads=1, max_tokens=64)
         assert fusing is not None and is_compiling.wait(BOUND_S)
         assert fusing.stop(BOUND_S)
     assert has_ended.is_set() and not model.runs_program

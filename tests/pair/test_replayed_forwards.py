@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from common.config.settings import DecodeSettings
 from common.device.graph import GraphWork
 from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.runtime import Runtime
+from common.service_main import Process
+from common.telemetry.timeline import Timeline
+from decode_service import main as decode_main
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import CalledGraph, RecordingCpuDevice
@@ -22,6 +30,7 @@ from tests.support.recording_device import CalledGraph, RecordingCpuDevice
 # Of recorded numbers of rows: 1, 2, 4, 5. Forwards of a step: the target's; the head's for each further draft, and its
 # reading behind the step, which has as many tokens as the step commits at most.
 NUM_SIZES = 4
+BOUND_S = 20.0
 CASES = [
     ("guessing", None, 1),  # the target
     ("guessing", "chain-4", 2 + 1 + 2),  # verify with drafts and without; drafting; reading likewise
@@ -76,8 +85,13 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
 
     monkeypatch.setattr(CalledGraph, "record", record)
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32")
+    runtime = SimpleNamespace(
+        model=target, draft=None, device=RecordingCpuDevice(), max_context_tokens=64, timeline=Timeline()
+    )
+    process = Process(instance_id="here", runtime=cast(Runtime, runtime), registry=CollectorRegistry())
     with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
-        InProcessPair(target, new_device=RecordingCpuDevice)
+        decode_main._engine(DecodeSettings(max_rows=2, max_kv_tokens=64), process, lambda stats: None)
+    runtime.device.close(BOUND_S)
 
 
 @pytest.mark.parametrize(("head", "shape", "num_shapes"), CASES)
