@@ -31,7 +31,7 @@ from benchmarks.machine import demo_model_dir
 LIMITS = {1: 4.0, 8: None, 32: 8.0}
 """Least ratio of decode tokens/s to sequential `generate`, by concurrency; None: shown without a bound."""
 PEER_LIMIT = 1.0
-"""Of decode tokens/s to the peer's at as many sequences."""
+"""Of tokens/s while all requests decode to the peer's of decoding as many sequences."""
 
 
 def main() -> None:
@@ -132,6 +132,16 @@ def peer_rows(measured: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def peer_tokens_per_s(row: dict[str, Any], result: dict[str, Any]) -> float:
+    """Tokens made over the time of prompts and decoding; 0 where the peer does not say what prompts took."""
+    if not row.get("prefill_tokens_per_s"):
+        return 0.0
+    request_s = (
+        result["prompt_tokens"] / row["prefill_tokens_per_s"] + result["new_tokens"] / row["decode_tokens_per_s"]
+    )
+    return float(result["new_tokens"] / request_s)
+
+
 def vocab_size_of(model_dir: Path) -> int:
     return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
 
@@ -152,11 +162,11 @@ def render(
             f"{result['new_tokens']} new tokens, greedy; medians of {len(rounds)} rounds.",
         ),
         "",
-        "| | decode tokens/s | of `generate` | of the peer | end-to-end tokens/s | ratio | TTFT p50 ms "
-        "| between tokens p50 / p99 ms | handoff MB/s |",
-        "|---|---|---|---|---|---|---|---|---|",
-        f"| transformers `generate`, sequential | {median([r['decode_tokens_per_s'] for r in reference])} | 1.0 | "
-        f"| {median([r['tokens_per_s'] for r in reference])} | 1.0 "
+        "| | decode tokens/s | of `generate` | while all decode | of the peer | end-to-end tokens/s | of `generate` "
+        "| of the peer | TTFT p50 ms | between tokens p50 / p99 ms | handoff MB/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| transformers `generate`, sequential | {median([r['decode_tokens_per_s'] for r in reference])} | 1.0 | | "
+        f"| {median([r['tokens_per_s'] for r in reference])} | 1.0 | "
         f"| {median([r['ttft_p50_s'] for r in reference], 1e3)} "
         f"| {median([r['inter_token_p50_s'] for r in reference], 1e3)} "
         f"/ {median([r['inter_token_p99_s'] for r in reference], 1e3)} | |",
@@ -176,27 +186,29 @@ def render(
         reports = [r["baton"][place] for r in rounds]
         ratios = [b.decode_tokens_per_s / r["decode_tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
         end_ratios = [b.tokens_per_s / r["tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
-        peer_ratios = [
-            b.decode_tokens_per_s / row["decode_tokens_per_s"]
-            for b, r in zip(reports, rounds, strict=True)
-            for row in peer_rows(r)
-            if row["batch"] == level
+        beside = [
+            (b, row) for b, r in zip(reports, rounds, strict=True) for row in peer_rows(r) if row["batch"] == level
         ]
+        peer_ratios = [b.full_load_tokens_per_s / row["decode_tokens_per_s"] for b, row in beside]
+        whole_ratios = [b.tokens_per_s / whole for b, row in beside if (whole := peer_tokens_per_s(row, result))]
         lines.append(
             f"| Baton, {level} at a time | {median([b.decode_tokens_per_s for b in reports])} "
-            f"| {judged(ratios, LIMITS.get(level))} | {judged(peer_ratios, PEER_LIMIT)} "
+            f"| {judged(ratios, LIMITS.get(level))} | {median([b.full_load_tokens_per_s for b in reports])} "
+            f"| {judged(peer_ratios, PEER_LIMIT)} "
             f"| {median([b.tokens_per_s for b in reports])} | {statistics.median(end_ratios):.2f} "
+            f"| {judged(whole_ratios, None)} "
             f"| {median([b.ttft_p50_s for b in reports], 1e3)} "
             f"| {median([b.inter_token_p50_s for b in reports], 1e3)} "
             f"/ {median([b.inter_token_p99_s for b in reports], 1e3)} "
             f"| {median([b.handoff_mb_per_s for b in reports])} |"
         )
     for place, row in enumerate(peer_rows(rounds[0])):
-        rates = [peer_rows(r)[place]["decode_tokens_per_s"] for r in rounds if peer_rows(r)]
+        rows = [peer_rows(r)[place] for r in rounds if peer_rows(r)]
+        rates = [each["decode_tokens_per_s"] for each in rows]
         lines.append(
             f"| {rounds[0]['peer']['peer']}, batch {row['batch']} (library, no server) | {median(rates)} "
             f"| {statistics.median(rates) / statistics.median([r['decode_tokens_per_s'] for r in reference]):.2f} "
-            "| 1.0 | | | | | |"
+            f"| {median(rates)} | 1.0 | {median([peer_tokens_per_s(each, result) for each in rows])} | | 1.0 | | | |"
         )
     lines += [
         "",

@@ -18,7 +18,7 @@ from transformers import (
 
 from common.model import noise
 from common.model.noise import gumbel_noise, row_keys
-from common.model.sampling import Sampled, sample, shape_logits
+from common.model.sampling import Sampled, largest, sample, shape_logits
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
 from tests.support.host_scalars import RefuseHostScalars
@@ -52,6 +52,11 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
 def test_greedy_takes_the_most_likely_token() -> None:
     logits = random_logits(4)
     assert torch.equal(draw(logits, [params(temperature=0.0)] * 4, [9] * 4).token_ids, logits.argmax(1))
+
+
+def test_the_largest_is_the_first_of_several_or_the_first_nan() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, float("nan"), 5.0], [float("-inf")] * 3])
+    assert largest(logits).tolist() == logits.argmax(1).tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
