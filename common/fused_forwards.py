@@ -90,6 +90,7 @@ def fuse(
         apart = difference(model, forward, on_wait=on_wait)
         if not apart <= tolerance(dtype):
             raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
+        on_wait()
         head = _compared_head(draft, of_head, model) if draft is not None and of_head else None
     except BaseException:
         forward.close(_CLOSE_TIMEOUT_S)

@@ -1,0 +1,40 @@
+"""Kernels that prompts need are compiled before the first of them comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from common.device.scripted import ScriptedDevice
+from common.model.attention import ForwardInput, KernelShape
+from common.model.attention_torch import TorchAttention
+from common.model.target import TargetModel
+from prefill_service.scheduler import PrefillEngine
+from tests.support.faulty_target import FaultyTarget
+
+SHAPES = (KernelShape(3, 3), KernelShape(2, 40))
+
+
+class CompilingAttention(TorchAttention):
+    """An AttentionBackend with kernels for each of SHAPES."""
+
+    def kernel_shapes(self) -> Sequence[KernelShape]:
+        return SHAPES
+
+
+def test_each_shape_runs_over_what_is_nobodys(tiny_target: Callable[[str], TargetModel]) -> None:
+    seen: list[ForwardInput] = []
+    target = FaultyTarget(tiny_target("llama"))
+    target.attention = CompilingAttention()
+    target.fails = lambda batch: bool(seen.append(batch))  # type: ignore[func-returns-value]
+    device = ScriptedDevice()
+    engine = PrefillEngine(
+        model=target, device=device, max_rows=2, max_kv_tokens=64, max_context_tokens=64, debug_checks=True
+    )
+    assert [(batch.extend_lens, batch.max_seq_len) for batch in seen] == [((3,), 3), ((2,), 40)]
+    for batch in seen:
+        assert not batch.req_pool_indices.any() and not batch.out_cache_loc.any()
+        assert torch.isfinite(batch.kv).all() and not batch.kv[:, :, 1:].any()
+    assert engine.load().rows.free == 2
+    engine.close()
