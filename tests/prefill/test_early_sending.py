@@ -59,7 +59,7 @@ class TagTarget(TagModel):
         super().__init__()
         self._journal = journal
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: Callable[[int], None] | None = None) -> TargetOutput:
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         output = super().forward(batch, on_layer_kv=on_layer_kv)
         self._journal.append("forward ended")
         return output
