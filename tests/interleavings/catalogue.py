@@ -54,7 +54,7 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     Scenario(scenarios.one_stopped, 1, 16): 798,
     _lost: 196,
     _soon_short: 765,
-    _prompt: 162,
+    _prompt: 154,
     PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
     PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 560,
 }
