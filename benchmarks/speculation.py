@@ -26,12 +26,15 @@ from baton.load_generator import Workload, send_prompts, summarize
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
+from benchmarks.serving import run_peer
 from tests.parity.prompts import PROMPTS
 
 TURNS = tuple(Path(f"../shared/prompts/{name}.jsonl") for name in ("mt_bench", "humaneval"))
 MIN_TOKENS_PER_FORWARD = 2.0
 LIMITS = {1: 1.2, 8: 0.95, 32: 0.95}
 """Least ratio of decode tokens/s with the head to those without, by concurrency."""
+PEER_LIMIT = 1.2
+"""At one request, of tokens/s with the head while it decodes to a peer's of decoding without drafts."""
 MAX_CONTEXT = 1024
 
 Prompts = list[list[int]]
@@ -47,6 +50,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--turns", type=Path, nargs="*", default=TURNS, help="JSON lines with a list of turns each")
     parser.add_argument("--max-turns", type=int, help="of each file")
+    parser.add_argument(
+        "--peer", help="a program that prints its figures at batch 1 as one JSON object; run each round"
+    )
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     levels = [int(level) for level in args.concurrency.split(",")] if args.rounds else []
@@ -131,7 +137,8 @@ async def measure(run: BenchmarkRun, args: argparse.Namespace, levels: Sequence[
                         )
                         for side in order
                     }
-                    result["speed"].append({"round": number, "concurrency": level, **measured})
+                    beside = run_peer(args.peer) if args.peer and level == 1 else None
+                    result["speed"].append({"round": number, "concurrency": level, **measured, "peer": beside})
                     print(result["speed"][-1], file=sys.stderr)
     return result
 
@@ -179,6 +186,7 @@ async def speed(
     num_steps = sum(count.num_verify_steps for count in counts)
     return {
         "decode_tokens_per_s": report.decode_tokens_per_s,
+        "full_load_tokens_per_s": report.full_load_tokens_per_s,
         "tokens_per_s": report.tokens_per_s,
         "ttft_p50_s": report.ttft_p50_s,
         "num_tokens": report.num_tokens,
@@ -239,7 +247,29 @@ def render(run: BenchmarkRun, result: dict[str, Any]) -> tuple[str, bool]:
             f"| {_median(entries, 'on', 'drafted_per_step'):.2f} "
             f"| {_median(entries, 'on', 'tokens_per_forward'):.2f} |"
         )
+    if beside := [entry for entry in result["speed"] if entry["peer"]]:
+        lines += ["", _peer_line(beside)]
+        is_met &= _of_peer(beside) >= PEER_LIMIT
     return "\n".join(lines), is_met
+
+
+def _peer_line(entries: Sequence[dict[str, Any]]) -> str:
+    rate, ratio = statistics.median(map(_peer_rate, entries)), _of_peer(entries)
+    return (
+        f"{entries[0]['peer']['peer']} without drafts, batch 1, decoding alone: {rate:.1f} tokens/s. With the head, while "
+        f"it decodes: {_median(entries, 'on', 'full_load_tokens_per_s'):.1f}, {ratio:.2f} of it "
+        f"(>= {PEER_LIMIT}: {'met' if ratio >= PEER_LIMIT else 'MISSED'}); without: "
+        f"{_median(entries, 'off', 'full_load_tokens_per_s'):.1f}."
+    )
+
+
+def _of_peer(entries: Sequence[dict[str, Any]]) -> float:
+    return statistics.median(float(entry["on"]["full_load_tokens_per_s"]) / _peer_rate(entry) for entry in entries)
+
+
+def _peer_rate(entry: dict[str, Any]) -> float:
+    (row,) = (row for row in entry["peer"]["rows"] if row["batch"] == 1)
+    return float(row["decode_tokens_per_s"])
 
 
 def _median(entries: Sequence[dict[str, Any]], side: str, figure: str) -> float:
