@@ -256,8 +256,8 @@ def render(run: BenchmarkRun, result: dict[str, Any]) -> tuple[str, bool]:
 def _peer_line(entries: Sequence[dict[str, Any]]) -> str:
     rate, ratio = statistics.median(map(_peer_rate, entries)), _of_peer(entries)
     return (
-        f"{entries[0]['peer']['peer']} without drafts, batch 1, decoding alone: {rate:.1f} tokens/s. With the head, while "
-        f"it decodes: {_median(entries, 'on', 'full_load_tokens_per_s'):.1f}, {ratio:.2f} of it "
+        f"{entries[0]['peer']['peer']} without drafts, batch 1, decoding alone: {rate:.1f} tokens/s. "
+        f"With the head, while it decodes: {_median(entries, 'on', 'full_load_tokens_per_s'):.1f}, {ratio:.2f} of it "
         f"(>= {PEER_LIMIT}: {'met' if ratio >= PEER_LIMIT else 'MISSED'}); without: "
         f"{_median(entries, 'off', 'full_load_tokens_per_s'):.1f}."
     )

@@ -20,12 +20,14 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from common.device.factory import open_device
+from common.fused_forwards import fuse
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.openmp import num_compute_threads
 from tests.support.pair import InProcessPair, PairOptions
 
 MAX_SHARE = 0.1
+MAX_BATCH_TOKENS = 2048
 NEW_TOKENS = 2
 
 
@@ -51,10 +53,12 @@ def main() -> None:
     parser.add_argument("--late-sending", action="store_true", help="KV leaves behind its chunk, not layer by layer")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
-    num_threads = num_compute_threads(args.threads, 0.5)
+    num_threads = num_compute_threads(args.threads, 1.0)
     max_tokens = args.prompt_tokens + 64
+    model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=True)
+    fuse(model, num_threads=num_threads, max_tokens=MAX_BATCH_TOKENS)  # one request: its engines compute in turn
     one_process = InProcessPair(
-        load_target(demo_model_dir(), device="cpu", dtype="bfloat16"),
+        model,
         new_device=lambda: open_device("cpu", num_threads=num_threads),
         options=PairOptions(
             prefill_rows=1,
@@ -63,7 +67,7 @@ def main() -> None:
             decode_tokens=max_tokens,
             context_tokens=max_tokens,
             chunk_tokens=512,
-            max_batch_tokens=2048,
+            max_batch_tokens=MAX_BATCH_TOKENS,
             send_budget_bytes=64 << 20,
             receive_budget_bytes=64 << 20,
             max_segment_bytes=4 << 20,
