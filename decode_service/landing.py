@@ -50,6 +50,7 @@ class FrameRejected(Exception):
 @dataclass(slots=True, eq=False)
 class _LandingRow:
     req: Request
+    replica: str
     lease: RowLease
     missing: dict[str, NDArray[np.bool_]]  # by layer group: [layers, tokens]
     received_bytes: dict[str, int]
@@ -123,6 +124,7 @@ class LandingZone:
             assert req.lease is not None
             rows[index] = _LandingRow(
                 req=req,
+                replica=replica,
                 lease=req.lease,
                 missing={
                     name: np.ones((group.num_layers, len(req.token_ids)), dtype=np.bool_)
@@ -193,7 +195,7 @@ class LandingZone:
             else:
                 is_retryable = isinstance(error, SlotsReused)
                 kind = PrefillUnavailable if is_retryable else EngineFault
-                lost.append(LostRow(row.req, "", kind(f"landing KV failed: {error}"), is_retryable))
+                lost.append(LostRow(row.req, row.replica, kind(f"landing KV failed: {error}"), is_retryable))
         arrived, self._arrived = self._arrived, []
         return Landed(tuple(_group(ready)), tuple(arrived), tuple(lost), tuple(map(_landed, freed, freed.values())))
 

@@ -167,7 +167,7 @@ class DecodeEngine:
         launched = self._launch(batch) if batch is not None else None
         if launched is not None or self._in_flight is not None:
             self._num_steps += 1
-        self._finish(self._in_flight, followed_by=launched)
+        self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
         self._in_flight = launched
         if not self._overlap:
             self._finish(self._in_flight)

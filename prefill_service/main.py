@@ -43,7 +43,9 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
     """
     check_chunks(settings, process.runtime.draft)
     shared_pool = None
-    if settings.shared_memory and process.runtime.device.torch_device.type == "cpu":
+    if settings.shared_memory and process.runtime.device.torch_device.type != "cpu":
+        _log.warning("no_shared_memory", reason="a GPU computes: its KV is not in the host's memory")
+    elif settings.shared_memory:
         shared_pool = open_shared_pool(process.runtime.fingerprint.layer_groups, settings.max_kv_tokens)
     try:
         await _serve(settings, process, shared_pool)

@@ -216,6 +216,10 @@ class CpuDevice(Device):
     def schedule_stream(self) -> Stream:
         return self._schedule_stream
 
+    @property
+    def runs_pieces_beside(self) -> bool:
+        return True
+
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
         num_threads = 1 if kind is StreamKind.COPY else self._num_threads
         stream = CpuStream(name, num_threads=num_threads, kind=kind, track=self._timeline.track(name))

@@ -270,6 +270,10 @@ class ScriptedDevice(Device):
     def schedule_stream(self) -> Stream:
         return self._schedule_stream
 
+    @property
+    def runs_pieces_beside(self) -> bool:
+        return True
+
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> ScriptedStream:
         stream = ScriptedStream(self, name, kind=kind)
         self.streams.append(stream)

@@ -164,6 +164,11 @@ class Device(Protocol):
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream: ...
 
     @property
+    def runs_pieces_beside(self) -> bool:
+        """Whether a piece's Python runs on a thread of its stream, which the caller's keeps from the interpreter."""
+        return False
+
+    @property
     def graphs(self) -> GraphRecorder | None:
         """None where work is not recorded: what is not launched cannot be launched at once."""
         return None

@@ -10,6 +10,9 @@ from common.model.attention import ForwardInput
 from common.model.forward_program import ForwardProgram
 from common.model.fused.start import relative
 
+_CHUNK = 40
+"""Tokens of each of two rows, compared as a prompt's chunk behind a prefix."""
+
 
 class FusedHead(HeadProgram):
     def __init__(self, extend: ForwardProgram, step: ForwardProgram) -> None:
@@ -39,10 +42,14 @@ def difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dty
     """
     generator = torch.Generator().manual_seed(0)
     group, num_rows, num_read = head.layer_group, 2, 4
-    kv = torch.zeros((group.num_layers, group.num_planes, 16, group.num_heads, group.head_dim), dtype=dtype)
+    shape = (group.num_layers, group.num_planes, 2 * _CHUNK + 16, group.num_heads, group.head_dim)
+    kv = torch.zeros(shape, dtype=dtype)
     both: tuple[tuple[DraftHead | HeadProgram, Tensor], ...] = ((head, kv), (program, kv.clone()))
-    tables = torch.tensor([[0] * 6, [3, 5, 1, 9, 11, 2], [4, 6, 7, 10, 12, 13]])
-    captured = torch.randn((num_rows * num_read, captured_size), generator=generator).to(dtype)
+    firsts = torch.tensor([[0] * 6, [3, 5, 1, 9, 11, 2], [4, 6, 7, 10, 12, 13]])
+    tables = torch.cat([firsts, torch.arange(16, 16 + 2 * _CHUNK).view(2, -1)[[0, 0, 1]]], dim=1)
+
+    def captured(num_tokens: int) -> Tensor:
+        return torch.randn((num_rows * num_tokens, captured_size), generator=generator).to(dtype)
 
     def batch(kv: Tensor, ids: Tensor, prefix_len: int, num_tokens: int) -> ForwardInput:
         is_decode = num_tokens == 1
@@ -63,13 +70,16 @@ def difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dty
     def ids(num_tokens: int) -> Tensor:
         return head.token_ids[torch.randint(0, len(head.token_ids), (num_tokens,), generator=generator)]
 
-    chosen = ids(num_rows * num_read)
-    outputs = [each.extend(batch(kv, chosen, 0, num_read), captured) for each, kv in both]
+    chosen, states = ids(num_rows * num_read), captured(num_read)
+    outputs = [each.extend(batch(kv, chosen, 0, num_read), states) for each, kv in both]
     apart = [_apart(*outputs)]
     for prefix_len in (num_read, num_read + 1):
         chosen, hidden = ids(num_rows), outputs[0].hidden
         outputs = [each.step(batch(kv, chosen, prefix_len, 1), hidden) for each, kv in both]
         apart.append(_apart(*outputs))
+    chosen, states = ids(num_rows * _CHUNK), captured(_CHUNK)
+    outputs = [each.extend(batch(kv, chosen, num_read + 2, _CHUNK), states) for each, kv in both]
+    apart.append(_apart(*outputs))
     return max(*apart, relative(both[1][1], kv))
 
 

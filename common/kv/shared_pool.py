@@ -26,6 +26,7 @@ from common.kv.shared_kv import PoolTicket, SharedKv
 
 SECRET_BYTES = 16
 DIRECTORY = Path("/dev/shm")
+_MAX_NAMES = 8
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 _NUMBER_BYTES = 8
@@ -64,10 +65,8 @@ class SharedPool:
 
     def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path = DIRECTORY) -> None:
         """Raises OSError when there is no room for it."""
-        self._path = directory / f"{_PREFIX}{secrets.token_hex(16)}"
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        self._path, self._file = _new_file(directory)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # for as long as this process lives
             layout = _Layout(groups, num_slots)
             os.posix_fallocate(self._file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS
             memory = mmap.mmap(self._file, layout.file_bytes)
@@ -109,6 +108,18 @@ class SharedPool:
                 self._path.unlink()
             os.close(self._file)
             self._file = -1
+
+
+def _new_file(directory: Path) -> tuple[Path, int]:
+    """Its path and descriptor, locked for as long as this process lives. Raises OSError."""
+    for _ in range(_MAX_NAMES):
+        path = directory / f"{_PREFIX}{secrets.token_hex(16)}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return path, file
+        os.close(file)  # somebody swept before it was locked
+    raise OSError(f"{_MAX_NAMES} new files were removed from {directory} at once")
 
 
 class MappedPool:

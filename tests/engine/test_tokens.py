@@ -13,6 +13,7 @@ from common.device.errors import DeviceTimeout
 from common.device.scripted import ScriptedDevice, pick_with, refuse, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
+from decode_service.step_in_flight import StepInFlight
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths, relay, rows, tokens
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
@@ -144,3 +145,21 @@ def test_holds(check: Check) -> None:
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     see_it_fail(check, mutant, symptom, monkeypatch)
+
+
+def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On threads its Python and the engine's would keep each other waiting."""
+    scripted = ScriptedEngine()
+    scripted.submit("only", [5, 6, 7], 8)
+    scripted.start("only")
+    left: list[list[str]] = []
+    take = scripted.engine._taker.take
+
+    def looked_at(step: StepInFlight) -> None:
+        left.append(scripted.forward.pending())
+        take(step)
+
+    monkeypatch.setattr(scripted.engine._taker, "take", looked_at)
+    scripted.run()
+    assert left[0] == ["decode", "stash_payload", "copy_results"]
+    assert left[-1] == [], "behind the last step there is none"

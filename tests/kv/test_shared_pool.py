@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.kv import shared_pool as shared_pool_module
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.kv.shared_kv import PoolTicket, runs_of, slots_of
@@ -192,3 +193,23 @@ def test_the_pool_of_a_killed_process_is_readable_until_the_reader_lets_go_and_t
     assert read is not None and read.is_current and np.all(read.layers[:, :, 4] == 7)
     assert sweep(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir()] == [shared_pool.name]
+
+
+def test_a_pool_that_is_swept_before_it_is_locked_takes_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, num_swept = shared_pool_module.fcntl.flock, 0
+
+    def sweep_first(file: int, operation: int) -> None:
+        nonlocal num_swept
+        if not num_swept:
+            num_swept += 1
+            (path,) = tmp_path.iterdir()
+            path.unlink()
+        lock(file, operation)
+
+    monkeypatch.setattr(shared_pool_module.fcntl, "flock", sweep_first)
+    pool = SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [pool.name]
+    pool.close()
+    assert num_swept == 1
