@@ -24,6 +24,7 @@ from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
+from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.wire.fingerprint import Fingerprint
@@ -72,6 +73,7 @@ class NothingModel:
     dtype = torch.float32
     torch_device = torch.device("cpu")
     vocab_size = VOCAB_SIZE
+    attention = TorchAttention()
 
     def __init__(self, shape: HandoffShape) -> None:
         self.layer_group = shape.layer_group

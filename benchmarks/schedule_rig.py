@@ -82,9 +82,9 @@ class Stopwatch:
     def timed(self, part: str, function: Callable[..., Any], clock: Callable[[], float] = time.perf_counter) -> Any:
         seconds = self.seconds.setdefault(part, [])
 
-        def measured(*arguments: Any) -> Any:
+        def measured(*arguments: Any, **named: Any) -> Any:
             stopped_s, begun_s = self._stopped_s[clock], clock()
-            result = function(*arguments)
+            result = function(*arguments, **named)
             seconds.append(clock() - begun_s - (self._stopped_s[clock] - stopped_s))
             return result
 
