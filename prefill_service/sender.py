@@ -282,12 +282,13 @@ class KvSender:
             piece = self._lendable.popleft()
             if piece.prompt not in self._num_pieces or piece.written.error is not None:
                 continue
-            place = last.setdefault((id(piece.prompt), piece.group.name, piece.token_start), len(pieces))
-            if place < len(pieces) and pieces[place].may_take_in(piece):
+            tokens = (id(piece.prompt), piece.group.name, piece.token_start)
+            place = last.get(tokens)
+            if place is not None and pieces[place].may_take_in(piece):
                 pieces[place] = replace(pieces[place], num_layers=pieces[place].num_layers + piece.num_layers)
                 self._num_pieces[piece.prompt] -= 1
             else:
-                last[id(piece.prompt), piece.group.name, piece.token_start] = len(pieces)
+                last[tokens] = len(pieces)
                 pieces.append(piece)
         return pieces
 
