@@ -113,9 +113,9 @@ class FutureMap:
 
         def stash_payload() -> None:
             values = payload.get()
-            self.output_tokens[req_pool_indices] = values.tokens
+            self.output_tokens.index_copy_(0, req_pool_indices, values.tokens)
             for name, column in values.seeds.items():
-                self.seeds[name][req_pool_indices] = column
+                self.seeds[name].index_copy_(0, req_pool_indices, column)
 
         self._forward_stream.enqueue(stash_payload, scope)
 
@@ -141,8 +141,8 @@ class FutureMap:
         seeds = {name: buffer[req_pool_indices] for name, buffer in self.seeds.items()} if with_seeds else {}
         if self._poisons_consumed_rows and req_pool_indices.shape[0]:
             self.output_tokens.index_fill_(0, req_pool_indices, _POISON)
-        is_invalid = (tokens < 0) | (tokens >= self._vocab_size)
-        return RelayedInputs(tokens.masked_fill(is_invalid, 0), seeds, is_invalid)
+        usable = tokens.clamp(0, self._vocab_size - 1)
+        return RelayedInputs(usable, seeds, usable != tokens)
 
     def bootstrap(self, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
         """Seed rows that no forward has produced. Schedule side, when a prebuilt batch is merged; B == 0 writes

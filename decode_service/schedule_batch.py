@@ -161,9 +161,12 @@ class ScheduleBatch:
         """
         if not pool.grow(self.rows, self._wanted_tokens()):
             return False
-        window = torch.arange(self.num_step_slots, device=self.seq_lens.device)
-        positions = self.seq_lens.unsqueeze(1) + window
-        self.out_cache_loc = pool.rows.req_to_token[self.req_pool_indices.unsqueeze(1), positions].flatten()
+        table = pool.rows.req_to_token
+        if self.num_step_slots == 1:
+            self.out_cache_loc = table[self.req_pool_indices, self.seq_lens]
+        else:
+            positions = _windows(self.seq_lens, self.num_step_slots)
+            self.out_cache_loc = table[self.req_pool_indices.unsqueeze(1), positions].flatten()
         if self.spec_info is None or not self.spec_info.has_drafts:
             self.seq_lens = self.seq_lens + 1
             self.seq_lens_cpu = self.seq_lens_cpu + 1
@@ -237,10 +240,9 @@ class ForwardBatch:
         assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
         num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
         num_ahead = num_tokens if batch.spec_info is not None and batch.spec_info.has_drafts else 0
-        seq_lens_cpu = tuple((batch.seq_lens_cpu + num_ahead).tolist())
+        seq_lens_cpu = tuple((batch.seq_lens_cpu.numpy() + num_ahead).tolist())
         seq_lens = batch.seq_lens + num_ahead
         prefix_lens = seq_lens - num_tokens
-        window = torch.arange(num_tokens, device=seq_lens.device)
         assert min(seq_lens_cpu, default=1) > 0, f"a length is not positive: {seq_lens_cpu}"
         return cls(
             req_pool_indices=batch.req_pool_indices.clone(),
@@ -248,7 +250,7 @@ class ForwardBatch:
             prefix_lens=prefix_lens,
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=sum(seq_lens_cpu),
-            positions=(prefix_lens.unsqueeze(1) + window).flatten(),
+            positions=prefix_lens if num_tokens == 1 else _windows(prefix_lens, num_tokens).flatten(),
             out_cache_loc=batch.out_cache_loc.clone(),
             sampling=batch.sampling,
             spec_info=batch.spec_info,
@@ -287,6 +289,11 @@ class ForwardBatch:
     def max_accept_len(self) -> int:
         """Tokens that the step commits of an entry at most."""
         return 1 if self.spec_info is None else self.spec_info.max_accept_len
+
+
+def _windows(starts: Tensor, num_tokens: int) -> Tensor:
+    """The `num_tokens` positions from each of `starts` [B] on: [B, num_tokens]."""
+    return starts.unsqueeze(1) + torch.arange(num_tokens, device=starts.device)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
-from common.model.target import Target, TargetOutput
+from common.model.target import Target
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
@@ -31,7 +31,7 @@ class WorkerOutput:
     `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
     int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
     `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
-    and where extend ends.
+    and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch.
     """
 
     payload: Cell[RelayPayload]
@@ -40,6 +40,7 @@ class WorkerOutput:
     is_invalid: Cell[Tensor]
     prepared: Event | None = None
     marks: tuple[Event, ...] = ()
+    input_ids: Tensor | None = None
 
     @classmethod
     def empty(cls) -> WorkerOutput:
@@ -77,30 +78,31 @@ class PlainWorker:
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
         relayed: Cell[RelayedInputs] = Cell()
-        forward: Cell[Callable[[], TargetOutput]] = Cell()
         output = WorkerOutput.empty()
+        tokens = torch.empty_like(batch.req_pool_indices)
+        window = window_input(batch, tokens.unsqueeze(1), self._pool, self._model.layer_group.name)
+        compute = self._model.prepare(window)
+        accept_lens = torch.ones_like(tokens)
 
         @torch.inference_mode()
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
-            group = self._model.layer_group.name
-            window = window_input(batch, inputs.tokens.unsqueeze(1), self._pool, group)
+            tokens.copy_(inputs.tokens)
             relayed.set(inputs)
-            forward.set(self._model.prepare(window))
 
         @torch.inference_mode()
         def decode() -> None:
-            logits = forward.get()().logits
+            logits = compute().logits
             sampled = sample(logits, batch.req_pool_indices, batch.seq_lens, self._sampling_state, batch.sampling)
             output.sampled.set(sampled)
-            output.accept_lens.set(torch.ones_like(sampled.token_ids))
+            output.accept_lens.set(accept_lens)
             output.is_invalid.set(relayed.get().is_invalid | sampled.is_invalid)
             output.payload.set(RelayPayload(sampled.token_ids))
 
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return replace(output, prepared=prepared)
+        return replace(output, prepared=prepared, input_ids=tokens)
 
 
 def step_figures(batch: ForwardBatch) -> dict[str, int]:

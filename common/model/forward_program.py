@@ -74,4 +74,7 @@ class ForwardProgram(Protocol):
     def prepare(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """What computes it, to be called once, before another is prepared: without the interpreter's lock."""
+        """What computes it without the interpreter's lock: to be called once, each in the order it was prepared.
+
+        Without a tree mask no tensor is read before that call.
+        """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,7 @@ def draw(
         entries = _index(batch.sampled, logits)
         drawn = _draw(shaped, entries, rows, positions, state, batch)
         token_ids[entries] = drawn
-    is_invalid = ~torch.isfinite(shaped.gather(1, token_ids.unsqueeze(1)).squeeze(1))
+    is_invalid = _are_not_finite(shaped, token_ids)
     if not batch.with_logprobs:
         return Sampled(token_ids, is_invalid)
     entries = _index(batch.with_logprobs, logits)
@@ -90,6 +91,14 @@ def largest(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))  # torch's own takes five times as long
     return logits.argmax(dim=-1)
+
+
+def _are_not_finite(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """[B] bool: of each row of [B, vocab], at `token_ids` [B]."""
+    if logits.device.type == "cpu":
+        chosen = logits.numpy()[np.arange(token_ids.shape[0]), token_ids.numpy()]
+        return torch.from_numpy(~np.isfinite(chosen))  # between two forwards each of torch's operations counts
+    return ~torch.isfinite(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1))
 
 
 def shape_logits(

@@ -46,7 +46,11 @@ class Target(Protocol):
         """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured."""
 
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
-        """The same in two: what is left for the call, on the same stream, is to compute."""
+        """The same in two: what is left for the call is to compute.
+
+        The first part reads no tensor of a decode forward: it may come before they are filled, and on another thread.
+        Calls come in the order in which they were prepared.
+        """
 
 
 class TargetModel:

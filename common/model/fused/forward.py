@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,23 +40,27 @@ _OF_BATCH = np.array(
         Call.NUM_ROWS,
         Call.NUM_SELECTED,
         Call.TABLE_WIDTH,
-        Call.STARTS,
-        Call.ATTENDED,
-        Call.ATTENDED_WIDTH,
-        Call.NUM_MASKED,
         Call.MAX_SEQ_LEN,
         Call.KV,
         Call.NUM_SLOTS,
         Call.SCRATCH,
         Call.SCRATCH_BYTES,
+        Call.PACKED,
+        Call.BUFFERS + 2 * LOGITS,
+        Call.BUFFERS + 2 * STATES,
+    ]
+)
+_OF_WINDOWS = np.array(
+    [
+        Call.STARTS,
+        Call.ATTENDED,
+        Call.ATTENDED_WIDTH,
+        Call.NUM_MASKED,
         Call.NUM_KEY_PARTS,
         Call.KEY_PARTS,
         Call.NUM_QUERY_PARTS,
         Call.QUERY_PARTS,
-        Call.PACKED,
         Call.PACKED_STARTS,
-        Call.BUFFERS + 2 * LOGITS,
-        Call.BUFFERS + 2 * STATES,
     ]
 )
 
@@ -68,17 +73,23 @@ class _Windows:
         self.chunks = ChunkParts.of(batch)
         self.is_for_any = batch.tree_mask is None and not self.chunks.num_tokens
         attended, num_masked = attended_tokens(batch, extend_lens)
+        chunks = self.chunks
         self._arrays = (np.cumsum((0, *extend_lens), dtype=np.int64), attended, num_masked)
-        starts, masks, numbers = (array.ctypes.data for array in self._arrays)
-        self.words = (starts, masks, attended.shape[1], numbers)
-        """As a call has them from Call.STARTS on."""
+        starts, masks, numbers = map(_address, self._arrays)
+        self.words = (
+            *(starts, masks, attended.shape[1], numbers),
+            *(len(chunks.key_parts), _address(chunks.key_parts)),
+            *(len(chunks.query_parts), _address(chunks.query_parts)),
+            _address(chunks.packed_starts),
+        )
+        """As a call has them by _OF_WINDOWS."""
 
     def are_of(self, batch: ForwardInput) -> bool:
         return self.is_for_any and batch.tree_mask is None and self.extend_lens == _extend_lens(batch)
 
 
 class FusedForward:
-    """A ForwardProgram. Called from one thread at a time. Forwards of more than `max_tokens` are not taken.
+    """A ForwardProgram. Forwards of more than `max_tokens` are not taken. One thread prepares at a time, one computes.
 
     It keeps rows of its buffers for the most tokens it has met, and one layer's K and V of the longest chunks.
     """
@@ -87,6 +98,7 @@ class FusedForward:
         program = decoder.program
         assert len(program.operations) <= team.max_operations and len(program.widths) <= _MAX_BUFFERS
         self._program, self._decoder = program, decoder
+        self._tables = _address(program.operations), _address(program.numbers)
         self._team = team
         self._max_tokens = max_tokens
         self._call: NDArray[np.int64] = np.zeros(NUM_CALL_WORDS, np.int64)
@@ -129,11 +141,11 @@ class FusedForward:
         logits, states = self._new_buffer(LOGITS, num_selected), self._new_buffer(STATES, num_tokens)
         if self._windows is None or not self._windows.are_of(batch):
             self._windows = _Windows(batch)
-        windows, chunks = self._windows, self._windows.chunks
+        windows = self._windows
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
         thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens, batch.max_seq_len)
         scratch = self._scratch.of(thread_bytes * self._team.num_threads)
-        packed = self._packed.of(self._packed_bytes(chunks.num_tokens))
+        packed = self._packed.of(self._packed_bytes(windows.chunks.num_tokens))
         columns = [
             column if column.dtype is torch.int64 and column.is_contiguous() else column.to(torch.int64).contiguous()
             for column in (
@@ -153,21 +165,16 @@ class FusedForward:
             num_rows,
             num_selected,
             batch.req_to_token.shape[1],
-            *windows.words,
             batch.max_seq_len,
             batch.kv.data_ptr(),
             batch.kv.shape[2],
-            _address(scratch),
+            scratch.address,
             thread_bytes,
-            len(chunks.key_parts),
-            chunks.key_parts.ctypes.data,
-            len(chunks.query_parts),
-            chunks.query_parts.ctypes.data,
-            _address(packed),
-            chunks.packed_starts.ctypes.data,
+            packed.address,
             logits.data_ptr(),
             states.data_ptr(),
         )
+        call[_OF_WINDOWS] = windows.words
         if beside is not None:
             assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
             beside = beside.contiguous()
@@ -185,9 +192,10 @@ class FusedForward:
         return compute
 
     def _run(self, call: NDArray[np.int64], addressed: object, begin: int, end: int) -> int:
-        operations, numbers = self._program.operations[begin:end], self._program.numbers[begin:end]
-        call[Call.OPERATIONS], call[Call.NUM_OPERATIONS] = operations.ctypes.data, end - begin
-        call[Call.NUMBERS] = numbers.ctypes.data
+        operations, numbers = self._tables
+        call[Call.OPERATIONS] = operations + begin * self._program.operations.strides[0]
+        call[Call.NUM_OPERATIONS] = end - begin
+        call[Call.NUMBERS] = numbers + begin * self._program.numbers.strides[0]
         self._team.run(call, addressed)
         return end
 
@@ -221,21 +229,28 @@ class FusedForward:
         return wanted + -wanted % _ALIGNMENT
 
 
+class _Memory:
+    """`num_bytes` at `address`, a multiple of 64, for as long as this is kept."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._bytes: NDArray[np.uint8] = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+        self.address = _address(self._bytes) + -_address(self._bytes) % _ALIGNMENT
+
+
 class _Room:
     """Memory that grows, and whose content means nothing from one use to the next."""
 
     def __init__(self) -> None:
-        self._memory: NDArray[np.uint8] = np.empty(_ALIGNMENT, np.uint8)
+        self._memory = _Memory(0)
 
-    def of(self, num_bytes: int) -> NDArray[np.uint8]:
-        """So many bytes, at a multiple of 64."""
-        if self._memory.shape[0] < num_bytes + _ALIGNMENT:
-            self._memory = np.empty(2 * num_bytes + _ALIGNMENT, np.uint8)
-        start = -_address(self._memory) % _ALIGNMENT
-        return self._memory[start : start + num_bytes]
+    def of(self, num_bytes: int) -> _Memory:
+        if self._memory.num_bytes < num_bytes:
+            self._memory = _Memory(2 * num_bytes)
+        return self._memory
 
 
-def _address(array: NDArray[np.uint8]) -> int:
+def _address(array: NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 

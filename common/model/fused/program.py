@@ -28,6 +28,7 @@ from common.model.fused.team import (
     close_items,
     end_item,
     is_run,
+    offer_core,
     open_items,
     show_progress,
     take_item,
@@ -89,6 +90,7 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             while item >= 0:
                 linear(call, fields, item, x, x_stride, num_rows, scratch, like)
                 end_item(board, operation)
+                offer_core(item)
                 item = take_item(board, run, operation, num_items)
         while item >= 0:
             if kind == Kind.ATTEND:

@@ -103,11 +103,11 @@ def row_zero_is_given_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
-    """Rows counted from 0, so that padding becomes index -1."""
+    """Padding shares a row with a request."""
     stash = FutureMap.stash
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
-        stash(self, torch.where(rows == 0, -1, rows), payload, scope)
+        stash(self, torch.where(rows == 0, self.output_tokens.shape[0] - 1, rows), payload, scope)
 
     patch.setattr(FutureMap, "stash", mutant)
 
