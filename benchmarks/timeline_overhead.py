@@ -209,8 +209,8 @@ def main() -> int:
             row("their ratio", [pairing.cpu_ratio for pairing in pairings], 3),
             "",
             f"Tokens/s recorded against left alone: {ratio:.3f} (>= {LEAST_RATIO}: {verdict}), 19 times of 20 within "
-            f"{low:.3f} .. {high:.3f}; {events_per_s:.0f} events a second. A span takes {span_ns(recording=False):.0f} ns while nobody records, "
-            f"{span_ns(recording=True):.0f} ns while somebody does.",
+            f"{low:.3f} .. {high:.3f}; {events_per_s:.0f} events a second. A span takes {span_ns(recording=False):.0f} ns "
+            f"while nobody records, {span_ns(recording=True):.0f} ns while somebody does.",
         ]
     )
     print(table)
