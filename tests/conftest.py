@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.support.models import save_last_token_model, save_tiny_model
 from tests.support.pair import InProcessPair, PairOptions
+
+if TYPE_CHECKING:  # where only tests/gpu runs, what it needs is not installed
+    from baton.local_pair import LocalPair
 
 MakePair = Callable[..., InProcessPair]
 
@@ -73,6 +77,15 @@ def tiny_target(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Target
 @pytest.fixture(scope="session")
 def last_token_target(last_token_model_dir: Path) -> TargetModel:
     return load_target(last_token_model_dir, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Callable[..., LocalPair]]:
+    """LocalPair, for tests that start many services."""
+    from tests.support.forked_services import ForkServer, forked_pairs
+
+    with ForkServer() as server:
+        yield forked_pairs(server)
 
 
 @contextmanager
