@@ -98,10 +98,18 @@ def pairs_that_keep_all() -> Iterator[MakePair]:
         options: PairOptions | None = None,
         *,
         draft: DraftHead | None = None,
+        prefill_model: TargetModel | None = None,
+        prefill_draft: DraftHead | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> InProcessPair:
         pair = InProcessPair(
-            model, new_device=lambda: open_device("cpu", num_threads=1), draft=draft, options=options, clock=clock
+            model,
+            new_device=lambda: open_device("cpu", num_threads=1),
+            draft=draft,
+            prefill_model=prefill_model,
+            prefill_draft=prefill_draft,
+            options=options,
+            clock=clock,
         )
         made.append(pair)
         return pair

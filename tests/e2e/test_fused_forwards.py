@@ -4,20 +4,18 @@ however a prompt was cut and whatever was drafted, and no forward was computed b
 
 from __future__ import annotations
 
-import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton.events import Completion
 from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
 from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of
 from tests.storm.pairs import Models
+from tests.support.fused import assert_all_fused, forwards
 from tests.support.reference import generate_greedily
 
 NEW_TOKENS = 16
@@ -66,21 +64,6 @@ def pair(case: Case, models: Models, forked: Callable[..., LocalPair]) -> Iterat
         yield running
 
 
-def forwards(metrics_address: str) -> Counter[str]:
-    """`fused target`, `declined draft` and so on: how many there were."""
-    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=BOUND_S) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    kinds = {"baton_fused_forwards": "fused", "baton_declined_forwards": "declined", "baton_batch_size": "every"}
-    return Counter(
-        {
-            f"{kinds[family.name]} {sample.labels.get('model', 'target')}": int(sample.value)
-            for family in families
-            for sample in family.samples
-            if family.name in kinds and sample.name.endswith(("_total", "_count"))
-        }
-    )
-
-
 def prompt(length: int) -> list[int]:
     return [4 + (number * number + length) % 56 for number in range(length)]
 
@@ -100,11 +83,7 @@ def test_tokens_are_those_of_generate(pair: RunningPair, models: Models, case: C
     for length, answer in answers.items():
         assert list(answer.token_ids) == generate_greedily(models.target, prompt(length), NEW_TOKENS).token_ids
     for address, earlier in zip(addresses, before, strict=True):
-        meanwhile = forwards(address) - earlier
-        print(address, dict(meanwhile))
-        assert meanwhile["fused target"] == meanwhile["every target"] > 0
-        assert not meanwhile["declined target"] and not meanwhile["declined draft"]
-        assert bool(meanwhile["fused draft"]) == bool(case.drafts)
+        assert_all_fused(forwards(address) - earlier, drafts=bool(case.drafts))
     speculated = [answer.speculation for answer in answers.values() if answer.speculation is not None]
     assert len(speculated) == (len(lengths) if case.drafts else 0)
     assert all(counts.num_accepted_tokens > 0 for counts in speculated)
