@@ -69,13 +69,16 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
                 for name, ids in prompts
             }
 
-    with LocalPair(
-        model=str(model_dir),
-        dtype="float32",
-        prefill_args=("--chunk-tokens=512", *ONE_THREAD),
-        decode_args=("--no-overlap", *ONE_THREAD),
-        exposes_metrics=True,
-    ) as pair, all_fused(pair, drafts=False):
+    with (
+        LocalPair(
+            model=str(model_dir),
+            dtype="float32",
+            prefill_args=("--chunk-tokens=512", *ONE_THREAD),
+            decode_args=("--no-overlap", *ONE_THREAD),
+            exposes_metrics=True,
+        ) as pair,
+        all_fused(pair, drafts=False),
+    ):
         outputs = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, outputs)
 
@@ -110,13 +113,16 @@ def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Ref
             }
 
     chain = ("--draft=demo", "--num-draft-tokens=4", "--no-adaptive-depth", "--no-overlap")
-    with LocalPair(
-        model=str(model_dir),
-        dtype="float32",
-        prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
-        decode_args=(*chain, *ONE_THREAD),
-        exposes_metrics=True,
-    ) as pair, all_fused(pair, drafts=True):
+    with (
+        LocalPair(
+            model=str(model_dir),
+            dtype="float32",
+            prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
+            decode_args=(*chain, *ONE_THREAD),
+            exposes_metrics=True,
+        ) as pair,
+        all_fused(pair, drafts=True),
+    ):
         completions = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, {name: list(completion.token_ids) for name, completion in completions.items()})
     counts = [completion.speculation for completion in completions.values()]
