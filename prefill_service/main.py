@@ -105,7 +105,10 @@ async def _serve(settings: PrefillSettings, process: Process, shared_pool: Share
         timeline=TimelineServicer(timeline=runtime.timeline, service=PREFILL_SERVICE, instance_id=process.instance_id),
     )
     engine_metrics.watch(
-        lambda: thread.load, is_ready=lambda: server.is_ready, is_fused=lambda: runtime.model.runs_program
+        lambda: thread.load,
+        is_ready=lambda: server.is_ready,
+        is_fused=lambda: runtime.model.runs_program,
+        forward_counts=runtime.forward_counts,
     )
     watchdog = Watchdog(
         engine=thread,

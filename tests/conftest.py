@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.support.models import save_last_token_model, save_tiny_model
 from tests.support.pair import InProcessPair, PairOptions
+
+if TYPE_CHECKING:  # where only tests/gpu runs, what it needs is not installed
+    from baton.local_pair import LocalPair
 
 MakePair = Callable[..., InProcessPair]
 
@@ -75,6 +79,15 @@ def last_token_target(last_token_model_dir: Path) -> TargetModel:
     return load_target(last_token_model_dir, device="cpu", dtype="float32")
 
 
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Callable[..., LocalPair]]:
+    """LocalPair, for tests that start many services."""
+    from tests.support.forked_services import ForkServer, forked_pairs
+
+    with ForkServer() as server:
+        yield forked_pairs(server)
+
+
 @contextmanager
 def pairs_that_keep_all() -> Iterator[MakePair]:
     """Pairs of engines on CPU threads. At the end every row and slot must be back (A6): AssertionError otherwise."""
@@ -85,10 +98,18 @@ def pairs_that_keep_all() -> Iterator[MakePair]:
         options: PairOptions | None = None,
         *,
         draft: DraftHead | None = None,
+        prefill_model: TargetModel | None = None,
+        prefill_draft: DraftHead | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> InProcessPair:
         pair = InProcessPair(
-            model, new_device=lambda: open_device("cpu", num_threads=1), draft=draft, options=options, clock=clock
+            model,
+            new_device=lambda: open_device("cpu", num_threads=1),
+            draft=draft,
+            prefill_model=prefill_model,
+            prefill_draft=prefill_draft,
+            options=options,
+            clock=clock,
         )
         made.append(pair)
         return pair

@@ -19,6 +19,7 @@ from common.model.attention import AttentionPlan, ForwardInput
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.capture import HiddenCapture
 from common.model.target import TargetModel
+from common.telemetry.forward_counts import ForwardCounts
 from common.wire.handoff import DRAFT_GROUP
 
 
@@ -80,6 +81,7 @@ class PagedHead(ABC):
         )
         self._rope = LlamaRotaryEmbedding(spec.rope).to(parts.target.torch_device)
         self._program: HeadProgram | None = None
+        self.forward_counts = ForwardCounts()
 
     @abstractmethod
     def fuse(self, captured: Tensor) -> Tensor: ...
@@ -96,15 +98,19 @@ class PagedHead(ABC):
 
     @torch.inference_mode()
     def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
-        if self._program is not None and self._program.takes(batch):
-            return self._program.extend(batch, captured)
-        return output_of(self, batch, self.fuse(captured))
+        program = self._program_for(batch)
+        return output_of(self, batch, self.fuse(captured)) if program is None else program.extend(batch, captured)
 
     @torch.inference_mode()
     def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
-        if self._program is not None and self._program.takes(batch):
-            return self._program.step(batch, hidden)
-        return output_of(self, batch, hidden)
+        program = self._program_for(batch)
+        return output_of(self, batch, hidden) if program is None else program.step(batch, hidden)
+
+    def _program_for(self, batch: ForwardInput) -> HeadProgram | None:
+        program = self._program
+        if program is None or not self.forward_counts.count(is_taken=program.takes(batch)):
+            return None
+        return program
 
     def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:
         rotation: Rotation = self._rope(hidden, batch.positions.unsqueeze(0))

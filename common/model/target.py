@@ -15,6 +15,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram, FusedDecoder, OnLayerKv
+from common.telemetry.forward_counts import ForwardCounts
 
 _FINAL = -1  # among captured states: what leaves the final norm
 
@@ -88,6 +89,7 @@ class TargetModel:
         self._capture: HiddenCapture | None = None
         self._num_layers_begun = 0
         self._program: ForwardProgram | None = None
+        self.forward_counts = ForwardCounts()
 
     @property
     def num_layers_begun(self) -> int:
@@ -146,9 +148,10 @@ class TargetModel:
 
     @torch.inference_mode()
     def prepare(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> Callable[[], TargetOutput]:
-        if self._program is None or not self._program.takes(batch):
+        program = self._program
+        if program is None or not self.forward_counts.count(is_taken=program.takes(batch)):
             return partial(self._forward_by_operators, batch, on_layer_kv)
-        compute = self._program.prepare(batch, on_layer_kv=on_layer_kv)
+        compute = program.prepare(batch, on_layer_kv=on_layer_kv)
         return lambda: TargetOutput(*compute())
 
     def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from common.load import EngineLoad, PoolCounts
 from common.telemetry.buckets import BATCH_SIZE, NUM_TOKENS, TOKEN_S
+from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.step_stats import StepStats
 
 POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined")
@@ -39,23 +40,30 @@ class EngineMetrics:
         *,
         is_ready: Callable[[], bool],
         is_fused: Callable[[], bool] = lambda: False,
+        forward_counts: Mapping[str, ForwardCounts] | None = None,
     ) -> None:
-        """Expose what these say at each scrape."""
-        self._registry.register(_LoadCollector(load, is_ready, is_fused))
+        """Expose what these say at each scrape; `forward_counts` by model."""
+        self._registry.register(_LoadCollector(load, is_ready, is_fused, forward_counts or {}))
 
 
 class _LoadCollector(Collector):
     def __init__(
-        self, load: Callable[[], EngineLoad], is_ready: Callable[[], bool], is_fused: Callable[[], bool]
+        self,
+        load: Callable[[], EngineLoad],
+        is_ready: Callable[[], bool],
+        is_fused: Callable[[], bool],
+        forward_counts: Mapping[str, ForwardCounts],
     ) -> None:
         self._load = load
         self._is_ready = is_ready
         self._is_fused = is_fused
+        self._forward_counts = forward_counts
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
         yield GaugeMetricFamily("baton_ready", "1 while health says that it serves.", value=float(self._is_ready()))
         yield GaugeMetricFamily("baton_fused", "1 while forwards run by one kernel.", value=float(self._is_fused()))
+        yield from self._forwards()
         yield _pool("baton_rows", "Request rows by state.", load.rows)
         yield _pool("baton_kv_slots", "KV token slots by state.", load.slots)
         yield GaugeMetricFamily("baton_queued_requests", "Requests without a row.", value=load.num_queued)
@@ -64,6 +72,17 @@ class _LoadCollector(Collector):
         yield CounterMetricFamily("baton_steps", "Engine steps.", value=load.num_steps)
         yield CounterMetricFamily("baton_row_retries", "Rows handed to another prefill.", value=load.num_row_retries)
         yield CounterMetricFamily("baton_retractions", "Requests that gave their KV back.", value=load.num_retractions)
+
+    def _forwards(self) -> Iterator[Metric]:
+        fused = CounterMetricFamily("baton_fused_forwards", "Forwards that one kernel computed.", labels=["model"])
+        declined = CounterMetricFamily(
+            "baton_declined_forwards", "Forwards that the kernel does not take.", labels=["model"]
+        )
+        for model, counts in self._forward_counts.items():
+            fused.add_metric([model], counts.num_fused)
+            declined.add_metric([model], counts.num_declined)
+        yield fused
+        yield declined
 
 
 def _pool(name: str, documentation: str, counts: PoolCounts) -> GaugeMetricFamily:

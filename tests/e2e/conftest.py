@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.local_pair import LocalPair
 from tests.e2e.running import RunningPair, running_pair, wait_until
-from tests.support.forked_services import ForkServer, forked_pairs
 
 
 @pytest.fixture(scope="session")
@@ -17,13 +15,6 @@ def plain_pair(tiny_model_dir: Callable[[str], Path]) -> Iterator[RunningPair]:
     """For tests that neither change nor end it."""
     with running_pair(tiny_model_dir("llama"), shared_args=("--max-kv-tokens=8192",)) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def forked() -> Iterator[Callable[..., LocalPair]]:
-    """For tests that start many services."""
-    with ForkServer() as server:
-        yield forked_pairs(server)
 
 
 @pytest.fixture(autouse=True)

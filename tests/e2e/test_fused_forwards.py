@@ -1,47 +1,89 @@
-"""Both services once their forwards are fused: the tokens are those of `generate`, however a prompt was cut."""
+"""Both services once their forwards are fused, a draft head's with the target's: the tokens are those of `generate`,
+however a prompt was cut and whatever was drafted, and no forward was computed by operators.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 
+from baton.events import Completion
 from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
 from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of
+from tests.storm.pairs import Models
+from tests.support.fused import assert_all_fused, forwards
 from tests.support.reference import generate_greedily
 
-NEW_TOKENS = 8
+NEW_TOKENS = 16
 CHUNK_TOKENS = 48
-PROMPTS = {length: [4 + (number * number + length) % 250 for number in range(length)] for length in (5, 47, 130, 70)}
+CHAIN = ("--num-draft-tokens=3", "--no-adaptive-depth")
+TREE = ("--num-draft-steps=3", "--num-draft-tokens=9", "--no-adaptive-depth")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`drafts` are the decode service's options of a pair with a head, those of `topk` candidates a level."""
+
+    drafts: tuple[str, ...] = ()
+    topk: int = 1
+
+    @property
+    def shared_args(self) -> tuple[str, ...]:
+        return (f"--draft-topk={self.topk}",) if self.drafts else ()
+
+
+CASES = {"no-head": Case(), "chain": Case(CHAIN), "tree": Case(TREE, topk=3)}
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models.save(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def case(request: pytest.FixtureRequest) -> Case:
+    chosen: Case = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def pair(case: Case, models: Models, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+    shared = (*COMMON_ARGS, *((f"--draft={models.head}", *case.shared_args) if case.drafts else ()))
     processes = forked(
-        model=str(tiny_model_dir("llama")),
+        model=str(models.target),
         dtype="float32",
-        prefill_args=(*COMMON_ARGS, f"--chunk-tokens={CHUNK_TOKENS}"),
-        decode_args=COMMON_ARGS,
+        prefill_args=(*shared, f"--chunk-tokens={CHUNK_TOKENS}"),
+        decode_args=(*shared, *case.drafts),
         exposes_metrics=True,
     )
     with processes, clients_of(processes) as running:
         yield running
 
 
-def test_tokens_are_those_of_generate(pair: RunningPair, tiny_model_dir: Callable[[str], Path]) -> None:
-    assert await_fused(pair.processes.metrics_addresses, timeout_s=2 * BOUND_S)  # compiled, where nobody did yet
+def prompt(length: int) -> list[int]:
+    return [4 + (number * number + length) % 56 for number in range(length)]
 
-    def ask(prompt: list[int]) -> tuple[int, ...]:
-        options = {"max_tokens": NEW_TOKENS, "temperature": 0.0}
-        return pair.client.complete(token_ids=prompt, timeout_s=BOUND_S, **options).token_ids
 
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:  # at once, so that chunks of several prompts meet
-        answers = dict(zip(PROMPTS, pool.map(ask, PROMPTS.values()), strict=True))
-    expected = {
-        length: tuple(generate_greedily(tiny_model_dir("llama"), prompt, NEW_TOKENS).token_ids)
-        for length, prompt in PROMPTS.items()
-    }
-    assert answers == expected
+def test_tokens_are_those_of_generate(pair: RunningPair, models: Models, case: Case) -> None:
+    addresses = pair.processes.metrics_addresses
+    assert await_fused(addresses, timeout_s=2 * BOUND_S)  # compiled, where nobody did yet
+    lengths = (5, 47, 130, 70)
+    before = [forwards(address) for address in addresses]
+
+    def ask(length: int) -> Completion:
+        options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        return pair.client.complete(token_ids=prompt(length), timeout_s=BOUND_S, **options)
+
+    with ThreadPoolExecutor(len(lengths)) as pool:  # at once, so that chunks of several prompts meet
+        answers = dict(zip(lengths, pool.map(ask, lengths), strict=True))
+    for length, answer in answers.items():
+        assert list(answer.token_ids) == generate_greedily(models.target, prompt(length), NEW_TOKENS).token_ids
+    for address, earlier in zip(addresses, before, strict=True):
+        assert_all_fused(forwards(address) - earlier, drafts=bool(case.drafts))
+    speculated = [answer.speculation for answer in answers.values() if answer.speculation is not None]
+    assert len(speculated) == (len(lengths) if case.drafts else 0)
+    assert all(counts.num_accepted_tokens > 0 for counts in speculated)

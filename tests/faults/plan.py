@@ -9,6 +9,8 @@
 | `handoff.received` | by each frame that the decode service reads | truncate, corrupt, kill |
 | `pool.reserve` | whenever a row is asked for | fail (there is none), kill |
 | `memory.host` | by each buffer in host memory | fail (out of memory), kill |
+| `shared_memory.lent` | by each segment that prefill lends | stall, reuse (of slots), unlink (the file), kill |
+| `shared_memory.read` | by each such segment once it is copied, before it is checked | stall, kill |
 | `stream.<name>` | by each piece on that stream of STREAM_PIECES, before it runs | stall, raise, kill |
 | `stream.<name>.<piece>` | by each such piece | stall, raise, kill |
 """
@@ -32,6 +34,8 @@ class Action(StrEnum):
     FAIL = "fail"
     STALL = "stall"
     RAISE = "raise"
+    REUSE = "reuse"
+    UNLINK = "unlink"
     KILL = "kill"
 
 
@@ -44,6 +48,8 @@ _ACTIONS: dict[str, frozenset[Action]] = {
     "handoff.received": frozenset({Action.TRUNCATE, Action.CORRUPT}),
     "pool.reserve": frozenset({Action.FAIL}),
     "memory.host": frozenset({Action.FAIL}),
+    "shared_memory.lent": frozenset({Action.STALL, Action.REUSE, Action.UNLINK}),
+    "shared_memory.read": frozenset({Action.STALL}),
 }
 _STREAM_ACTIONS = frozenset({Action.STALL, Action.RAISE})
 STREAM_PIECES: dict[str, frozenset[str]] = {

@@ -25,6 +25,7 @@ from tests.faults.device import FaultyDevice
 from tests.faults.frames import COMMAND, FRAME, FaultyContext
 from tests.faults.injector import Injector
 from tests.faults.plan import Action, Fault, FaultPlan
+from tests.faults.shared_memory import disturb_shared_memory
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 RECEIVED, RESERVE = "handoff.received", "pool.reserve"
@@ -45,6 +46,7 @@ def run_with_faults(
         serve = import_serve()
         _disturb_pool(injector)
         _disturb_received(injector)
+        disturb_shared_memory(injector)
         if program == "prefill_service":
             _disturb_calls(injector)
 

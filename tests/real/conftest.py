@@ -46,7 +46,7 @@ def prompts(reference: Reference) -> Prompts:
 
 @pytest.fixture(scope="session")
 def drafted(model_dir: Path) -> Drafted:
-    return load_drafted(model_dir, resolve_draft("demo"))
+    return load_drafted(model_dir, resolve_draft("demo"), fuses=True)
 
 
 def check(reference: Reference, prompts: Prompts, outputs: dict[str, list[int]]) -> None:

@@ -1,18 +1,22 @@
 """SmolLM2-135M in float32: the pair's greedy tokens are transformers' own, in two configurations without the head that
 comes with Baton (A3) and in two with it (B2).
 
+Forwards are fused, all that count: by operators it is test_smollm2_speculation.py, and every suite over a tiny model.
 One file, so that one process computes the reference for all four. `make parity` runs the longer table.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from baton.client import AsyncClient
 from baton.events import Completion, tokens_per_forward
+from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
@@ -20,21 +24,36 @@ from tests.conftest import MakePair
 from tests.parity.reference import Reference
 from tests.real.conftest import NEW_TOKENS, ONE_THREAD, SIZES, Prompts, check
 from tests.support.drafted import Counts, Drafted
+from tests.support.fused import assert_all_fused, forwards, fused
 from tests.support.pair import PairOptions
 
 MIN_TOKENS_PER_FORWARD = 1.5
+MAX_TOKENS = 512
+"""Of a forward, in one process."""
+FUSED_BOUND_S = 180.0
+
+
+@contextmanager
+def all_fused(pair: LocalPair, *, drafts: bool) -> Iterator[None]:
+    """Entered once both services run kernels; what comes then must have been computed by them."""
+    assert await_fused(pair.metrics_addresses, timeout_s=FUSED_BOUND_S)
+    before = [forwards(address) for address in pair.metrics_addresses]
+    yield
+    for address, earlier in zip(pair.metrics_addresses, before, strict=True):
+        assert_all_fused(forwards(address) - earlier, drafts=drafts)
 
 
 @pytest.mark.timeout(600)
 def test_in_one_process_sixteen_at_once_in_chunks_of_64_with_overlap(
     model_dir: Path, reference: Reference, prompts: Prompts, make_pair: MakePair
 ) -> None:
-    model = load_target(model_dir, device="cpu", dtype="float32")
-    pair = make_pair(model, PairOptions(**SIZES))
+    model = load_target(model_dir, device="cpu", dtype="float32", fuses=True)
     sampling = ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0, eos_token_ids=reference.eos_token_ids)
-    for name, ids in prompts:
-        pair.submit(name, ids, sampling)
-    pair.run(bound_s=500)
+    with fused(model, max_tokens=MAX_TOKENS) as (decode, _), fused(model, max_tokens=MAX_TOKENS) as (prefill, _):
+        pair = make_pair(decode, PairOptions(**SIZES), prefill_model=prefill)
+        for name, ids in prompts:
+            pair.submit(name, ids, sampling)
+        pair.run(bound_s=500)
     assert max(step.batch_size for step in pair.decode_steps) == 16
     check(reference, prompts, {name: outcome.token_ids for name, outcome in pair.outcomes.items()})
 
@@ -50,12 +69,16 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
                 for name, ids in prompts
             }
 
-    with LocalPair(
-        model=str(model_dir),
-        dtype="float32",
-        prefill_args=("--chunk-tokens=512", *ONE_THREAD),
-        decode_args=("--no-overlap", *ONE_THREAD),
-    ) as pair:
+    with (
+        LocalPair(
+            model=str(model_dir),
+            dtype="float32",
+            prefill_args=("--chunk-tokens=512", *ONE_THREAD),
+            decode_args=("--no-overlap", *ONE_THREAD),
+            exposes_metrics=True,
+        ) as pair,
+        all_fused(pair, drafts=False),
+    ):
         outputs = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, outputs)
 
@@ -68,11 +91,13 @@ def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
     drafted: Drafted, reference: Reference, prompts: Prompts, make_pair: MakePair
 ) -> None:
     options = PairOptions(draft_topk=4, num_draft_steps=3, num_draft_tokens=15, **SIZES)
-    pair = make_pair(drafted.target, options, draft=drafted.head)
     sampling = ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0, eos_token_ids=reference.eos_token_ids)
-    for name, ids in prompts:
-        pair.submit(name, ids, sampling)
-    pair.run(bound_s=500)
+    models = drafted.target, drafted.head
+    with fused(*models, max_tokens=MAX_TOKENS) as decode, fused(*models, max_tokens=MAX_TOKENS) as prefill:
+        pair = make_pair(decode[0], options, draft=decode[1], prefill_model=prefill[0], prefill_draft=prefill[1])
+        for name, ids in prompts:
+            pair.submit(name, ids, sampling)
+        pair.run(bound_s=500)
     assert max(step.batch_size for step in pair.decode_steps) == 16
     check(reference, prompts, {name: outcome.token_ids for name, outcome in pair.outcomes.items()})
     assert Counts.of(pair.outcomes.values()).tokens_per_step > MIN_TOKENS_PER_FORWARD
@@ -88,12 +113,16 @@ def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Ref
             }
 
     chain = ("--draft=demo", "--num-draft-tokens=4", "--no-adaptive-depth", "--no-overlap")
-    with LocalPair(
-        model=str(model_dir),
-        dtype="float32",
-        prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
-        decode_args=(*chain, *ONE_THREAD),
-    ) as pair:
+    with (
+        LocalPair(
+            model=str(model_dir),
+            dtype="float32",
+            prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
+            decode_args=(*chain, *ONE_THREAD),
+            exposes_metrics=True,
+        ) as pair,
+        all_fused(pair, drafts=True),
+    ):
         completions = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, {name: list(completion.token_ids) for name, completion in completions.items()})
     counts = [completion.speculation for completion in completions.values()]

@@ -1,6 +1,6 @@
 """Hours in minutes: storms, faults, retractions, restarts; every output checked, and nothing may grow.
 
-python -m tests.soak [--minutes 30]
+python -m tests.soak [--minutes 30] [--shared-memory]
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shared-memory", action="store_true", help="KV goes through shared memory")
     options = parser.parse_args()
+    setting = Setting(overlap=True, speculates=True, shares_memory=options.shared_memory)
     os.environ |= SMALL_CACHES
     with tempfile.TemporaryDirectory() as name:
-        return _soak(Path(name), minutes=options.minutes, seed=options.seed)
+        return _soak(Path(name), setting, minutes=options.minutes, seed=options.seed)
 
 
-def _soak(directory: Path, *, minutes: float, seed: int) -> int:
+def _soak(directory: Path, setting: Setting, *, minutes: float, seed: int) -> int:
     models = Models.save(directory)
     cases = make_cases(models.target, NUM_CASES)
     end_s = time.monotonic() + 60 * minutes
-    with running_services(models, Setting(overlap=True, speculates=True), seed, directory) as services:
+    with running_services(models, setting, seed, directory) as services:
         report = SoakReport()
         for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=seed):
             print(_progress(report), flush=True)

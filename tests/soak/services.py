@@ -101,7 +101,7 @@ class Services:
 
 @contextmanager
 def running_services(models: Models, setting: Setting, seed: int, directory: Path) -> Iterator[Services]:
-    plan = faults_everywhere(seed, speculates=setting.speculates)
+    plan = faults_everywhere(seed, setting)
     shared = (*COMMON_ARGS, f"--faults={plan.write(directory / 'faults.json')}", "--max-rows=32")
     if setting.speculates:
         shared += (f"--draft={models.head}",)
@@ -111,7 +111,13 @@ def running_services(models: Models, setting: Setting, seed: int, directory: Pat
         num_prefill=2,
         num_decode=2,
         modules=TEST_BUILD,
-        prefill_args=(*shared, "--chunk-tokens=16", "--max-batch-tokens=128", "--max-segment-bytes=65536"),
+        prefill_args=(
+            *shared,
+            "--chunk-tokens=16",
+            "--max-batch-tokens=128",
+            "--max-segment-bytes=65536",
+            *setting.prefill_args,
+        ),
         decode_args=(
             *shared,
             "--max-kv-tokens=512",

@@ -15,13 +15,13 @@ from pathlib import Path
 from tests.e2e.running import wait_until
 from tests.storm.ends import ends_of
 from tests.storm.oracle import make_cases
-from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults
+from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults, lent_and_frame_faults
 from tests.storm.storm import Storm, StormReport, send_storm
 from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, visits_of
 
 NUM_CASES = 120
 HEADER = (
-    "| setting | requests | finished, exact | left by clients | failed | wrong | retractions | frame faults "
+    "| setting | requests | finished, exact | left by clients | failed | wrong | retractions | faults "
     "| handoffs a request | drafts accepted | pools full | seconds |\n|" + "---|" * 12
 )
 
@@ -40,7 +40,7 @@ def main() -> int:
         for setting in SETTINGS:
             begun_s = time.monotonic()
             storm = Storm(num_requests=options.requests, seed=options.seed)
-            plan = frame_faults(options.seed)
+            plan = (lent_and_frame_faults if setting.shares_memory else frame_faults)(options.seed)
             own = directory / str(setting)
             own.mkdir()
             with disturbed_pair(models, setting, plan, own) as pair:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product, starmap
 from pathlib import Path
 
 from baton.local_pair import LocalPair
@@ -40,12 +41,27 @@ class Models:
 class Setting:
     overlap: bool
     speculates: bool
+    shares_memory: bool = False
 
     def __str__(self) -> str:
-        return f"overlap {'on' if self.overlap else 'off'}, drafts {'on' if self.speculates else 'off'}"
+        parts = {"overlap": self.overlap, "drafts": self.speculates, "shared memory": self.shares_memory}
+        return ", ".join(f"{name} {'on' if is_on else 'off'}" for name, is_on in parts.items())
+
+    @property
+    def prefill_args(self) -> tuple[str, ...]:
+        """A ticket that is lost is missed when the receiver gives nothing back for so long."""
+        return ("--shared-memory", "--stall-timeout-s=2") if self.shares_memory else ()
 
 
-SETTINGS = tuple(Setting(overlap, speculates) for overlap in (True, False) for speculates in (False, True))
+SETTINGS = tuple(starmap(Setting, product((True, False), (False, True), (False, True))))
+
+LENT_FAULTS = (
+    Fault(point="shared_memory.lent", action=Action.STALL, rate=0.02, seconds=0.05),
+    Fault(point="shared_memory.lent", action=Action.REUSE, rate=0.02),
+    Fault(point="shared_memory.lent", action=Action.UNLINK, at=50),
+    Fault(point="shared_memory.read", action=Action.STALL, rate=0.02, seconds=0.05),
+)
+"""Of KV in shared memory: a loan that another row has by now, one that is late, a pool whose file is gone."""
 
 
 def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
@@ -59,12 +75,21 @@ def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
     return FaultPlan(faults=faults, seed=seed)
 
 
-def faults_everywhere(seed: int, *, speculates: bool) -> FaultPlan:
+def lent_and_frame_faults(seed: int) -> FaultPlan:
+    """Of a pair that shares memory, where nothing is copied out."""
+    return FaultPlan(faults=(*frame_faults(seed).faults, *LENT_FAULTS), seed=seed)
+
+
+def faults_everywhere(seed: int, setting: Setting) -> FaultPlan:
     """Frames as before, and now and then every other seam too. A failed decode step takes all of its requests along.
 
     A call whose PrefillBatch was dropped waits for it for 10 s.
     """
-    step = "stream.forward.verify" if speculates else "stream.forward.decode"
+    step = "stream.forward.verify" if setting.speculates else "stream.forward.decode"
+    copied = (
+        Fault(point="stream.sending", action=Action.STALL, rate=0.02, seconds=0.05),
+        Fault(point="stream.sending.copy_out", action=Action.RAISE, rate=0.005),
+    )
     return FaultPlan(
         faults=(
             *frame_faults(seed).faults,
@@ -79,18 +104,24 @@ def faults_everywhere(seed: int, *, speculates: bool) -> FaultPlan:
             Fault(point="memory.host", action=Action.FAIL, rate=0.002, at_most=3),
             Fault(point="stream.forward", action=Action.STALL, rate=0.005, seconds=0.1),
             Fault(point="stream.landing", action=Action.STALL, rate=0.02, seconds=0.05),
-            Fault(point="stream.sending", action=Action.STALL, rate=0.02, seconds=0.05),
             Fault(point=step, action=Action.RAISE, rate=0.003, at_most=2),
             Fault(point="stream.forward.forward", action=Action.RAISE, rate=0.01),
             Fault(point="stream.landing.land", action=Action.RAISE, rate=0.005),
-            Fault(point="stream.sending.copy_out", action=Action.RAISE, rate=0.005),
+            *(LENT_FAULTS if setting.shares_memory else copied),
         ),
         seed=seed,
     )
 
 
 @contextmanager
-def disturbed_pair(models: Models, setting: Setting, plan: FaultPlan, directory: Path) -> Iterator[RunningPair]:
+def disturbed_pair(
+    models: Models,
+    setting: Setting,
+    plan: FaultPlan,
+    directory: Path,
+    *,
+    kind: Callable[..., LocalPair] = LocalPair,
+) -> Iterator[RunningPair]:
     """Both services have the plan; most of its points are in one of them only. Their limits differ.
 
     Their logs stay in `directory`, which no other pair has: the ends of all requests are there once the pair has ended.
@@ -103,7 +134,7 @@ def disturbed_pair(models: Models, setting: Setting, plan: FaultPlan, directory:
         decode_args += ["--num-draft-tokens=3", "--no-adaptive-depth"]
     with running_pair(
         models.target,
-        kind=partial(LocalPair, log_dir=directory / "logs"),
+        kind=partial(kind, log_dir=directory / "logs"),
         modules=TEST_BUILD,
         shared_args=(
             f"--faults={path}",
@@ -115,6 +146,7 @@ def disturbed_pair(models: Models, setting: Setting, plan: FaultPlan, directory:
             "--chunk-tokens=16",
             "--max-batch-tokens=128",
             "--max-segment-bytes=65536",
+            *setting.prefill_args,
         ),
         decode_args=decode_args,
     ) as pair:

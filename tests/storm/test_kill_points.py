@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from baton.local_pair import LocalPair
 from tests.e2e.running import wait_until
 from tests.faults.plan import Action, Fault, FaultPlan
-from tests.storm.oracle import make_cases
+from tests.storm.oracle import Case, make_cases
 from tests.storm.pairs import Models, Setting, disturbed_pair
 from tests.storm.storm import Storm, send_storm
 
 STORM = Storm(num_requests=60, concurrency=12, abort_share=0.0, resumes=True)
-KILLS = FaultPlan(
-    faults=(
+COPIES = Setting(overlap=True, speculates=True)
+LOANS = Setting(overlap=True, speculates=True, shares_memory=True)
+KILLS = {
+    COPIES: (
         Fault(point="stream.forward.verify", action=Action.KILL, at=20),  # in the decode service only
         Fault(point="stream.sending.copy_out", action=Action.KILL, at=40),  # in the prefill service only
-    )
-)
+    ),
+    LOANS: (
+        Fault(point="stream.landing.land", action=Action.STALL, rate=0.5, seconds=0.02),  # so that loans are out
+        Fault(point="shared_memory.read", action=Action.KILL, at=40),  # in the decode service, which reads one
+        Fault(point="shared_memory.lent", action=Action.KILL, at=60),  # in the prefill service, whose loans are read
+    ),
+}
 
 
-def test_requests_go_on_after_either_service_ended_in_the_middle_of_them(tmp_path: Path) -> None:
-    models = Models.save(tmp_path)
-    cases = make_cases(models.target, 12)
-    with disturbed_pair(models, Setting(overlap=True, speculates=True), KILLS, tmp_path) as pair:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models.save(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def cases(models: Models) -> list[Case]:
+    return make_cases(models.target, 12)
+
+
+@pytest.mark.parametrize("setting", KILLS, ids=["copies", "shared-memory"])
+def test_requests_go_on_after_either_service_ended_in_the_middle_of_them(
+    models: Models, cases: list[Case], forked: Callable[..., LocalPair], tmp_path: Path, setting: Setting
+) -> None:
+    plan = FaultPlan(faults=KILLS[setting])
+    with disturbed_pair(models, setting, plan, tmp_path, kind=forked) as pair:
         with ThreadPoolExecutor(1) as clients:
             sending = clients.submit(lambda: asyncio.run(send_storm(pair.client.address, cases, STORM)))
             for service in (*pair.processes.decode, *pair.processes.prefill):

@@ -1,6 +1,6 @@
 """Requests that come, go and are retracted while frames, memory, streams and forwards fail: each ends once, and right.
 
-`python -m tests.storm` sends 1,000 requests in each of four settings.
+`python -m tests.storm` sends 1,000 requests in each of eight settings.
 """
 
 from __future__ import annotations
@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.local_pair import LocalPair
 from baton.service_process import Role
 from tests.e2e.running import wait_until
 from tests.faults.plan import Action, Fault, FaultPlan
 from tests.storm.ends import ServerEnd, ends_of
 from tests.storm.oracle import Case, make_cases
-from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults
+from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults, lent_and_frame_faults
 from tests.storm.storm import LEFT, ClientEnd, Storm, StormReport, send_storm
 from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, unexplained, visits_of
 
-STORM = Storm(num_requests=160)
+NewPair = Callable[..., LocalPair]
+STORM, SHORT_STORM = Storm(num_requests=160), Storm(num_requests=80)
+APART = Setting(overlap=False, speculates=False)
 TWICE = "the handoff broke the protocol: row 2: group 'target': layers slice(0, 2), tokens slice(0, 16) came twice"
 STEP_MEMORY = "a decode step failed: injected at memory.host"
 LANDING_MEMORY = "landing KV failed: injected at memory.host"
@@ -41,23 +45,24 @@ def cases(models: Models) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("setting", "plan"),
+    ("setting", "plan", "storm"),
     [
-        (Setting(overlap=True, speculates=True), frame_faults(0)),
-        (Setting(overlap=False, speculates=False), faults_everywhere(0, speculates=False)),
+        (Setting(overlap=True, speculates=True), frame_faults(0), STORM),
+        (APART, faults_everywhere(0, APART), STORM),
+        (Setting(overlap=True, speculates=True, shares_memory=True), lent_and_frame_faults(0), SHORT_STORM),
     ],
-    ids=["frames-overlap-drafts", "everywhere"],
+    ids=["frames-overlap-drafts", "everywhere", "shared-memory-overlap-drafts"],
 )
 def test_each_request_ends_once_and_with_its_own_tokens(
-    models: Models, cases: list[Case], tmp_path: Path, setting: Setting, plan: FaultPlan
+    models: Models, cases: list[Case], forked: NewPair, tmp_path: Path, setting: Setting, plan: FaultPlan, storm: Storm
 ) -> None:
-    with disturbed_pair(models, setting, plan, tmp_path) as pair:
-        report = asyncio.run(send_storm(pair.client.address, cases, STORM))
+    with disturbed_pair(models, setting, plan, tmp_path, kind=forked) as pair:
+        report = asyncio.run(send_storm(pair.client.address, cases, storm))
         wait_until(pair.holds_nothing, about=lambda: (pair.load(), pair.prefill_load()))
     faults, ends = faults_of(pair.processes.services), ends_of(pair.processes.decode)
-    assert problems_of(report, ends, faults, num_requests=STORM.num_requests, speculates=setting.speculates) == []
+    assert problems_of(report, ends, faults, num_requests=storm.num_requests, speculates=setting.speculates) == []
     assert dead_points(plan, faults, visits_of(pair.processes.services)) == []
-    assert report.num_finished > STORM.num_requests // 3, report
+    assert report.num_finished > storm.num_requests // 3, report
 
 
 def test_ends_that_no_fault_explains_are_told() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.draft.head import DraftHead
 from common.draft.load import load_draft
+from common.draft.paged_head import PagedHead
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.support.pair import InProcessPair, Outcome
@@ -41,12 +41,12 @@ class Drafted:
 
     directory: Path
     target: TargetModel
-    head: DraftHead
+    head: PagedHead
 
 
-def load_drafted(target_dir: Path, head_dir: Path) -> Drafted:
-    target = load_target(target_dir, device="cpu", dtype="float32")
-    head = load_draft(head_dir, target=target, device="cpu", dtype="float32")
+def load_drafted(target_dir: Path, head_dir: Path, *, fuses: bool = False) -> Drafted:
+    target = load_target(target_dir, device="cpu", dtype="float32", fuses=fuses)
+    head = load_draft(head_dir, target=target, device="cpu", dtype="float32", fuses=fuses)
     target.capture_hidden(head.capture)
     return Drafted(target_dir, target, head)
 

@@ -113,7 +113,8 @@ class PrefillReplica:
 
 
 class InProcessPair:
-    """One decode engine and `options.num_replicas` prefill engines; `prefill` is the first of them.
+    """One decode engine and `options.num_replicas` prefill engines; `prefill` is the first of them. Theirs are
+    `prefill_model` and `prefill_draft`, unless all share one: a fused one is for one engine only.
 
     `tamper` replaces frames between the engines, by none where it holds one back. `clock` is every engine's.
     """
@@ -124,11 +125,13 @@ class InProcessPair:
         *,
         new_device: Callable[[], Device],
         draft: DraftHead | None = None,
+        prefill_model: TargetModel | None = None,
+        prefill_draft: DraftHead | None = None,
         options: PairOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options = options or PairOptions()
-        self._draft = draft
+        self._prefill_draft = prefill_draft or draft
         self.prefill_steps: list[StepStats] = []
         self.decode_steps: list[StepStats] = []
         self.outcomes: dict[str, Outcome] = {}
@@ -154,7 +157,8 @@ class InProcessPair:
             debug_checks=options.debug_checks,
         )
         self.replicas = [
-            self._new_replica(f"replica-{number}", model, new_device(), clock) for number in range(options.num_replicas)
+            self._new_replica(f"replica-{number}", prefill_model or model, new_device(), clock)
+            for number in range(options.num_replicas)
         ]
 
     def _new_replica(
@@ -167,7 +171,7 @@ class InProcessPair:
             max_rows=options.prefill_rows,
             max_kv_tokens=options.prefill_tokens,
             max_context_tokens=options.context_tokens,
-            draft=self._draft,
+            draft=self._prefill_draft,
             draft_topk=options.draft_topk,
             chunk_tokens=options.chunk_tokens,
             max_batch_tokens=options.max_batch_tokens,

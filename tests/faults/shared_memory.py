@@ -1,0 +1,42 @@
+"""Faults of KV that lies in shared memory: its slots are used again, its file is removed, it is read late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from common.kv.shared_kv import SharedKv
+from common.kv.shared_pool import DIRECTORY, SharedPool
+from tests.faults.injector import Injector
+from tests.faults.plan import Action
+
+LENT, READ = "shared_memory.lent", "shared_memory.read"
+
+
+def disturb_shared_memory(injector: Injector) -> None:
+    lend, is_current = SharedPool.lend, SharedKv.is_current
+
+    def faulty_lend(
+        self: SharedPool, group_name: str, layers: slice, slots: Sequence[int], generation: int
+    ) -> SharedKv:
+        shared = lend(self, group_name, layers, slots, generation)
+        if (fault := injector.visit(LENT)) is not None:
+            match fault.action:
+                case Action.STALL:
+                    time.sleep(fault.seconds)
+                case Action.UNLINK:
+                    (DIRECTORY / self.name).unlink(missing_ok=True)
+                case _:
+                    self.stamp(slots)
+                    shared.layers[:, :, list(slots)] = 0
+        return shared
+
+    def late_is_current(self: SharedKv) -> bool:
+        if (fault := injector.visit(READ)) is not None:
+            time.sleep(fault.seconds)
+        return is_current.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    if injector.watches(LENT):
+        SharedPool.lend = faulty_lend  # type: ignore[method-assign]
+    if injector.watches(READ):
+        SharedKv.is_current = property(late_is_current)  # type: ignore[method-assign, assignment]
