@@ -122,5 +122,5 @@ def _library() -> Any:
     try:
         from nixl_cu12 import _api
     except ImportError as error:
-        raise NixlError(f"NIXL is not installed (the extra `nixl`): {error}") from error
+        raise NixlError(f"NIXL is not installed (pip install 'baton-serve[nixl]'): {error}") from error
     return _api
