@@ -61,15 +61,15 @@ class NixlAgent:
         except Exception as error:
             raise NixlError(f"NIXL does not know the peer: {error}") from error
 
-    def read(self, ranges: NDArray[np.uint64], *, timeout_s: float) -> NDArray[np.uint8]:
-        """The bytes of the peer's `ranges`, [N, 2] (address, number of bytes), one after the other. Blocks.
+    def read(self, ranges: NDArray[np.uint64], into: NDArray[np.uint8], *, timeout_s: float) -> None:
+        """Put the bytes of the peer's `ranges`, [N, 2] (address, number of bytes), one after the other into flat memory
+        of as many. Blocks.
 
-        After an error nothing more can be read: the memory that the bytes were to go to is not free until `close`.
+        After an error nothing more can be read, and `into` stays the agent's until `close`.
         """
         if self._written:
             raise NixlError("a NIXL read of this agent failed before")
         num_bytes = ranges[:, 1]
-        into: NDArray[np.uint8] = np.empty(int(num_bytes.sum()), np.uint8)
         starts = np.uint64(into.ctypes.data) + np.cumsum(num_bytes, dtype=np.uint64) - num_bytes
         self._written.append(into)
         failure = ""
@@ -82,7 +82,6 @@ class NixlAgent:
         if failure:  # raised here: an error that led to the transfer would keep it, and the agent, alive
             raise NixlError(failure)
         self._written.pop()
-        return into
 
     def progress(self) -> None:
         """Serve reads of the peers, where the network's hardware does not."""

@@ -88,7 +88,10 @@ class NixlPool:
         if self.is_lost:
             raise NixlError("the replica's memory was let go of")
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._reader.fetch, remote)
+            # Memory of this thread: what others allocate in such sizes goes back to the system when it is free.
+            payload: NDArray[np.uint8] = np.empty(remote.num_bytes, np.uint8)
+            loop = asyncio.get_running_loop()
+            return payload if await loop.run_in_executor(self._thread, self._reader.fetch, remote, payload) else None
         except NixlError:
             self.is_lost = True
             raise
@@ -111,22 +114,26 @@ class _Reader:
         """Returns the header of the replica's memory."""
         self._agent = NixlAgent()
         self._agent.connect(offer.agent_metadata)
-        return self._read(np.array([[offer.address, HEADER_BYTES]], np.uint64))
+        header = np.empty(HEADER_BYTES, np.uint8)
+        self._read(np.array([[offer.address, HEADER_BYTES]], np.uint64), header)
+        return header
 
-    def fetch(self, remote: RemoteKv) -> NDArray[np.uint8] | None:
-        payload = self._read(remote.kv)
-        stamps = self._read(remote.stamps).view(np.uint64)
-        return payload if (stamps == remote.ticket.generation).all() else None
+    def fetch(self, remote: RemoteKv, payload: NDArray[np.uint8]) -> bool:
+        """Whether the slots were the row's until all was read."""
+        stamps = np.empty(len(remote.ticket.slots), np.uint64)
+        self._read(remote.kv, payload)
+        self._read(remote.stamps, stamps.view(np.uint8))
+        return bool((stamps == remote.ticket.generation).all())
 
     def close(self) -> None:
         if self._agent is not None:
             self._agent.close()
             self._agent = None
 
-    def _read(self, ranges: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    def _read(self, ranges: NDArray[np.uint64], into: NDArray[np.uint8]) -> None:
         if self._agent is None:
             raise NixlError("the replica's memory was let go of")
-        return self._agent.read(ranges, timeout_s=self._timeout_s)
+        self._agent.read(ranges, into, timeout_s=self._timeout_s)
 
 
 def _ranges(

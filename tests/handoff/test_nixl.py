@@ -150,20 +150,21 @@ async def test_a_peer_that_does_nothing_costs_the_pool_and_no_more_than_the_boun
 
 def test_what_a_read_that_was_given_up_writes_is_nobodys_memory(over_tcp: None) -> None:
     memory = np.arange(1, 1 << 20, dtype=np.uint64)
+    into = np.zeros(memory.nbytes, np.uint8)
     peer, reader = NixlAgent(), NixlAgent()
     peer.register(memory.ctypes.data, memory.nbytes)
     reader.connect(peer.metadata)
     ranges = np.array([[memory.ctypes.data, memory.nbytes]], np.uint64)
     with pytest.raises(NixlError, match="did not end"):
-        reader.read(ranges, timeout_s=0.05)
-    (kept,) = reader._written
-    kept[:] = 0
+        reader.read(ranges, into, timeout_s=0.05)
+    into[:] = 0
     for _ in range(2000):
         peer.progress()
         reader.progress()
-    assert kept.any(), "the peer went on, and so did the read"
+    assert into.any(), "the peer went on, and so did the read"
+    assert reader._written == [into]
     with pytest.raises(NixlError, match="failed before"):
-        reader.read(ranges, timeout_s=0.05)
+        reader.read(ranges, into, timeout_s=0.05)
     reader.close()
     assert not reader._written
     peer.close()
