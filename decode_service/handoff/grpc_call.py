@@ -6,12 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
+from common.kv.shared_kv import RemoteKv
 from common.kv.shared_pool import MappedPool
+from common.nixl_agent import NixlError
 from common.telemetry.timeline import Track
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
@@ -19,6 +22,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
+from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -47,10 +51,11 @@ class GrpcCall:
         timeouts: HandoffTimeouts,
         metadata: Metadata,
         num_steps: Callable[[], int],
-        pool: MappedPool | None,
+        pool: MappedPool | NixlPool | None,
         track: Track,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if mapped.
+        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if it
+        can be read.
         Frames are on `track`.
         """
         self._track = track
@@ -87,6 +92,8 @@ class GrpcCall:
             await self._read_frames(stream)
         except grpc.aio.AioRpcError as failure:
             raise error_of_status(self.replica, failure) from failure
+        except NixlError as error:
+            raise PrefillUnavailable(f"{self.replica}: {error}") from error
         except ProtocolError as error:
             raise EngineFault(f"{self.replica} broke the protocol: {error}") from error
         finally:
@@ -118,7 +125,25 @@ class GrpcCall:
                 raise ProtocolError("accepted", "is not the first frame of a call")
             if isinstance(frame, KvSegment):
                 await self._budget.take(self._call_id, frame.num_bytes)
+                if isinstance(frame.shared, RemoteKv):
+                    await self._post_fetched(frame, frame.shared)
+                    continue
             self._post(FrameArrived(self._call_id, frame))
+
+    async def _post_fetched(self, segment: KvSegment, remote: RemoteKv) -> None:
+        """Not of a row whose slots were another's before they were read: that row failed there, was cancelled here, or
+        its call is gone, which is told by other means.
+        """
+        assert isinstance(self._pool, NixlPool)
+        payload = None
+        try:
+            payload = await self._pool.fetch(remote)
+        finally:
+            if payload is None:
+                self._budget.give_back(segment.num_bytes)
+        self.release_segments((remote.ticket.number,))
+        if payload is not None:
+            self._post(FrameArrived(self._call_id, replace(segment, payload=payload, shared=None)))
 
     async def _read(self, stream: Stream, timeout_s: float, num_steps: Callable[[], int] | None = None) -> Frame | None:
         """The next frame; None when the replica ended the call well.
