@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
@@ -22,6 +24,7 @@ from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
+from common.wire.framed_payload import FramedPayload
 from common.wire.handoff import KvSegment, Payload, segment_flow
 from prefill_service.chunk_batch import Chunk
 from prefill_service.prompt import Prompt
@@ -81,7 +84,7 @@ class _Piece:
 class _Copy:
     piece: _Piece
     scope: Scope
-    payload: Cell[torch.Tensor]
+    payload: Cell[NDArray[np.uint8]]
     done: Event
 
 
@@ -264,7 +267,7 @@ class KvSender:
             if copy.scope.error is not None:
                 yield SentPiece(piece.prompt, None, copy.scope.error)
             else:
-                yield SentPiece(piece.prompt, _segment(piece, payload=copy.payload.get().numpy()), None)
+                yield SentPiece(piece.prompt, _segment(piece, payload=copy.payload.get()), None)
 
     def _lend(self) -> Iterator[SentPiece]:
         for piece in self._written():
@@ -304,21 +307,10 @@ class KvSender:
 
     def _copy(self, piece: _Piece) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
-        payload: Cell[torch.Tensor] = Cell()
+        payload: Cell[NDArray[np.uint8]] = Cell()
 
         def copy_out() -> None:
-            pool = self._pool.buffers[piece.group.name]
-            layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
-            memory = self._device.host_buffer((piece.num_bytes,), torch.uint8)
-            values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
-            if (run := run_of(piece.slots)) is not None:
-                values.copy_(layers[:, :, run], non_blocking=True)
-            elif layers.device == values.device:
-                torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
-            else:
-                slots = self._device.to_device(torch.tensor(piece.slots))
-                values.copy_(layers.index_select(2, slots), non_blocking=True)
-            payload.set(memory)
+            payload.set(self._copied_out(piece))
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.written)
@@ -328,6 +320,26 @@ class KvSender:
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
         self._copying.append(_Copy(piece, scope, payload, done))
+
+    def _copied_out(self, piece: _Piece) -> NDArray[np.uint8]:
+        """The piece's bytes; between devices they are there behind what the stream does now."""
+        pool = self._pool.buffers[piece.group.name]
+        layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
+        is_host = layers.device.type == "cpu"
+        framed = FramedPayload.of(piece.group.name, piece.num_bytes) if is_host else None
+        memory = torch.from_numpy(framed) if is_host else self._device.host_buffer((piece.num_bytes,), torch.uint8)
+        values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+        if (run := run_of(piece.slots)) is not None:
+            values.copy_(layers[:, :, run], non_blocking=True)
+        elif is_host:
+            torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
+        else:
+            slots = self._device.to_device(torch.tensor(piece.slots))
+            values.copy_(layers.index_select(2, slots), non_blocking=True)
+        if framed is None:
+            return memory.numpy()
+        framed.seal()
+        return framed
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         if num_bytes:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import xor
 from typing import Any
 
 import google_crc32c
@@ -17,6 +18,7 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from common.wire.framed_payload import FramedPayload
 from common.wire.handoff import Payload
 
 _Parts = Callable[[Any], Iterator[bytes]]
@@ -38,8 +40,34 @@ def checksum(message: Message, **known: Payload) -> int:
     crc = 0
     for name, parts in _fields(message.DESCRIPTOR):
         for part in parts(known[name] if name in known else getattr(message, name)):
-            crc = google_crc32c.extend(crc, part)
+            crc = _extended(crc, part)
     return crc
+
+
+def _extended(crc: int, part: bytes | Payload) -> int:
+    known = part.crc32c if isinstance(part, FramedPayload) else None
+    return google_crc32c.extend(crc, part) if known is None else _behind(crc, len(part)) ^ known
+
+
+def _behind(crc: int, num_bytes: int) -> int:
+    """What a checksum adds to that of `num_bytes` bytes behind what it covers."""
+    for power in range(num_bytes.bit_length()):
+        if num_bytes >> power & 1:
+            crc = _applied(_zeros(power), crc)
+    return crc
+
+
+@cache
+def _zeros(power: int) -> tuple[int, ...]:
+    """How 2**power zero bytes change a checksum: of each of its bits, what comes of it (a CRC is linear over bits)."""
+    if power == 0:
+        return tuple(google_crc32c.extend(1 << bit, b"\0") ^ google_crc32c.value(b"\0") for bit in range(32))
+    half = _zeros(power - 1)
+    return tuple(_applied(half, column) for column in half)
+
+
+def _applied(columns: tuple[int, ...], crc: int) -> int:
+    return reduce(xor, (column for bit, column in enumerate(columns) if crc >> bit & 1), 0)
 
 
 @cache
