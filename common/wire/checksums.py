@@ -33,15 +33,22 @@ _NUMBERS = {
     FieldDescriptor.CPPTYPE_DOUBLE: "<d",
 }
 """Formats that struct and numpy both read."""
+_SHORT_BYTES = 256
+"""Values up to it are summed together: there are dozens in a segment, and each sum is a call."""
 
 
 def checksum(message: Message, **known: Payload) -> int:
     """`known`: fields of bytes whose value is at hand; to read a payload from its message would copy it."""
     crc = 0
+    short: list[bytes] = []
     for name, parts in _fields(message.DESCRIPTOR):
         for part in parts(known[name] if name in known else getattr(message, name)):
-            crc = _extended(crc, part)
-    return crc
+            if isinstance(part, bytes) and len(part) <= _SHORT_BYTES:
+                short.append(part)
+                continue
+            crc = _extended(google_crc32c.extend(crc, b"".join(short)), part)
+            short.clear()
+    return google_crc32c.extend(crc, b"".join(short))
 
 
 def _extended(crc: int, part: bytes | Payload) -> int:
@@ -102,7 +109,8 @@ def _number(packed: struct.Struct, value: float) -> Iterator[bytes]:
 
 def _numbers(dtype: np.dtype[Any], values: Any) -> Iterator[bytes]:
     yield _count(values)
-    yield np.array(values, dtype).tobytes()
+    if values:
+        yield np.array(values, dtype).tobytes()
 
 
 def _bytes(value: bytes) -> Iterator[bytes]:

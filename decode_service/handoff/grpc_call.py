@@ -143,7 +143,7 @@ class GrpcCall:
         counted, not time, as what came while this process was stopped is read first.
         """
         seen, num_looks = num_steps() if num_steps else 0, 0
-        while not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
+        while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
             num_looks += 1
             if num_steps and num_steps() != seen:
                 seen, num_looks = num_steps(), 0
