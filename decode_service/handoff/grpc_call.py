@@ -117,7 +117,9 @@ class GrpcCall:
                 raise ProtocolError("frame", "is not Accepted, the first frame of a call")
             self._post(FrameArrived(self._call_id, frame))
             reading = asyncio.ensure_future(stream.read())
-            while (data := await self._arrived(reading, self._timeouts.progress_timeout_s, self._num_steps)) is not None:
+            while (
+                data := await self._arrived(reading, self._timeouts.progress_timeout_s, self._num_steps)
+            ) is not None:
                 if reads_ahead := self._budget.has_room(len(data)):
                     reading = asyncio.ensure_future(stream.read())
                     await asyncio.sleep(0)  # it asks the connection for the frame before this thread is busy
