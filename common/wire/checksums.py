@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from common.wire.framed_payload import FramedPayload
 from common.wire.handoff import Payload
 
-_Parts = Callable[[Any], Iterator[bytes]]
+_Parts = Callable[[Any], Iterator[Payload]]
 _NUMBERS = {
     FieldDescriptor.CPPTYPE_BOOL: "<?",
     FieldDescriptor.CPPTYPE_ENUM: "<i",
@@ -48,12 +48,16 @@ def checksum(message: Message, **known: Payload) -> int:
                 continue
             crc = _extended(google_crc32c.extend(crc, b"".join(short)), part)
             short.clear()
-    return google_crc32c.extend(crc, b"".join(short))
+    crc = google_crc32c.extend(crc, b"".join(short))
+    return crc
 
 
-def _extended(crc: int, part: bytes | Payload) -> int:
+def _extended(crc: int, part: Payload) -> int:
     known = part.crc32c if isinstance(part, FramedPayload) else None
-    return google_crc32c.extend(crc, part) if known is None else _behind(crc, len(part)) ^ known
+    if known is not None:
+        return _behind(crc, len(part)) ^ known
+    extended: int = google_crc32c.extend(crc, part)
+    return extended
 
 
 def _behind(crc: int, num_bytes: int) -> int:
@@ -103,39 +107,39 @@ def _single(field: FieldDescriptor) -> _Parts:
     return _text if field.type == FieldDescriptor.TYPE_STRING else _bytes
 
 
-def _number(packed: struct.Struct, value: float) -> Iterator[bytes]:
+def _number(packed: struct.Struct, value: float) -> Iterator[Payload]:
     yield packed.pack(value)
 
 
-def _numbers(dtype: np.dtype[Any], values: Any) -> Iterator[bytes]:
+def _numbers(dtype: np.dtype[Any], values: Any) -> Iterator[Payload]:
     yield _count(values)
     if values:
         yield np.array(values, dtype).tobytes()
 
 
-def _bytes(value: bytes) -> Iterator[bytes]:
+def _bytes(value: bytes) -> Iterator[Payload]:
     yield _count(value)
     yield value
 
 
-def _text(value: str) -> Iterator[bytes]:
+def _text(value: str) -> Iterator[Payload]:
     yield from _bytes(value.encode())
 
 
-def _repeated(parts: _Parts, values: Any) -> Iterator[bytes]:
+def _repeated(parts: _Parts, values: Any) -> Iterator[Payload]:
     yield _count(values)
     for value in values:
         yield from parts(value)
 
 
-def _entries(key: _Parts, value: _Parts, entries: Any) -> Iterator[bytes]:
+def _entries(key: _Parts, value: _Parts, entries: Any) -> Iterator[Payload]:
     yield _count(entries)
     for name in sorted(entries):
         yield from key(name)
         yield from value(entries[name])
 
 
-def _message(message: Message) -> Iterator[bytes]:
+def _message(message: Message) -> Iterator[Payload]:
     for name, parts in _fields(message.DESCRIPTOR):
         yield from parts(getattr(message, name))
 

@@ -20,7 +20,7 @@ from common.wire.segment_bytes import joined
 
 
 def encode_segment(segment: KvSegment) -> bytes:
-    """The bytes of a HandoffFrame. They hold the only copy of the payload that is made; of one with a frame, none is."""
+    """The bytes of a HandoffFrame. They hold the only copy of the payload that is made; one with a frame is there."""
     into = prefill_pb2.KvSegment()
     into.row = segment.row
     into.layer_group = segment.layer_group

@@ -34,7 +34,7 @@ _bytes_of_size.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 class FramedPayload(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """[payload bytes] uint8, writable until it is sealed. What is made of it, copies too, are payloads without a frame."""
+    """[payload bytes] uint8, writable until it is sealed. What is made of it, copies too, has neither frame nor sum."""
 
     _frame: bytes | None
     _crc32c: int | None
