@@ -23,6 +23,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.timeline_rpc import TimelineServicer
 from common.watchdog import Watchdog
+from common.wire.framed_payload import FramedPayload
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -75,6 +76,7 @@ async def _serve(settings: PrefillSettings, process: Process, shared_pool: Share
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
         shared_pool=shared_pool,
+        new_payload=FramedPayload.new,
     )
 
     def deliver(events: Sequence[Event]) -> None:

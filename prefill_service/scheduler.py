@@ -27,7 +27,7 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from common.wire.handoff import RowFailed
+from common.wire.handoff import NewPayload, RowFailed
 from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.first_tokens import first_tokens
 from prefill_service.messages import (
@@ -96,6 +96,7 @@ class PrefillEngine:
         timeline: Timeline | None = None,
         debug_checks: bool = False,
         shared_pool: SharedPool | None = None,
+        new_payload: NewPayload | None = None,
     ) -> None:
         self._layer_group = model.layer_group
         self._early_sending = early_sending
@@ -140,6 +141,7 @@ class PrefillEngine:
             memory=shared_pool,
             budget_bytes=send_budget_bytes,
             max_segment_bytes=max_segment_bytes,
+            new_payload=new_payload,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._queued: dict[Prompt, None] = {}

@@ -24,8 +24,7 @@ from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
-from common.wire.framed_payload import FramedPayload
-from common.wire.handoff import KvSegment, Payload, segment_flow
+from common.wire.handoff import KvSegment, NewPayload, Payload, segment_flow
 from prefill_service.chunk_batch import Chunk
 from prefill_service.prompt import Prompt
 
@@ -114,8 +113,11 @@ class KvSender:
         memory: SharedPool | None,
         budget_bytes: int,
         max_segment_bytes: int,
+        new_payload: NewPayload | None = None,
     ) -> None:
+        """`new_payload`: where KV of a pool on the host is gathered, if not into memory of the device's choice."""
         self._device = device
+        self._new_payload = new_payload
         self._pool = pool
         self._memory = memory
         self._budget_bytes = budget_bytes
@@ -326,9 +328,14 @@ class KvSender:
         pool = self._pool.buffers[piece.group.name]
         layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
         is_host = layers.device.type == "cpu"
-        framed = FramedPayload.of(piece.group.name, piece.num_bytes) if is_host else None
-        memory = torch.from_numpy(framed) if is_host else self._device.host_buffer((piece.num_bytes,), torch.uint8)
-        values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+        memory = (
+            None if self._new_payload is None or not is_host else self._new_payload(piece.group.name, piece.num_bytes)
+        )
+        if memory is None:
+            target = self._device.host_buffer((piece.num_bytes,), torch.uint8)
+        else:
+            target = torch.from_numpy(memory[0])
+        values = target.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
         if (run := run_of(piece.slots)) is not None:
             values.copy_(layers[:, :, run], non_blocking=True)
         elif is_host:
@@ -336,10 +343,11 @@ class KvSender:
         else:
             slots = self._device.to_device(torch.tensor(piece.slots))
             values.copy_(layers.index_select(2, slots), non_blocking=True)
-        if framed is None:
-            return memory.numpy()
-        framed.seal()
-        return framed
+        if memory is None:
+            return target.numpy()
+        payload, is_written = memory
+        is_written()
+        return payload
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         if num_bytes:

@@ -39,7 +39,7 @@ _SHORT_BYTES = 256
 
 def checksum(message: Message, **known: Payload) -> int:
     """`known`: fields of bytes whose value is at hand; to read a payload from its message would copy it."""
-    crc = 0
+    crc: int = 0
     short: list[bytes] = []
     for name, parts in _fields(message.DESCRIPTOR):
         for part in parts(known[name] if name in known else getattr(message, name)):

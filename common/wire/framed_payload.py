@@ -10,6 +10,7 @@ How long a frame is before its payload is so known before the row's number and t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import google_crc32c
@@ -48,6 +49,12 @@ class FramedPayload(np.ndarray[tuple[int], np.dtype[np.uint8]]):
         payload = np.asarray(_Writable(frame))[room:].view(cls)
         payload._frame = frame
         return payload
+
+    @classmethod
+    def new(cls, layer_group: str, num_bytes: int) -> tuple[FramedPayload, Callable[[], None]]:
+        """A NewPayload."""
+        payload = cls.of(layer_group, num_bytes)
+        return payload, payload.seal
 
     def __array_finalize__(self, made_of: object) -> None:
         self._frame = self._crc32c = None
