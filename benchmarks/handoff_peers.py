@@ -28,6 +28,7 @@ from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.wire.fingerprint import Fingerprint
+from common.wire.framed_payload import FramedPayload
 from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
@@ -144,6 +145,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         max_context_tokens=model.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
         shared_pool=lent.pool,
+        new_payload=FramedPayload.new,
     )
     for buffer in engine.pool.buffers.values():
         buffer.view(torch.uint8).random_()

@@ -182,7 +182,7 @@ class DecodeEngine:
     def idle_timeout_s(self) -> float:
         if self._in_flight is not None:
             return 0.0
-        if self._rows.want_launch(self._running.rows).any():
+        if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
             return _COPY_WAIT_S if self._is_stalled else 0.0
         if self._dispatcher.is_landing or self.pool.has_quarantined:
             return _COPY_WAIT_S
@@ -258,6 +258,9 @@ class DecodeEngine:
     def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
         """The batch to launch, prepared; None when there is none, or its slots come free only later."""
         running = self._running
+        if running.is_empty and not ready:  # while prompts land, the engine steps for each of their segments
+            self._is_stalled = False
+            return None
         running.filter_batch(np.flatnonzero(self._rows.want_launch(running.rows)))
         with self.track.span("resolve_seq_lens"):
             self.future_map.resolve_seq_lens(running)

@@ -21,6 +21,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.timeline_rpc import TimelineServicer
 from common.watchdog import Watchdog
+from common.wire.framed_payload import FramedPayload
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -74,6 +75,7 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
         shared_pool=lent.pool,
+        new_payload=FramedPayload.new,
     )
 
     def deliver(events: Sequence[Event]) -> None:

@@ -11,13 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 
-from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed, is_of_device
 from common.device.stream import Device, Scope
-from common.device.stream import Event as DeviceEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
 from common.kv.lent_pool import LentPool
@@ -27,7 +24,7 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from common.wire.handoff import RowFailed
+from common.wire.handoff import NewPayload, RowFailed
 from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.first_tokens import first_tokens
 from prefill_service.messages import (
@@ -45,7 +42,8 @@ from prefill_service.messages import (
 )
 from prefill_service.prompt import Prompt, PromptPhase
 from prefill_service.sender import KvSender
-from prefill_service.worker import Computed, PrefillWorker
+from prefill_service.step_in_flight import StepInFlight
+from prefill_service.worker import PrefillWorker
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -54,23 +52,14 @@ _POLL_WAIT_S = 0.001
 _RETRY_AFTER_MS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """Holds what its pieces use until `end`."""
-
-    batch: ChunkBatch
-    computed: Cell[Computed]
-    end: DeviceEvent
-    launched_s: float
-
-
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
-    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read.
+    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
+    `new_payload`: for what leaves as copies, where none of the device's own is to be taken.
     """
 
     def __init__(
@@ -96,6 +85,7 @@ class PrefillEngine:
         timeline: Timeline | None = None,
         debug_checks: bool = False,
         shared_pool: LentPool | None = None,
+        new_payload: NewPayload | None = None,
     ) -> None:
         self._layer_group = model.layer_group
         self._early_sending = early_sending
@@ -140,13 +130,14 @@ class PrefillEngine:
             memory=shared_pool,
             budget_bytes=send_budget_bytes,
             max_segment_bytes=max_segment_bytes,
+            new_payload=new_payload,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._queued: dict[Prompt, None] = {}
         self._computing: dict[Prompt, None] = {}
         self._sending: dict[Prompt, None] = {}
         self._unseeded: dict[Prompt, None] = {}
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._outbox: list[Event] = []
         self._is_draining = False
         self._num_steps = 0
@@ -268,7 +259,7 @@ class PrefillEngine:
             self._unseeded[prompt] = None
 
     @recorded("launch")
-    def _launch(self) -> _StepInFlight | None:
+    def _launch(self) -> StepInFlight | None:
         chunks = cut_chunks(
             list(self._computing),
             chunk_tokens=self._chunk_tokens,
@@ -291,7 +282,7 @@ class PrefillEngine:
             for prompt in unseeded:
                 del self._unseeded[prompt]
         launched = self._worker.forward(batch, scope, layers_per_event=self._layers_per_event(chunks))
-        step = _StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
+        step = StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
         for chunk in chunks:
             assert chunk.prompt.lease is not None
             chunk.prompt.lease.use_until(step.end, stream)
@@ -312,12 +303,12 @@ class PrefillEngine:
         if self._in_flight and self._clock() - self._begin_s(self._in_flight[0]) > _STEP_TIMEOUT_S:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
 
-    def _begin_s(self, step: _StepInFlight) -> float:
+    def _begin_s(self, step: StepInFlight) -> float:
         """When the oldest forward could begin: one that is launched ahead waits for the one before it."""
         return max(step.launched_s, self._last_end_s)
 
     @recorded("finish")
-    def _finish(self, step: _StepInFlight) -> None:
+    def _finish(self, step: StepInFlight) -> None:
         start_s = self._begin_s(step)
         self._last_end_s = now_s = self._clock()
         self._sender.forward_ended()
@@ -333,7 +324,7 @@ class PrefillEngine:
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
 
-    def _post_first_tokens(self, step: _StepInFlight) -> None:
+    def _post_first_tokens(self, step: StepInFlight) -> None:
         batch, computed = step.batch, step.computed.get()
         prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
         invalid = computed.sampled.is_invalid.tolist()

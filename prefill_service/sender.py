@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
@@ -22,7 +24,7 @@ from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import SharedKv
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
-from common.wire.handoff import KvSegment, Payload, segment_flow
+from common.wire.handoff import KvSegment, NewPayload, Payload, segment_flow
 from prefill_service.chunk_batch import Chunk
 from prefill_service.prompt import Prompt
 
@@ -81,7 +83,7 @@ class _Piece:
 class _Copy:
     piece: _Piece
     scope: Scope
-    payload: Cell[torch.Tensor]
+    payload: Cell[NDArray[np.uint8]]
     done: Event
 
 
@@ -111,8 +113,11 @@ class KvSender:
         memory: LentPool | None,
         budget_bytes: int,
         max_segment_bytes: int,
+        new_payload: NewPayload | None = None,
     ) -> None:
+        """`new_payload`: where KV of a pool on the host is gathered, if not into memory of the device's choice."""
         self._device = device
+        self._new_payload = new_payload
         self._pool = pool
         self._memory = memory
         self._budget_bytes = budget_bytes
@@ -264,7 +269,7 @@ class KvSender:
             if copy.scope.error is not None:
                 yield SentPiece(piece.prompt, None, copy.scope.error)
             else:
-                yield SentPiece(piece.prompt, _segment(piece, payload=copy.payload.get().numpy()), None)
+                yield SentPiece(piece.prompt, _segment(piece, payload=copy.payload.get()), None)
 
     def _lend(self) -> Iterator[SentPiece]:
         for piece in self._written():
@@ -304,21 +309,10 @@ class KvSender:
 
     def _copy(self, piece: _Piece) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
-        payload: Cell[torch.Tensor] = Cell()
+        payload: Cell[NDArray[np.uint8]] = Cell()
 
         def copy_out() -> None:
-            pool = self._pool.buffers[piece.group.name]
-            layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
-            memory = self._device.host_buffer((piece.num_bytes,), torch.uint8)
-            values = memory.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
-            if (run := run_of(piece.slots)) is not None:
-                values.copy_(layers[:, :, run], non_blocking=True)
-            elif layers.device == values.device:
-                torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
-            else:
-                slots = self._device.to_device(torch.tensor(piece.slots))
-                values.copy_(layers.index_select(2, slots), non_blocking=True)
-            payload.set(memory)
+            payload.set(self._copied_out(piece))
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.written)
@@ -328,6 +322,32 @@ class KvSender:
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
         self._copying.append(_Copy(piece, scope, payload, done))
+
+    def _copied_out(self, piece: _Piece) -> NDArray[np.uint8]:
+        """The piece's bytes; between devices they are there behind what the stream does now."""
+        pool = self._pool.buffers[piece.group.name]
+        layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
+        is_host = layers.device.type == "cpu"
+        memory = (
+            None if self._new_payload is None or not is_host else self._new_payload(piece.group.name, piece.num_bytes)
+        )
+        if memory is None:
+            target = self._device.host_buffer((piece.num_bytes,), torch.uint8)
+        else:
+            target = torch.from_numpy(memory[0])
+        values = target.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+        if (run := run_of(piece.slots)) is not None:
+            values.copy_(layers[:, :, run], non_blocking=True)
+        elif is_host:
+            torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
+        else:
+            slots = self._device.to_device(torch.tensor(piece.slots))
+            values.copy_(layers.index_select(2, slots), non_blocking=True)
+        if memory is None:
+            return target.numpy()
+        payload, is_written = memory
+        is_written()
+        return payload
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         if num_bytes:

@@ -17,6 +17,8 @@ class LeaseState(Enum):
     QUARANTINED = "quarantined"
     FREE = "free"
 
+    __hash__ = object.__hash__  # that of Enum is Python, and every step counts rows and slots by state
+
 
 _NUMBERS = {state: number for number, state in enumerate(LeaseState)}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import xor
 from typing import Any
 
 import google_crc32c
@@ -17,9 +18,10 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from common.wire.framed_payload import FramedPayload
 from common.wire.handoff import Payload
 
-_Parts = Callable[[Any], Iterator[bytes]]
+_Parts = Callable[[Any], Iterator[Payload]]
 _NUMBERS = {
     FieldDescriptor.CPPTYPE_BOOL: "<?",
     FieldDescriptor.CPPTYPE_ENUM: "<i",
@@ -31,15 +33,52 @@ _NUMBERS = {
     FieldDescriptor.CPPTYPE_DOUBLE: "<d",
 }
 """Formats that struct and numpy both read."""
+_SHORT_BYTES = 256
+"""Values up to it are summed together: there are dozens in a segment, and each sum is a call."""
 
 
 def checksum(message: Message, **known: Payload) -> int:
     """`known`: fields of bytes whose value is at hand; to read a payload from its message would copy it."""
-    crc = 0
+    crc: int = 0
+    short: list[bytes] = []
     for name, parts in _fields(message.DESCRIPTOR):
         for part in parts(known[name] if name in known else getattr(message, name)):
-            crc = google_crc32c.extend(crc, part)
+            if isinstance(part, bytes) and len(part) <= _SHORT_BYTES:
+                short.append(part)
+                continue
+            crc = _extended(google_crc32c.extend(crc, b"".join(short)), part)
+            short.clear()
+    crc = google_crc32c.extend(crc, b"".join(short))
     return crc
+
+
+def _extended(crc: int, part: Payload) -> int:
+    known = part.crc32c if isinstance(part, FramedPayload) else None
+    if known is not None:
+        return _behind(crc, len(part)) ^ known
+    extended: int = google_crc32c.extend(crc, part)
+    return extended
+
+
+def _behind(crc: int, num_bytes: int) -> int:
+    """What a checksum adds to that of `num_bytes` bytes behind what it covers."""
+    for power in range(num_bytes.bit_length()):
+        if num_bytes >> power & 1:
+            crc = _applied(_zeros(power), crc)
+    return crc
+
+
+@cache
+def _zeros(power: int) -> tuple[int, ...]:
+    """How 2**power zero bytes change a checksum: of each of its bits, what comes of it (a CRC is linear over bits)."""
+    if power == 0:
+        return tuple(google_crc32c.extend(1 << bit, b"\0") ^ google_crc32c.value(b"\0") for bit in range(32))
+    half = _zeros(power - 1)
+    return tuple(_applied(half, column) for column in half)
+
+
+def _applied(columns: tuple[int, ...], crc: int) -> int:
+    return reduce(xor, (column for bit, column in enumerate(columns) if crc >> bit & 1), 0)
 
 
 @cache
@@ -68,38 +107,39 @@ def _single(field: FieldDescriptor) -> _Parts:
     return _text if field.type == FieldDescriptor.TYPE_STRING else _bytes
 
 
-def _number(packed: struct.Struct, value: float) -> Iterator[bytes]:
+def _number(packed: struct.Struct, value: float) -> Iterator[Payload]:
     yield packed.pack(value)
 
 
-def _numbers(dtype: np.dtype[Any], values: Any) -> Iterator[bytes]:
+def _numbers(dtype: np.dtype[Any], values: Any) -> Iterator[Payload]:
     yield _count(values)
-    yield np.array(values, dtype).tobytes()
+    if values:
+        yield np.array(values, dtype).tobytes()
 
 
-def _bytes(value: bytes) -> Iterator[bytes]:
+def _bytes(value: bytes) -> Iterator[Payload]:
     yield _count(value)
     yield value
 
 
-def _text(value: str) -> Iterator[bytes]:
+def _text(value: str) -> Iterator[Payload]:
     yield from _bytes(value.encode())
 
 
-def _repeated(parts: _Parts, values: Any) -> Iterator[bytes]:
+def _repeated(parts: _Parts, values: Any) -> Iterator[Payload]:
     yield _count(values)
     for value in values:
         yield from parts(value)
 
 
-def _entries(key: _Parts, value: _Parts, entries: Any) -> Iterator[bytes]:
+def _entries(key: _Parts, value: _Parts, entries: Any) -> Iterator[Payload]:
     yield _count(entries)
     for name in sorted(entries):
         yield from key(name)
         yield from value(entries[name])
 
 
-def _message(message: Message) -> Iterator[bytes]:
+def _message(message: Message) -> Iterator[Payload]:
     for name, parts in _fields(message.DESCRIPTOR):
         yield from parts(getattr(message, name))
 

@@ -13,6 +13,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import PoolTicket, RemoteKv, SharedKv, runs_of, slots_of
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, require
+from common.wire.framed_payload import FramedPayload
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import HandoffRow, KvSegment
 from common.wire.segment_bytes import joined
@@ -29,7 +30,7 @@ class ReadablePool(Protocol):
 
 
 def encode_segment(segment: KvSegment) -> bytes:
-    """The bytes of a HandoffFrame. They hold the only copy of the payload that is made."""
+    """The bytes of a HandoffFrame. They hold the only copy of the payload that is made; one with a frame is there."""
     into = prefill_pb2.KvSegment()
     into.row = segment.row
     into.layer_group = segment.layer_group
@@ -47,7 +48,8 @@ def encode_segment(segment: KvSegment) -> bytes:
         into.crc32c = checksum(into)
         return prefill_pb2.HandoffFrame(kv_segment=into).SerializeToString()
     into.crc32c = checksum(into, payload=segment.payload)
-    return joined(into, segment.payload)
+    framed = segment.payload.frame(into) if isinstance(segment.payload, FramedPayload) else None
+    return joined(into, segment.payload) if framed is None else framed
 
 
 def decode_segment(

@@ -24,6 +24,8 @@ TARGET_GROUP = "target"
 DRAFT_GROUP = "draft"
 
 Payload = bytes | NDArray[np.uint8]
+NewPayload = Callable[[str, int], tuple[NDArray[np.uint8], Callable[[], None]]]
+"""Memory on the host for a payload of a layer group, and what to call when it is written."""
 
 
 @dataclass(frozen=True, slots=True)

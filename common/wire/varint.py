@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 
-def varint(value: int) -> bytes:
+def varint(value: int, *, width: int = 1) -> bytes:
+    """In at least `width` bytes, of which the last ones add nothing."""
     encoded = bytearray()
-    while value > 127:
+    while value > 127 or len(encoded) + 1 < width:
         encoded.append(value & 127 | 128)
         value >>= 7
     encoded.append(value)

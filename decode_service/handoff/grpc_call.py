@@ -116,19 +116,36 @@ class GrpcCall:
                 await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
-        accepted = await self._read(stream, self._timeouts.accept_timeout_s)
-        if not isinstance(accepted, Accepted):
-            raise ProtocolError("frame", "is not Accepted, the first frame of a call")
-        self._post(FrameArrived(self._call_id, accepted))
-        while (frame := await self._read(stream, self._timeouts.progress_timeout_s, self._num_steps)) is not None:
-            if isinstance(frame, Accepted):
-                raise ProtocolError("accepted", "is not the first frame of a call")
-            if isinstance(frame, KvSegment):
-                await self._budget.take(self._call_id, frame.num_bytes)
-                if isinstance(frame.shared, RemoteKv):
-                    await self._post_fetched(frame, frame.shared)
-                    continue
+        """One frame is on its way while another is decoded and posted, but for one that waits for the budget."""
+        reading = asyncio.ensure_future(stream.read())
+        try:
+            accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
+            if accepted is None or not isinstance(frame := self._decode(accepted), Accepted):
+                raise ProtocolError("frame", "is not Accepted, the first frame of a call")
             self._post(FrameArrived(self._call_id, frame))
+            reading = asyncio.ensure_future(stream.read())
+            while (
+                data := await self._arrived(reading, self._timeouts.progress_timeout_s, self._num_steps)
+            ) is not None:
+                if reads_ahead := self._budget.has_room(len(data)):
+                    reading = asyncio.ensure_future(stream.read())
+                    await asyncio.sleep(0)  # it asks the connection for the frame before this thread is busy
+                await self._take(self._decode(data))
+                if not reads_ahead:
+                    reading = asyncio.ensure_future(stream.read())
+        finally:
+            reading.cancel()
+            reading.add_done_callback(_forget_failure)
+
+    async def _take(self, frame: Frame) -> None:
+        if isinstance(frame, Accepted):
+            raise ProtocolError("accepted", "is not the first frame of a call")
+        if isinstance(frame, KvSegment):
+            await self._budget.take(self._call_id, frame.num_bytes)
+            if isinstance(frame.shared, RemoteKv):
+                await self._post_fetched(frame, frame.shared)
+                return
+        self._post(FrameArrived(self._call_id, frame))
 
     async def _post_fetched(self, segment: KvSegment, remote: RemoteKv) -> None:
         """Not of a row whose slots were another's before they were read: that row failed there, was cancelled here, or
@@ -145,25 +162,23 @@ class GrpcCall:
         if payload is not None:
             self._post(FrameArrived(self._call_id, replace(segment, payload=payload, shared=None)))
 
-    async def _read(self, stream: Stream, timeout_s: float, num_steps: Callable[[], int] | None = None) -> Frame | None:
-        """The next frame; None when the replica ended the call well.
+    async def _arrived(
+        self, reading: asyncio.Future[object], timeout_s: float, num_steps: Callable[[], int] | None = None
+    ) -> bytes | None:
+        """The frame that is read; None when the replica ended the call well.
 
         A replica whose engine goes on stepping is busy with other rows, not lost: the bound starts anew. Looks are
         counted, not time, as what came while this process was stopped is read first.
         """
-        reading = asyncio.ensure_future(stream.read())
-        try:
-            seen, num_looks = num_steps() if num_steps else 0, 0
-            while not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
-                num_looks += 1
-                if num_steps and num_steps() != seen:
-                    seen, num_looks = num_steps(), 0
-                elif num_looks == _LOOKS_PER_TIMEOUT:
-                    raise PrefillUnavailable(f"{self.replica}: no frame within {timeout_s} s")
-            data = reading.result()
-        finally:
-            reading.cancel()
-        return self._decode(data) if isinstance(data, bytes) else None
+        seen, num_looks = num_steps() if num_steps else 0, 0
+        while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
+            num_looks += 1
+            if num_steps and num_steps() != seen:
+                seen, num_looks = num_steps(), 0
+            elif num_looks == _LOOKS_PER_TIMEOUT:
+                raise PrefillUnavailable(f"{self.replica}: no frame within {timeout_s} s")
+        data = reading.result()
+        return data if isinstance(data, bytes) else None
 
     def _decode(self, data: bytes) -> Frame:
         start_ns = time.monotonic_ns()
@@ -172,3 +187,9 @@ class GrpcCall:
             figures = frame_figures(frame, self._rows.__getitem__)
             self._track.ended(f"receive {type(frame).__name__}", start_ns, self._call_id, bytes=len(data), **figures)
         return frame
+
+
+def _forget_failure(reading: asyncio.Future[object]) -> None:
+    """Of a frame that nobody waits for any more."""
+    if not reading.cancelled():
+        reading.exception()

@@ -18,6 +18,10 @@ class ReceiveBudget:
         """The call that must be granted before any other."""
         return next(iter(self._waiting), None)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a call that asked for so many would have them at once, and keep within the limit."""
+        return not self._waiting and self._held_bytes + num_bytes <= self._limit_bytes
+
     def try_take(self, call_id: str, num_bytes: int) -> bool:
         """Whether the bytes are the call's now. If not, the call waits in line, and asks again when it is its turn."""
         self._waiting.setdefault(call_id)
@@ -43,6 +47,10 @@ class AsyncReceiveBudget:
     def __init__(self, limit_bytes: int) -> None:
         self._budget = ReceiveBudget(limit_bytes)
         self._turns: dict[str, asyncio.Event] = {}
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `take` would return at once, within the limit."""
+        return self._budget.has_room(num_bytes)
 
     async def take(self, call_id: str, num_bytes: int) -> None:
         """Return once the bytes are the call's; one task for each call."""

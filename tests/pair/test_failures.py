@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from common.device.cpu import CpuDevice
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import SharedPool
 from common.model.sampling_params import ResolvedSampling
@@ -18,6 +17,7 @@ from common.wire.handoff import Frame, KvSegment
 from decode_service.landing import LandingZone
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from prefill_service import messages as prefill
+from prefill_service.sender import KvSender
 from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, ForwardFailed, is_decode
 from tests.support.pair import InProcessPair, PairOptions
@@ -143,7 +143,16 @@ def test_a_failing_copy_out_of_the_prefill_pool_is_retried(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    fail_once(monkeypatch, "host_buffer", lambda shape, dtype: dtype is torch.uint8)
+    failing: list[bool] = [True]
+    copied_out = KvSender._copied_out
+
+    def fail_first(sender: KvSender, *args: Any) -> object:
+        if failing:
+            failing.clear()
+            raise ForwardFailed("planted")
+        return copied_out(sender, *args)
+
+    monkeypatch.setattr(KvSender, "_copied_out", fail_first)
     for name in NAMES:
         submit(pair, name)
     pair.run()
@@ -174,20 +183,6 @@ def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
     for name, outcome in pair.outcomes.items():
         assert outcome is failed or outcome.token_ids == undisturbed[name]
     assert_it_serves_on(pair, undisturbed)
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, method: str, where: Callable[..., bool]) -> None:
-    """The first such call on a CPU device that `where` holds for raises."""
-    sound = getattr(CpuDevice, method)
-    failed: list[bool] = []
-
-    def call(device: CpuDevice, *args: object) -> object:
-        if not failed and where(*args):
-            failed.append(True)
-            raise ForwardFailed("planted")
-        return sound(device, *args)
-
-    monkeypatch.setattr(CpuDevice, method, call)
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------
