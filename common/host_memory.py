@@ -1,6 +1,6 @@
 """Host memory that is freed stays with the process: KV segments come and go by the hundred each second.
 
-The C library would return each segment's 4 MiB to the system and ask for them again, page by page: half the time of
+The C library would return each segment's 8 MiB to the system and ask for them again, page by page: half the time of
 sending over gRPC.
 """
 

@@ -368,7 +368,7 @@ Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class KvSegment(_message.Message):
-    """KV of one row: payload [layers, planes, tokens, row_bytes], little-endian, contiguous, in frames at most 4 MiB."""
+    """KV of one row: payload [layers, planes, tokens, row_bytes], little-endian, contiguous, in frames at most 8 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 # Room for a PrefillBatch or PrebuiltBatch of many rows; a segment has a bound of its own.
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_SEGMENT_BYTES = 4 << 20
+MAX_SEGMENT_BYTES = 8 << 20  # both engines and both event loops take a turn for each
 
 # What a sender may have under way to a receiver that does not read. Fixed: the window that gRPC finds by probing grows
 # to many messages, and the receive budget would bound little.

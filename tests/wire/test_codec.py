@@ -231,11 +231,11 @@ def test_a_segment_of_nothing_is_refused(attribute: str) -> None:
 
 
 def test_a_segment_beyond_the_size_bound_is_refused() -> None:
-    wide = replace(TARGET, head_dim=1 << 18)
+    wide = replace(TARGET, head_dim=1 << 19)
     row = replace(PLAIN_ROW, token_ids=(1, 2, 3), prompt_len=3)
     message = segment_message(wide, row)
     codec = FrameCodec(fingerprint=replace(PLAIN, layer_groups=(wide,)), vocab_size=VOCAB_SIZE)
-    with pytest.raises(ProtocolError, match="more than 4194304 bytes"):
+    with pytest.raises(ProtocolError, match="more than 8388608 bytes"):
         codec.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row,))
 
 

@@ -1,0 +1,73 @@
+"""A call reads its next frame while one is decoded and posted, if the receive budget has room for that one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from common.telemetry.timeline import Track
+from common.wire.codec_frames import FrameCodec
+from common.wire.handoff import Accepted, KvSegment
+from decode_service.handoff.grpc_call import GrpcCall
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.messages import FrameArrived, StartHandoff
+from tests.handoff.homes import FAST
+from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, SEGMENT_BYTES, row, segment
+from tests.wire.strategies import VOCAB_SIZE
+
+CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+FRAMES = (CODEC.encode(Accepted("i")), *(CODEC.encode(segment(place=place)) for place in range(3)))
+
+
+class ArrivedStream:
+    """One whose frames have all arrived."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    async def write(self, data: bytes) -> None:
+        pass
+
+    async def read(self) -> Any:
+        self.num_read += 1
+        return FRAMES[self.num_read - 1] if self.num_read <= len(FRAMES) else grpc.aio.EOF
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "num_read"),
+    [pytest.param(ROOMY_BUDGET_BYTES, [3, 4, 5], id="room"), pytest.param(SEGMENT_BYTES, [2, 3, 4], id="no-room")],
+)
+async def test_the_next_frame_is_read_while_a_segment_is_posted(limit_bytes: int, num_read: list[int]) -> None:
+    stream, budget = ArrivedStream(), AsyncReceiveBudget(limit_bytes)
+    seen: list[int] = []
+
+    def post(command: Any) -> None:
+        if isinstance(command, FrameArrived) and isinstance(command.frame, KvSegment):
+            seen.append(stream.num_read)
+            budget.give_back(command.frame.num_bytes)
+
+    async def ready() -> None:
+        pass
+
+    channel = SimpleNamespace(channel_ready=ready, stream_stream=lambda _method: lambda metadata: stream)
+    call = GrpcCall(
+        command=StartHandoff("call", "replica", (row(),)),
+        channel=cast("grpc.aio.Channel", channel),
+        fingerprint=FINGERPRINT,
+        codec=CODEC,
+        budget=budget,
+        post=post,
+        timeouts=FAST,
+        metadata=(),
+        num_steps=lambda: 0,
+        pool=None,
+        track=Track("handoff"),
+    )
+    await call.exchange()
+    assert seen == num_read
