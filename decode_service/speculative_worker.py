@@ -170,6 +170,7 @@ class SpeculativeWorker(ABC):
             self._state,
             batch.sampling.repeated(num_nodes),
             tree.ancestors() if batch.sampling.penalised else None,
+            found=target.largest,
         )
         accepted = tree.accept(sampled.token_ids.view(num_rows, num_nodes))
         path, accept_lens = accepted.path, accepted.accept_lens

@@ -92,8 +92,15 @@ class PlainWorker:
 
         @torch.inference_mode()
         def decode() -> None:
-            logits = compute().logits
-            sampled = sample(logits, batch.req_pool_indices, batch.seq_lens, self._sampling_state, batch.sampling)
+            target = compute()
+            sampled = sample(
+                target.logits,
+                batch.req_pool_indices,
+                batch.seq_lens,
+                self._sampling_state,
+                batch.sampling,
+                found=target.largest,
+            )
             output.sampled.set(sampled)
             output.accept_lens.set(accept_lens)
             output.is_invalid.set(relayed.get().is_invalid | sampled.is_invalid)

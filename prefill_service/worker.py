@@ -92,7 +92,12 @@ class PrefillWorker:
             reached = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
             output = self._model.forward(batch.forward_input, on_layer_kv=reached)
             first = sample(
-                output.logits, batch.sampled_rows, batch.sampled_positions, self._sampling_state, batch.sampling
+                output.logits,
+                batch.sampled_rows,
+                batch.sampled_positions,
+                self._sampling_state,
+                batch.sampling,
+                found=output.largest,
             )
             columns = {}
             if self._draft is not None:

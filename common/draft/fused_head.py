@@ -31,7 +31,7 @@ class FusedHead(HeadProgram):
 
 
 def _output(program: ForwardProgram, batch: ForwardInput, beside: Tensor) -> DraftOutput:
-    logits, hidden = program.forward(batch, beside)
+    logits, hidden, _ = program.forward(batch, beside)
     assert hidden is not None
     return DraftOutput(hidden if batch.logits_rows is None else hidden[batch.logits_rows], logits)
 

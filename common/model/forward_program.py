@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,26 @@ class FusedDecoder:
     sines: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """Of each row of logits: `token_ids` [R] int64, the first of its largest or its first NaN, and `are_not_finite` [R]
+    bool, of the logits there.
+    """
+
+    token_ids: Tensor
+    are_not_finite: Tensor
+
+
+class ProgramOutput(NamedTuple):
+    """`logits` [R, vocab] float32; `states` [T, states * hidden], None unless captured; `largest` of the logits, None
+    where the program does not look for them.
+    """
+
+    logits: Tensor
+    states: Tensor | None
+    largest: Largest | None
+
+
 class ForwardProgram(Protocol):
     """Another way to compute a model's forwards."""
 
@@ -65,15 +85,12 @@ class ForwardProgram(Protocol):
 
     def forward(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, vocab] float32 and the captured states [T, states * hidden], None unless captured.
-
-        `beside` [T, width]: what a program of a draft head reads beside the tokens; its states are its outputs.
-        """
+    ) -> ProgramOutput:
+        """`beside` [T, width]: what a program of a draft head reads beside the tokens; its states are its outputs."""
 
     def prepare(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    ) -> Callable[[], ProgramOutput]:
         """What computes it without the interpreter's lock: to be called once, each in the order it was prepared.
 
         Without a tree mask no tensor is read before that call.

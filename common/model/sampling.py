@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.device.stream import Device
 from common.device.upload import upload
+from common.model.forward_program import Largest
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling_state import SamplingBatch, SamplingState
 
@@ -47,9 +48,17 @@ class Ancestors:
     counted: Tensor
 
 
-def sample(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch) -> Sampled:
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    batch: SamplingBatch,
+    *,
+    found: Largest | None = None,
+) -> Sampled:
     """Draw the token at `positions` for each row, and count it. Rows are distinct; the rest is as in `draw`."""
-    sampled = draw(logits, rows, positions, state, batch)
+    sampled = draw(logits, rows, positions, state, batch, found=found)
     if batch.penalised:
         entries = _index(batch.penalised, logits)
         state.count(rows[entries], sampled.token_ids[entries])
@@ -63,12 +72,17 @@ def draw(
     state: SamplingState,
     batch: SamplingBatch,
     ancestors: Ancestors | None = None,
+    *,
+    found: Largest | None = None,
 ) -> Sampled:
     """The token at `positions` for each row, which nothing remembers.
 
     Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64; a position
-    is the drawn token's own index in the sequence. Penalties count `ancestors` as output.
+    is the drawn token's own index in the sequence. Penalties count `ancestors` as output. `found`: the logits' largest,
+    where they are known; a greedy batch that wants nothing else has its tokens there.
     """
+    if found is not None and batch.is_greedy:
+        return Sampled(found.token_ids, found.are_not_finite)
     raw = logits.clone() if batch.with_logprobs else logits
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)

@@ -139,6 +139,11 @@ class SamplingBatch:
         num_top_logprobs = int(needs[:, -1].max(initial=0))
         return cls(sampled, truncated, penalised, biased, min_length, with_logprobs, num_top_logprobs)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every entry's token is the largest of the model's own logits, and nothing else is wanted."""
+        return not (self.sampled or self.penalised or self.biased or self.min_length or self.with_logprobs)
+
     def repeated(self, num_times: int) -> SamplingBatch:
         """Of a batch in which each entry appears `num_times`, one beside the other."""
 

@@ -14,7 +14,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram, FusedDecoder, OnLayerKv
+from common.model.forward_program import ForwardProgram, FusedDecoder, Largest, OnLayerKv
 from common.telemetry.forward_counts import ForwardCounts
 
 _FINAL = -1  # among captured states: what leaves the final norm
@@ -22,10 +22,14 @@ _FINAL = -1  # among captured states: what leaves the final norm
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """`logits` [R, vocab] float32; `hidden` [T, states * hidden_size] in the model's dtype, None unless captured."""
+    """`logits` [R, vocab] float32; `hidden` [T, states * hidden_size] in the model's dtype, None unless captured.
+
+    `largest` of the logits, where the forward found them too.
+    """
 
     logits: Tensor
     hidden: Tensor | None
+    largest: Largest | None = None
 
 
 class Target(Protocol):

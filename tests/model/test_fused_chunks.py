@@ -77,7 +77,7 @@ _ROWS = {
 def test_logits_and_kv_are_the_models(model: TargetModel, program: ForwardProgram, rows: list[tuple[int, int]]) -> None:
     batch = _batch(model, rows)
     mine = replace(batch, kv=batch.kv.clone())
-    logits, _ = program.forward(mine)
+    logits, *_ = program.forward(mine)
     model._program = None
     try:
         expected = model.forward(batch).logits
@@ -89,11 +89,11 @@ def test_logits_and_kv_are_the_models(model: TargetModel, program: ForwardProgra
 
 def test_a_broken_request_breaks_no_other(model: TargetModel, program: ForwardProgram) -> None:
     batch = _batch(model, [(40, 50), (40, 1), (40, 60), (40, 3)])
-    sound, _ = program.forward(replace(batch, kv=batch.kv.clone()))
+    sound, *_ = program.forward(replace(batch, kv=batch.kv.clone()))
     for row in range(4):
         kv = batch.kv.clone()
         kv[:, :, batch.req_to_token[row + 1, 20]] = float("nan")
-        logits, _ = program.forward(replace(batch, kv=kv))
+        logits, *_ = program.forward(replace(batch, kv=kv))
         others = [other for other in range(4) if other != row]
         assert logits[row].isnan().all()
         assert torch.equal(logits[others], sound[others])
@@ -101,10 +101,10 @@ def test_a_broken_request_breaks_no_other(model: TargetModel, program: ForwardPr
 
 def test_of_padding_behind_a_chunk_nothing_is_read(model: TargetModel, program: ForwardProgram) -> None:
     batch = _batch(model, [(0, 45)])
-    before, _ = program.forward(replace(batch, kv=batch.kv.clone()))
+    before, *_ = program.forward(replace(batch, kv=batch.kv.clone()))
     kv = batch.kv.clone()
     kv[:, :, 0] = float("nan")
-    after, _ = program.forward(replace(batch, kv=kv))
+    after, *_ = program.forward(replace(batch, kv=kv))
     assert torch.equal(after, before)
 
 
@@ -113,13 +113,13 @@ def test_layers_are_told_once_their_kv_is_there_and_before_later_ones_are(
 ) -> None:
     batch = _batch(model, [(10, 40)])
     whole = replace(batch, kv=batch.kv.clone())
-    expected, _ = program.forward(whole)
+    expected, *_ = program.forward(whole)
     written: list[list[bool]] = []
 
     def look() -> None:
         written.append([torch.equal(mine, its) for mine, its in zip(batch.kv, whole.kv, strict=True)])
 
-    logits, _ = program.forward(batch, on_layer_kv=dict.fromkeys(range(model.num_layers), look))
+    logits, *_ = program.forward(batch, on_layer_kv=dict.fromkeys(range(model.num_layers), look))
     assert written == [[True, False], [True, True]]
     assert torch.equal(logits, expected)
 

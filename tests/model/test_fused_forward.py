@@ -90,9 +90,16 @@ def test_a_tree_attends_as_its_mask_says(model: TargetModel, program: ForwardPro
 
 def test_only_the_logits_that_are_wanted_are_computed(model: TargetModel, program: ForwardProgram) -> None:
     batch = _batch(model, prefix_lens=[4, 0, 9], num_new=[3, 1, 5])
-    every, _ = program.forward(batch)
-    logits, _ = program.forward(replace(batch, logits_rows=torch.tensor([2, 8])))
+    every, *_ = program.forward(batch)
+    logits, *_ = program.forward(replace(batch, logits_rows=torch.tensor([2, 8])))
     assert torch.equal(logits, every[[2, 8]])
+
+
+def test_logits_that_are_no_numbers_are_told(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, prefix_lens=[6, 3], num_new=[1, 1])
+    batch.kv[:, :, batch.req_to_token[batch.req_pool_indices[1], :3]] = float("nan")
+    *_, largest = program.forward(batch)
+    assert largest is not None and largest.are_not_finite.tolist() == [False, True]
 
 
 def test_progress_is_shown_layer_by_layer(model: TargetModel, program: ForwardProgram) -> None:
@@ -103,7 +110,7 @@ def test_progress_is_shown_layer_by_layer(model: TargetModel, program: ForwardPr
 
 def test_the_models_forwards_are_the_programs(model: TargetModel, program: ForwardProgram) -> None:
     batch = _batch(model, prefix_lens=[6, 3], num_new=[1, 1])
-    expected, _ = program.forward(replace(batch, kv=batch.kv.clone()))
+    expected, *_ = program.forward(replace(batch, kv=batch.kv.clone()))
     before = program.num_layers_begun
     assert torch.equal(model.forward(batch).logits, expected)
     assert program.num_layers_begun == before + model.num_layers
@@ -148,7 +155,7 @@ def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> Non
         max_seq_len=0,
     )
     kv = batch.kv.clone()
-    logits, _ = program.forward(nothing)
+    logits, *_ = program.forward(nothing)
     assert logits.shape == (0, model.vocab_size) and torch.equal(batch.kv, kv)
 
 
@@ -167,7 +174,9 @@ def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type
 
 def _assert_same(model: TargetModel, program: ForwardProgram, batch: ForwardInput) -> None:
     mine = replace(batch, kv=batch.kv.clone())
-    logits, states = program.forward(mine)
+    logits, states, largest = program.forward(mine)
+    assert largest is not None and torch.equal(largest.token_ids, logits.argmax(dim=-1))
+    assert not largest.are_not_finite.any()
     model._program = None
     try:
         expected = model.forward(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from common.model import noise
+from common.model.forward_program import Largest
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling import Sampled, largest, sample, shape_logits
 from common.model.sampling_params import ResolvedSampling
@@ -224,6 +226,20 @@ def test_logits_without_a_finite_value_are_reported() -> None:
     logits = random_logits(2)
     logits[1] = math.nan
     assert draw(logits, [params(), params(temperature=0.0)], [3, 3]).is_invalid.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{}, {"temperature": 1.0}, {"logit_bias": ((3, 50.0),)}, {"frequency_penalty": 1.0}, {"num_logprobs": 1}],
+    ids=lambda wanted: next(iter(wanted), "nothing"),
+)
+def test_a_largest_that_is_known_is_taken_where_nothing_else_is_wanted(wanted: dict[str, Any]) -> None:
+    request = params(**{"temperature": 0.0, **wanted})
+    state = state_of(RowSeed(1, request, 0, (1,), 1))
+    found = Largest(torch.tensor([7]), torch.tensor([True]))
+    logits, batch = random_logits(1), SamplingBatch.of([request])
+    drawn = sample(logits, torch.tensor([1]), torch.tensor([9]), state, batch, found=found)
+    assert (int(drawn.token_ids[0]) == 7 and bool(drawn.is_invalid[0])) == (not wanted)
 
 
 def test_seeding_a_row_puts_no_number_of_the_hosts_into_a_table() -> None:

@@ -21,10 +21,10 @@ _ITEM_BYTES = 128 << 10  # of a LINEAR's weight: threads read long runs of memor
 def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: int) -> Program:
     """The same, keeping the states of `capture`, side by side, of buffer `stream` in buffer `states`.
 
-    The program's layers begin with the operations that show it, and its last operation norms what leaves the last.
+    The program's layers begin with the operations that show it, and its last LINEAR norms what leaves the last.
     """
     width = program.widths[stream]
-    last = len(program.operations) - 1
+    last = int(np.flatnonzero(program.operations[:, Field.KIND] == Kind.LINEAR)[-1])
     begins = [*np.flatnonzero(program.operations[:, Field.SHOWS_LAYER]).tolist(), last]
     copies: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
     for place, layer in enumerate((*capture.layers, *((len(begins) - 1,) if capture.final else ()))):
@@ -129,6 +129,9 @@ class ProgramBuilder:
             Field.NORMED: normed,
         }
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
+
+    def largest(self, logits: int) -> None:
+        self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
 
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
         """silu(gate(x)) * up(x): each panel has half a panel of either."""

@@ -113,6 +113,7 @@ def _program(model: nn.Module) -> Program:
         store=Store.LOGITS,
         selected_rows=True,
     )
+    builder.largest(logits)
     return builder.program()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.model.attention import ForwardInput
 from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
-from common.model.forward_program import FusedDecoder, OnLayerKv
+from common.model.forward_program import FusedDecoder, Largest, OnLayerKv, ProgramOutput
 from common.model.fused.attending_chunks import packed_numbers, scratch_bytes
 from common.model.fused.chunk_parts import ChunkParts
 from common.model.fused.decoder import LOGITS, STATES, STREAM
@@ -46,6 +46,8 @@ _OF_BATCH = np.array(
         Call.SCRATCH,
         Call.SCRATCH_BYTES,
         Call.PACKED,
+        Call.LARGEST,
+        Call.NOT_FINITE,
         Call.BUFFERS + 2 * LOGITS,
         Call.BUFFERS + 2 * STATES,
     ]
@@ -108,6 +110,7 @@ class FusedForward:
         self._reserve(1)
         self._scratch, self._packed = _Room(), _Room()
         self._captures = program.widths[STATES] > 1
+        self._finds_largest = bool((program.operations[:, Field.KIND] == Kind.LARGEST).any())
         attends = np.flatnonzero(program.operations[:, Field.KIND] == Kind.ATTEND).tolist()
         self._layer_stops = {int(program.operations[place, Field.LAYER]): place + 1 for place in attends}
 
@@ -128,17 +131,19 @@ class FusedForward:
 
     def forward(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> ProgramOutput:
         return self.prepare(batch, beside, on_layer_kv=on_layer_kv)()
 
     @torch.inference_mode()
     def prepare(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    ) -> Callable[[], ProgramOutput]:
         num_tokens, num_rows = batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         num_selected = num_tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         self._reserve(num_tokens)
         logits, states = self._new_buffer(LOGITS, num_selected), self._new_buffer(STATES, num_tokens)
+        token_ids = torch.empty(num_selected, dtype=torch.int64)
+        are_not_finite = torch.empty(num_selected, dtype=torch.bool)
         if self._windows is None or not self._windows.are_of(batch):
             self._windows = _Windows(batch)
         windows = self._windows
@@ -171,6 +176,8 @@ class FusedForward:
             scratch.address,
             thread_bytes,
             packed.address,
+            token_ids.data_ptr(),
+            are_not_finite.data_ptr(),
             logits.data_ptr(),
             states.data_ptr(),
         )
@@ -181,13 +188,19 @@ class FusedForward:
             call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
         addressed = (batch.kv, columns, beside, windows, scratch, packed, self._buffers)
 
-        def compute() -> tuple[Tensor, Tensor | None]:
+        output = ProgramOutput(
+            logits,
+            states if self._captures else None,
+            Largest(token_ids, are_not_finite) if self._finds_largest else None,
+        )
+
+        def compute() -> ProgramOutput:
             begin = 0
             for layer, tell in sorted((on_layer_kv or {}).items()):
                 begin = self._run(call, addressed, begin, self._layer_stops[layer])
                 tell()
             self._run(call, addressed, begin, len(self._program.operations))
-            return logits, states if self._captures else None
+            return output
 
         return compute
 

@@ -3,6 +3,7 @@
     EMBED    rows of a table                              an item: some rows
     NORM     RMS norm, or a copy                          an item: some rows
     LINEAR   (norm) ▸ product ▸ store, add, gate or logits an item: some panels of the weight, up to ITEM_ROWS
+    LARGEST  the first largest of the logits               an item: a row of them
     ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: one KV head of one request of few new tokens
     INPUT_NORM, PREPARE_CHUNKS, ATTEND_CHUNKS              what many tokens have of their own; else without items
 
@@ -35,6 +36,7 @@ class Kind(IntEnum):
     INPUT_NORM = 4
     PREPARE_CHUNKS = 5
     ATTEND_CHUNKS = 6
+    LARGEST = 7
 
 
 class Store(IntEnum):
@@ -107,12 +109,17 @@ class Call(IntEnum):
     QUERY_PARTS = 28  # [n, 2]: such a row, the first of its new tokens
     PACKED = 29
     PACKED_STARTS = 30  # [NUM_ROWS + 1], in tokens
-    BUFFERS = 31  # address and elements of a row, of each
+    LARGEST = 31  # [NUM_SELECTED], as Largest has them; the second are bytes
+    NOT_FINITE = 32
+    BUFFERS = 33  # address and elements of a row, of each
 
 
 ITEM_TOKENS = 16  # of EMBED and NORM
 ITEM_ROWS = 256  # of LINEAR: their inputs stay in a core's second cache for all its panels
 MANY_TOKENS = 64
+_LARGEST_BLOCK = 512
+_INFINITY = np.int32(0x7F800000)  # as bits
+_NAN_ORDER = np.int32(0x7FFFFFFF)
 _WORDS = np.int64
 
 
@@ -246,3 +253,38 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):  # type: i
     else:
         for i in range(num):
             target[i] = rounded(sums[i], like)
+
+
+@jit
+def _order(bits):  # type: ignore[no-untyped-def]
+    """Of a float32 by its bits: integers in the same order, both zeros alike, NaN above all."""
+    magnitude = np.int32(bits & np.int32(0x7FFFFFFF))
+    signed = magnitude if bits >= 0 else np.int32(-magnitude)
+    return _NAN_ORDER if magnitude > _INFINITY else signed
+
+
+@jit
+def find_largest(bits):  # type: ignore[no-untyped-def]
+    """The place of the first of the largest float32, or of the first NaN, of an array of their bits."""
+    best, best_start = np.int32(-_NAN_ORDER), 0
+    for start in range(0, bits.shape[0], _LARGEST_BLOCK):
+        block = bits[start : min(bits.shape[0], start + _LARGEST_BLOCK)]
+        largest = np.int32(-_NAN_ORDER)
+        for i in range(block.shape[0]):
+            largest = max(largest, _order(block[i]))
+        if largest > best:
+            best, best_start = largest, start
+    for i in range(best_start, bits.shape[0]):
+        if _order(bits[i]) == best:
+            return i
+    return 0
+
+
+@jit
+def largest(call, fields, row):  # type: ignore[no-untyped-def]
+    base = call[Call.BUFFERS + 2 * fields[Field.SOURCE]]
+    length = call[Call.BUFFERS + 2 * fields[Field.SOURCE] + 1]
+    bits = array_at(pointer(base + row * length * 4), (fields[Field.WIDTH],), np.int32)
+    place = find_largest(bits)
+    words(call[Call.LARGEST], row + 1)[row] = place
+    array_at(pointer(call[Call.NOT_FINITE]), (row + 1,), np.uint8)[row] = (bits[place] & _NAN_ORDER) >= _INFINITY

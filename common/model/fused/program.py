@@ -16,6 +16,7 @@ from common.model.fused.operations import (
     Field,
     Kind,
     embed,
+    largest,
     linear,
     norm,
     normalise_input,
@@ -57,6 +58,8 @@ def _num_items(call, fields):  # type: ignore[no-untyped-def]
         return call[Call.NUM_KEY_PARTS]
     if kind == Kind.ATTEND_CHUNKS:
         return call[Call.NUM_QUERY_PARTS] * fields[Field.NUM_KV_HEADS]
+    if kind == Kind.LARGEST:
+        return call[Call.NUM_SELECTED]
     if kind == Kind.INPUT_NORM and call[Call.NUM_TOKENS] < MANY_TOKENS:
         return np.int64(0)
     return (call[Call.NUM_TOKENS] + ITEM_TOKENS - 1) // ITEM_TOKENS
@@ -101,6 +104,8 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
                 attend_chunks(call, fields, epsilon, scaling, item, inputs, like)
             elif kind == Kind.EMBED:
                 embed(call, fields, item, like)
+            elif kind == Kind.LARGEST:
+                largest(call, fields, item)
             else:
                 norm(call, fields, epsilon, item, like)
             end_item(board, operation)

@@ -117,8 +117,11 @@ def difference(model: TargetModel, forward: ForwardProgram, *, on_wait: Callable
         on_wait()
         expected = model.forward_to_compare(replace(batch, kv=kv))
         on_wait()
-        logits, states = forward.forward(batch)
+        logits, states, found = forward.forward(batch)
         largest = max(largest, relative(logits, expected.logits), relative(batch.kv, kv))
+        assert found is not None
+        if not torch.equal(found.token_ids, logits.argmax(dim=-1)):
+            return float("inf")
         if expected.hidden is not None:
             assert states is not None
             largest = max(largest, relative(states, expected.hidden))
