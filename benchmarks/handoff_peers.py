@@ -33,7 +33,7 @@ from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.lent_memory import KvTransport, LentMemory
+from prefill_service.main import open_shared_pool
 from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 
@@ -49,7 +49,7 @@ class HandoffShape:
     layer_group: LayerGroupSpec
     prompt_tokens: int
     num_prompts: int
-    kv_transport: KvTransport = "grpc"
+    shares_memory: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -136,7 +136,7 @@ async def _until_closed(pipe: Connection) -> None:
 async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     torch.set_num_threads(1)
     model = NothingModel(shape)
-    lent = LentMemory(shape.kv_transport, groups=[shape.layer_group], num_slots=shape.num_slots, is_on_host=True)
+    shared_pool = open_shared_pool([shape.layer_group], shape.num_slots) if shape.shares_memory else None
     engine = PrefillEngine(
         model=cast(TargetModel, model),
         device=open_device("cpu", num_threads=1),
@@ -144,7 +144,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         max_kv_tokens=shape.num_slots,
         max_context_tokens=model.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
-        shared_pool=lent.pool,
+        shared_pool=shared_pool,
         new_payload=FramedPayload.new,
     )
     for buffer in engine.pool.buffers.values():
@@ -168,19 +168,18 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens),
         instance_id="benchmark",
         limits=HandoffLimits(),
-        shared_pool=lent.pool,
-        nixl_pool=lent.nixl_pool,
+        shared_pool=shared_pool,
     )
     server = PrefillServer(servicer=servicer)
     thread.start()
-    lent.serve(lambda: servicer.num_calls > 0)
     port = await server.start("127.0.0.1:0")
     await server.set_ready(True)
     pipe.send(port)
     await _until_closed(pipe)
     await server.stop(0)
     thread.stop(10.0)
-    lent.close()
+    if shared_pool is not None:
+        shared_pool.close()
 
 
 async def _serve_bare(num_messages: int, pipe: Connection) -> None:

@@ -17,8 +17,8 @@ from common.device.errors import DeviceTimeout, PieceFailed, is_of_device
 from common.device.stream import Device, Scope
 from common.draft.head import DraftHead
 from common.errors import RowFailure
-from common.kv.lent_pool import LentPool
 from common.kv.pool import KvPool, LeaseState
+from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
@@ -58,7 +58,7 @@ class PrefillEngine:
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
-    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
+    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers on this host can map;
     `new_payload`: for what leaves as copies, where none of the device's own is to be taken.
     """
 
@@ -84,7 +84,7 @@ class PrefillEngine:
         on_step: OnStep = lambda stats: None,
         timeline: Timeline | None = None,
         debug_checks: bool = False,
-        shared_pool: LentPool | None = None,
+        shared_pool: SharedPool | None = None,
         new_payload: NewPayload | None = None,
     ) -> None:
         self._layer_group = model.layer_group

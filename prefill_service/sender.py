@@ -2,7 +2,7 @@
 
 chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
                       │            ◀────────── SegmentBytesSent returns the budget ──────────┘
-                      └── receiver can read the pool: lent as it lies there ──▶ KvSegment frames
+                      └── receiver has mapped the pool: lent as it lies there ──▶ KvSegment frames
                                    ◀────────── SegmentsReturned ends the loan ─┘
 """
 
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.lent_pool import LentPool
 from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import SharedKv
+from common.kv.shared_pool import SharedPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, NewPayload, Payload, segment_flow
@@ -101,7 +101,7 @@ class KvSender:
 
     Bytes copied out and not yet taken by a transport stay within `budget_bytes`, but for one segment of each call,
     which is always allowed: a receiver that stalls cannot keep the others from sending. While several calls have
-    something to send, none takes more than a quarter of the budget. Of calls whose receiver can read `memory`, which
+    something to send, none takes more than a quarter of the budget. Of calls whose receiver has mapped `memory`, which
     the pool lies in, nothing is copied.
     """
 
@@ -110,7 +110,7 @@ class KvSender:
         *,
         device: Device,
         pool: KvPool,
-        memory: LentPool | None,
+        memory: SharedPool | None,
         budget_bytes: int,
         max_segment_bytes: int,
         new_payload: NewPayload | None = None,
@@ -218,9 +218,9 @@ class KvSender:
         self._sharing.discard(call_id)
 
     def open_call(self, call_id: str, *, shares_memory: bool) -> None:
-        """`shares_memory`: the call's receiver can read the pool."""
+        """`shares_memory`: the call's receiver has mapped the pool."""
         if shares_memory:
-            assert self._memory is not None, "nobody can read it"
+            assert self._memory is not None, "nobody can have mapped it"
             self._sharing.add(call_id)
 
     def return_segments(self, numbers: Sequence[int]) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from common.device.stream import Event, Stream
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.lent_pool import LentPool
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
+from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator
 from common.load import PoolCounts
 
@@ -85,7 +85,7 @@ class KvPool:
         max_kv_tokens: int,
         max_tokens_per_row: int,
         torch_device: torch.device,
-        memory: LentPool | None = None,
+        memory: SharedPool | None = None,
     ) -> None:
         self.groups = {group.name: group for group in groups}
         self._memory = memory
@@ -209,7 +209,7 @@ def _zeros(group: LayerGroupSpec, num_slots: int, torch_device: torch.device) ->
     return torch.zeros(shape, dtype=getattr(torch, group.dtype), device=torch_device)
 
 
-def _view(memory: LentPool, group: LayerGroupSpec) -> Tensor:
+def _view(memory: SharedPool, group: LayerGroupSpec) -> Tensor:
     values = torch.from_numpy(memory.groups[group.name]).view(getattr(torch, group.dtype))
     shape = (*values.shape[:3], group.num_heads, group.head_dim)
     return values.view(shape)

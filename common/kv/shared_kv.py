@@ -1,4 +1,4 @@
-"""A segment's KV where it lies: in slots of another process's pool, which this one has mapped or can read."""
+"""A segment's KV where it lies: in slots of another process's pool, which this one has mapped."""
 
 from __future__ import annotations
 
@@ -38,21 +38,6 @@ class SharedKv:
     def is_current(self) -> bool:
         """Whether the slots are still the row's. What was read before counts only if this still holds."""
         return bool((self.stamps[np.array(self.ticket.slots)] == self.ticket.generation).all())
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteKv:
-    """KV that must be fetched. `kv`, `stamps` [N, 2] uint64: (address, bytes) of ranges of the other process's memory,
-    those of [layers, planes, slots, row_bytes] and those of [slots] uint64.
-    """
-
-    ticket: PoolTicket
-    kv: NDArray[np.uint64]
-    stamps: NDArray[np.uint64]
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.kv[:, 1].sum())
 
 
 def runs_of(slots: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -1,6 +1,9 @@
 """Shared memory that a KV pool lies in, so that a decode service on the same host copies from there into its own.
 
-The prefill service makes it, as a file in memory that only its own user may open. A decode service maps it for reading.
+The prefill service makes it, as a file in memory that only its own user may open, and alone writes. A decode service
+maps it for reading. Each slot has a stamp: the number of the row, of all rows there ever were, that it belongs to.
+
+    | secret | number of slots | stamp of each slot ... | layer group | layer group ...
 """
 
 from __future__ import annotations
@@ -15,34 +18,88 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.lent_pool import HEADER_BYTES, LentPool, PoolLayout, PoolUnusable, split_header
 from common.kv.shared_kv import PoolTicket, SharedKv
 
+SECRET_BYTES = 16
 DIRECTORY = Path("/dev/shm")
 _MAX_NAMES = 8
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
+_NUMBER_BYTES = 8
+_PAGE_BYTES = 4096
 
 
-class SharedPool(LentPool):
-    """The writer's side, in a file."""
+class PoolUnusable(Exception):
+    """There is no such memory here, or it is not one that this process may trust."""
+
+
+class _Layout:
+    """Where everything is. `groups` [layers, planes, slots + 1, row_bytes]; slot 0 is padding, and nobody's."""
+
+    def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._shapes = {
+            group.name: (group.num_layers, group.num_planes, num_slots + 1, group.row_bytes) for group in groups
+        }
+        self._starts: dict[str, int] = {}
+        end = SECRET_BYTES + _NUMBER_BYTES + (num_slots + 1) * _NUMBER_BYTES
+        for name, (num_layers, num_planes, num_rows, row_bytes) in self._shapes.items():
+            self._starts[name] = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+            end = self._starts[name] + num_layers * num_planes * num_rows * row_bytes
+        self.file_bytes = end
+
+    def stamps(self, memory: mmap.mmap) -> NDArray[np.uint64]:
+        return np.frombuffer(memory, np.uint64, self.num_slots + 1, SECRET_BYTES + _NUMBER_BYTES)
+
+    def group(self, memory: mmap.mmap, name: str) -> NDArray[np.uint8]:
+        shape = self._shapes[name]
+        return np.frombuffer(memory, np.uint8, int(np.prod(shape)), self._starts[name]).reshape(shape)
+
+
+class SharedPool:
+    """The writer's side. Not thread-safe. The memory stays as long as anything that it gave out."""
 
     def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path = DIRECTORY) -> None:
         """Raises OSError when there is no room for it."""
         self._path, self._file = _new_file(directory)
         try:
-            layout = PoolLayout(groups, num_slots)
-            os.posix_fallocate(self._file, 0, layout.num_bytes)  # a page that is missing later would be a SIGBUS
-            memory = mmap.mmap(self._file, layout.num_bytes)
+            layout = _Layout(groups, num_slots)
+            os.posix_fallocate(self._file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS
+            memory = mmap.mmap(self._file, layout.file_bytes)
         except BaseException:
             self.close()
             raise
-        super().__init__(memory, layout)
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        memory[: SECRET_BYTES + _NUMBER_BYTES] = self.secret + num_slots.to_bytes(_NUMBER_BYTES, "little")
+        self.groups = {group.name: layout.group(memory, group.name) for group in groups}
+        """[layers, planes, num_slots + 1, row_bytes] uint8, zeros at first."""
+        self._stamps = layout.stamps(memory)
+        self._num_stamped = 0
+        self._num_tickets = 0
 
     @property
     def name(self) -> str:
         return self._path.name
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._stamps) - 1
+
+    def stamp(self, slots: Sequence[int]) -> int:
+        """Give these slots to a row. Whoever read there for another row learns it. Returns the row's generation."""
+        self._num_stamped += 1
+        self._stamps[np.array(slots, np.int64)] = self._num_stamped
+        return self._num_stamped
+
+    def lend(self, group_name: str, layers: slice, slots: Sequence[int], generation: int) -> SharedKv:
+        """KV of a row that `stamp` gave the slots to, for a receiver to read."""
+        self._num_tickets += 1
+        ticket = PoolTicket(tuple(slots), generation, self._num_tickets)
+        return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
 
     def close(self) -> None:
         """The file is gone; whoever has mapped it keeps the memory until it lets go. Idempotent."""
@@ -86,10 +143,10 @@ class MappedPool:
                 os.close(file)
         except (OSError, ValueError) as error:
             raise PoolUnusable(f"{name} cannot be mapped: {error}") from error
-        self.secret, num_slots = split_header(memory[:HEADER_BYTES])
-        layout = PoolLayout(groups, num_slots)
-        if layout.num_bytes != len(memory):
-            raise PoolUnusable(f"{name} has {len(memory)} bytes instead of {layout.num_bytes}")
+        self.secret = memory[:SECRET_BYTES]
+        layout = _Layout(groups, int.from_bytes(memory[SECRET_BYTES : SECRET_BYTES + _NUMBER_BYTES], "little"))
+        if layout.file_bytes != len(memory):
+            raise PoolUnusable(f"{name} has {len(memory)} bytes instead of {layout.file_bytes}")
         self._groups = {group.name: layout.group(memory, group.name) for group in groups}
         self._stamps = layout.stamps(memory)
 

@@ -6,15 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import grpc
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
-from common.kv.shared_kv import RemoteKv
 from common.kv.shared_pool import MappedPool
-from common.nixl_agent import NixlError
 from common.telemetry.timeline import Track
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
@@ -22,7 +19,6 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
-from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -51,11 +47,10 @@ class GrpcCall:
         timeouts: HandoffTimeouts,
         metadata: Metadata,
         num_steps: Callable[[], int],
-        pool: MappedPool | NixlPool | None,
+        pool: MappedPool | None,
         track: Track,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if it
-        can be read.
+        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if mapped.
         Frames are on `track`.
         """
         self._track = track
@@ -92,8 +87,6 @@ class GrpcCall:
             await self._read_frames(stream)
         except grpc.aio.AioRpcError as failure:
             raise error_of_status(self.replica, failure) from failure
-        except NixlError as error:
-            raise PrefillUnavailable(f"{self.replica}: {error}") from error
         except ProtocolError as error:
             raise EngineFault(f"{self.replica} broke the protocol: {error}") from error
         finally:
@@ -116,7 +109,7 @@ class GrpcCall:
                 await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
-        """One frame is on its way while another is decoded and posted, but for one that waits for the budget."""
+        """One frame is on its way while another is decoded and posted, if the budget has room for that one at once."""
         reading = asyncio.ensure_future(stream.read())
         try:
             accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
@@ -127,40 +120,33 @@ class GrpcCall:
             while (
                 data := await self._arrived(reading, self._timeouts.progress_timeout_s, self._num_steps)
             ) is not None:
-                if reads_ahead := self._budget.has_room(len(data)):
+                if reads_ahead := self._budget.take_at_once(len(data)):
                     reading = asyncio.ensure_future(stream.read())
-                    await asyncio.sleep(0)  # it asks the connection for the frame before this thread is busy
-                await self._take(self._decode(data))
+                await self._take(data, len(data) if reads_ahead else 0)
                 if not reads_ahead:
                     reading = asyncio.ensure_future(stream.read())
         finally:
             reading.cancel()
             reading.add_done_callback(_forget_failure)
 
-    async def _take(self, frame: Frame) -> None:
-        if isinstance(frame, Accepted):
-            raise ProtocolError("accepted", "is not the first frame of a call")
-        if isinstance(frame, KvSegment):
-            await self._budget.take(self._call_id, frame.num_bytes)
-            if isinstance(frame.shared, RemoteKv):
-                await self._post_fetched(frame, frame.shared)
-                return
-        self._post(FrameArrived(self._call_id, frame))
-
-    async def _post_fetched(self, segment: KvSegment, remote: RemoteKv) -> None:
-        """Not of a row whose slots were another's before they were read: that row failed there, was cancelled here, or
-        its call is gone, which is told by other means.
-        """
-        assert isinstance(self._pool, NixlPool)
-        payload = None
+    async def _take(self, data: bytes, num_taken: int) -> None:
+        """Post what arrived, for which `num_taken` bytes of the budget are the call's already."""
         try:
-            payload = await self._pool.fetch(remote)
+            if num_taken:
+                await asyncio.sleep(0)  # the connection is asked for the next frame before this thread is busy
+            frame = self._decode(data)
+            if isinstance(frame, Accepted):
+                raise ProtocolError("accepted", "is not the first frame of a call")
+            if isinstance(frame, KvSegment):
+                if frame.num_bytes <= num_taken:
+                    num_taken -= frame.num_bytes
+                else:  # of shared memory, or the budget had no room
+                    self._budget.give_back(num_taken)
+                    num_taken = 0
+                    await self._budget.take(self._call_id, frame.num_bytes)
         finally:
-            if payload is None:
-                self._budget.give_back(segment.num_bytes)
-        self.release_segments((remote.ticket.number,))
-        if payload is not None:
-            self._post(FrameArrived(self._call_id, replace(segment, payload=payload, shared=None)))
+            self._budget.give_back(num_taken)
+        self._post(FrameArrived(self._call_id, frame))
 
     async def _arrived(
         self, reading: asyncio.Future[object], timeout_s: float, num_steps: Callable[[], int] | None = None

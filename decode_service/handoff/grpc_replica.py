@@ -11,14 +11,12 @@ from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
-from common.kv.lent_pool import PoolUnusable
-from common.kv.shared_pool import MappedPool, sweep
+from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
 from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.grpc_options import Metadata, Options
-from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.messages import Replica
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
@@ -44,7 +42,6 @@ class GrpcReplica:
         options: Options,
         metadata: Metadata,
         num_channels: int,
-        pool_timeout_s: float,
     ) -> None:
         self.address = address
         self._fingerprint = fingerprint
@@ -60,14 +57,8 @@ class GrpcReplica:
         self._metadata = metadata
         self._known_instance_id: str | None = None
         self._mismatch: FingerprintMismatch | None = None
-        self._pool_timeout_s = pool_timeout_s
-        self._pool: MappedPool | NixlPool | None = None  # of the instance last looked at
+        self.pool: MappedPool | None = None  # of the instance last looked at, where it can be mapped
         self.num_steps = 0  # of its engine, when last looked at
-
-    @property
-    def pool(self) -> MappedPool | NixlPool | None:
-        """The replica's, where it can be read from here."""
-        return None if isinstance(self._pool, NixlPool) and self._pool.is_lost else self._pool
 
     def next_channel(self) -> grpc.aio.Channel:
         return next(self._turns)
@@ -93,15 +84,11 @@ class GrpcReplica:
             _log.exception("looking at prefill replica %s failed", self.address)
             return self._not_ready(PrefillUnavailable(f"{self.address}: {type(error).__name__}: {error}"))
         self.num_steps = load.num_steps
-        if self.pool is None and self._pool is not None:
-            _log.warning("prefill replica %s: its KV comes over gRPC from now on: a NIXL read failed", self.address)
-            self._let_go_of_pool()
         if self._mismatch is not None:
             return self._not_ready(self._mismatch)
         return Replica(self.address, is_ready=True, num_outstanding=load.num_queued + load.num_computing)
 
     async def close(self) -> None:
-        self._let_go_of_pool()
         for channel in (*self._channels, self._look_channel):
             await channel.close()
 
@@ -116,26 +103,16 @@ class GrpcReplica:
             _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
         else:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
-        self._let_go_of_pool()
-        if self._mismatch is None:
-            self._pool = await self._opened(response)
+        self.pool = None if self._mismatch is not None else self._mapped(response.kv_pool)
 
-    async def _opened(self, response: prefill_pb2.GetFingerprintResponse) -> MappedPool | NixlPool | None:
-        """None, too, when it cannot be read from here: KV comes over gRPC then."""
-        groups = self._fingerprint.layer_groups
+    def _mapped(self, name: str) -> MappedPool | None:
+        if not name:
+            return None
         try:
-            if response.kv_pool:
-                return MappedPool(response.kv_pool, groups=groups)
-            if response.HasField("nixl_pool"):
-                return await NixlPool.opened(response.nixl_pool, groups=groups, timeout_s=self._pool_timeout_s)
+            return MappedPool(name, groups=self._fingerprint.layer_groups)
         except PoolUnusable as error:
-            _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
-        return None
-
-    def _let_go_of_pool(self) -> None:
-        if isinstance(self._pool, NixlPool):
-            self._pool.close()
-        self._pool = None
+            _log.info("prefill replica %s shares no memory with this host: %s", self.address, error)
+            return None
 
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
         """The answer, parsed here: gRPC gives None for what it cannot parse. Raises ProtocolError."""
@@ -146,8 +123,8 @@ class GrpcReplica:
 
     def _not_ready(self, error: BatonError) -> Replica:
         """The memory of a process that is gone is let go of; of one that is there again it is mapped anew."""
-        if self._pool is not None:
-            self._let_go_of_pool()
+        if self.pool is not None:
+            self.pool = None
             self._known_instance_id = None
             sweep()
         return Replica(self.address, is_ready=False, error=error)

@@ -74,7 +74,6 @@ class GrpcTransport:
                 options=channel_options(max_receive_bytes=max_message_bytes, server_name=name),
                 metadata=metadata,
                 num_channels=num_channels_per_replica,
-                pool_timeout_s=timeouts.pool_timeout_s,
             )
 
         self._replicas = GrpcReplicas(

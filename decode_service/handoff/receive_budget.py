@@ -18,9 +18,12 @@ class ReceiveBudget:
         """The call that must be granted before any other."""
         return next(iter(self._waiting), None)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether a call that asked for so many would have them at once, and keep within the limit."""
-        return not self._waiting and self._held_bytes + num_bytes <= self._limit_bytes
+    def take_at_once(self, num_bytes: int) -> bool:
+        """Whether the bytes are the caller's now: nobody waits, and they keep within the limit."""
+        if self._waiting or self._held_bytes + num_bytes > self._limit_bytes:
+            return False
+        self._held_bytes += num_bytes
+        return True
 
     def try_take(self, call_id: str, num_bytes: int) -> bool:
         """Whether the bytes are the call's now. If not, the call waits in line, and asks again when it is its turn."""
@@ -48,9 +51,8 @@ class AsyncReceiveBudget:
         self._budget = ReceiveBudget(limit_bytes)
         self._turns: dict[str, asyncio.Event] = {}
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether `take` would return at once, within the limit."""
-        return self._budget.has_room(num_bytes)
+    def take_at_once(self, num_bytes: int) -> bool:
+        return self._budget.take_at_once(num_bytes)
 
     async def take(self, call_id: str, num_bytes: int) -> None:
         """Return once the bytes are the call's; one task for each call."""

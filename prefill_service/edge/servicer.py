@@ -28,7 +28,6 @@ from common.errors import (
     InvalidRequest,
     PrefillUnavailable,
 )
-from common.kv.lent_pool import LentPool
 from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc_errors import abort_with
@@ -85,8 +84,7 @@ class PrefillServicer:
         limits: HandoffLimits,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
-        shared_pool: LentPool | None = None,
-        nixl_pool: prefill_pb2.NixlPool | None = None,
+        shared_pool: SharedPool | None = None,
     ) -> None:
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
@@ -100,7 +98,6 @@ class PrefillServicer:
         self._limits = limits
         self._tracer = tracer
         self._shared_pool = shared_pool
-        self._nixl_pool = nixl_pool
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, HandoffCall] = {}
         self._call_numbers = count()
@@ -138,8 +135,7 @@ class PrefillServicer:
         return prefill_pb2.GetFingerprintResponse(
             fingerprint=encode_fingerprint(self._fingerprint),
             instance_id=self._instance_id,
-            kv_pool=self._shared_pool.name if isinstance(self._shared_pool, SharedPool) else "",
-            nixl_pool=self._nixl_pool,
+            kv_pool="" if self._shared_pool is None else self._shared_pool.name,
         )
 
     async def get_load(
@@ -175,7 +171,7 @@ class PrefillServicer:
                 call.call_id,
                 numbering.accepted,
                 frozenset(numbering.for_engine(sorted(traced))),
-                shares_memory=self._can_read_the_pool(batch),
+                shares_memory=self._has_mapped_the_pool(batch),
             )
         )
         commands = asyncio.create_task(self._follow_commands(context, call))
@@ -196,7 +192,7 @@ class PrefillServicer:
             if not is_complete:
                 self._engine.post(CloseCall(call.call_id))
 
-    def _can_read_the_pool(self, batch: PrefillBatch) -> bool:
+    def _has_mapped_the_pool(self, batch: PrefillBatch) -> bool:
         return self._shared_pool is not None and compare_digest(batch.pool_secret, self._shared_pool.secret)
 
     def _require_engine(self) -> None:

@@ -1,4 +1,4 @@
-"""The homes of the handoff that the contract suite runs in: one process, gRPC, and gRPC with shared memory or NIXL."""
+"""The homes of the handoff that the contract suite runs in: one process, gRPC, gRPC with shared memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.v1 import prefill_pb2
-from common.kv.lent_pool import LentPool
+from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import SharedPool
 from common.wire.fingerprint import Fingerprint
@@ -32,7 +31,6 @@ from prefill_service.messages import (
     OpenCall,
     SegmentBytesSent,
 )
-from prefill_service.nixl_lender import NixlLender
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
@@ -112,10 +110,8 @@ class InProcessHome:
 class GrpcHome:
     """The real edge and the real transport around the scripted engine, in one loop."""
 
-    shared_pool: LentPool | None = None
-    nixl_pool: prefill_pb2.NixlPool | None = None
+    shared_pool: SharedPool | None = None
     stall_timeout_s = 60.0
-    timeouts = FAST
     most_under_way = 4  # one read ahead, one window, and what both ends hold of one each
 
     def __init__(
@@ -135,7 +131,6 @@ class GrpcHome:
             instance_id="instance",
             limits=HandoffLimits(stall_timeout_s=self.stall_timeout_s),
             shared_pool=self.shared_pool,
-            nixl_pool=self.nixl_pool,
         )
         prefill.deliver = servicer.deliver
         server = PrefillServer(servicer=servicer)
@@ -152,7 +147,7 @@ class GrpcHome:
             fingerprint=fingerprint,
             vocab_size=VOCAB_SIZE,
             receive_budget_bytes=receive_budget_bytes,
-            timeouts=self.timeouts,
+            timeouts=FAST,
         )
         await transport.open()
         return transport
@@ -170,10 +165,10 @@ class GrpcHome:
 
 
 class LentSegments:
-    """A pool that is lent, and segments put into slots of it that follow each other: one prefill engine's."""
+    """A pool in shared memory, and segments put into slots of it that follow each other: one prefill engine's."""
 
-    def __init__(self, pool: LentPool) -> None:
-        self.pool = pool
+    def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
+        self.pool = SharedPool(groups=groups, num_slots=num_slots)
         self._next_slot = 1
 
     def lend(self, segment: KvSegment) -> KvSegment:
@@ -199,9 +194,8 @@ class SharedMemoryHome(GrpcHome):
     def __init__(
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
     ) -> None:
-        self._pool = SharedPool(groups=fingerprint.layer_groups, num_slots=4096)
-        self._lent = LentSegments(self._pool)
-        self.shared_pool = self._pool
+        self._lent = LentSegments(fingerprint.layer_groups, num_slots=4096)
+        self.shared_pool = self._lent.pool
         self._record = decode.post
         decode.post = self._read  # type: ignore[method-assign]
         super().__init__(prefill, decode, fingerprint, receive_budget_bytes)
@@ -210,7 +204,7 @@ class SharedMemoryHome(GrpcHome):
 
     def close(self) -> None:
         super().close()
-        self._pool.close()
+        self._lent.pool.close()
 
     def _lend(self, events: Sequence[Event]) -> None:
         self._deliver([self._in_pool(event) for event in events])
@@ -223,39 +217,8 @@ class SharedMemoryHome(GrpcHome):
     def _read(self, report: TransportReport) -> None:
         if isinstance(report, FrameArrived) and isinstance(report.frame, KvSegment):
             shared = report.frame.shared
-            assert isinstance(shared, SharedKv) and shared.is_current, "it came as a payload"
+            assert shared is not None and shared.is_current, "it came as a payload"
             self._record(replace(report, frame=replace(report.frame, payload=read(shared), shared=None)))
             self.transport.landed(SegmentsLanded(report.call_id, 0, (shared.ticket.number,)))
         else:
             self._record(report)
-
-
-class NixlHome(GrpcHome):
-    """GrpcHome whose segments are read through NIXL, and come to the engine as payload."""
-
-    most_under_way = 64  # whatever a test sends
-
-    def __init__(
-        self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
-    ) -> None:
-        self.lender = NixlLender(groups=fingerprint.layer_groups, num_slots=4096)
-        self.lent = LentSegments(self.lender.pool)
-        self.shared_pool, self.nixl_pool = self.lender.pool, self.lender.offer
-        self.lender.serve(lambda: True)
-        super().__init__(prefill, decode, fingerprint, receive_budget_bytes)
-        self._prefill = prefill
-        self._deliver = prefill.deliver
-        prefill.deliver = self._lend
-
-    def close(self) -> None:
-        super().close()
-        self.lender.close()
-
-    def _lend(self, events: Sequence[Event]) -> None:
-        assert all(call.shares_memory for call in self._prefill.opened()), "it comes as a payload"
-        self._deliver([self._in_pool(event) for event in events])
-
-    def _in_pool(self, event: Event) -> Event:
-        if isinstance(event, FrameReady) and isinstance(event.frame, KvSegment) and event.frame.shared is None:
-            return replace(event, frame=self.lent.lend(event.frame))
-        return event

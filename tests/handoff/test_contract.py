@@ -11,7 +11,7 @@ from common.errors import EngineFault, PrefillUnavailable
 from common.wire.handoff import Accepted
 from decode_service.messages import BreakCall, CancelHandoffRows, FrameArrived, SegmentsLanded, StartHandoff
 from prefill_service.messages import CancelCallRows, OpenCall
-from tests.handoff.homes import GrpcHome, Home, InProcessHome, NixlHome, SharedMemoryHome
+from tests.handoff.homes import GrpcHome, Home, InProcessHome, SharedMemoryHome
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, SEGMENT_BYTES, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.wire.strategies import comparable
@@ -43,9 +43,7 @@ class Pair:
 MakePair = Callable[[int], Pair]
 
 
-@pytest.fixture(
-    params=[InProcessHome, GrpcHome, SharedMemoryHome, NixlHome], ids=["in_process", "grpc", "shared_memory", "nixl"]
-)
+@pytest.fixture(params=[InProcessHome, GrpcHome, SharedMemoryHome], ids=["in_process", "grpc", "shared_memory"])
 def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
     homes: list[Home] = []
 

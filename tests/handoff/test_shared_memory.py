@@ -12,8 +12,7 @@ import pytest
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.lent_pool import PoolUnusable
-from common.kv.shared_pool import DIRECTORY, MappedPool, SharedPool
+from common.kv.shared_pool import DIRECTORY, MappedPool, PoolUnusable
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import decode_command, encode_release_segments
 from common.wire.codec_frames import FrameCodec
@@ -42,10 +41,8 @@ class Pair(GrpcHome):
 
     def __init__(self, stall_timeout_s: float = 60.0) -> None:
         self.stall_timeout_s = stall_timeout_s
-        self._pool = SharedPool(groups=FINGERPRINT.layer_groups, num_slots=8 * SEGMENT_TOKENS)
-        self.lent = LentSegments(self._pool)
-        self.shared_pool = self._pool
-        self.name = self._pool.name
+        self.lent = LentSegments(FINGERPRINT.layer_groups, num_slots=8 * SEGMENT_TOKENS)
+        self.shared_pool = self.lent.pool
         self.prefill, self.decode = ScriptedPrefill(), RecordingDecode()
         super().__init__(self.prefill, self.decode, FINGERPRINT, ROOMY_BUDGET_BYTES)
 
@@ -69,7 +66,7 @@ class Pair(GrpcHome):
 
     def close(self) -> None:
         super().close()
-        self._pool.close()
+        self.lent.pool.close()
 
 
 @pytest.fixture
@@ -178,7 +175,7 @@ def test_the_memory_of_a_replica_that_is_gone_is_let_go_of_and_its_file_removed(
     assert mapped
     pair.lose_peer()
     wait_until(lambda: gc.collect() >= 0 and not any(pool() for pool in mapped) and not left_behind.exists())
-    assert (DIRECTORY / pair.name).exists(), "one of them is held"
+    assert (DIRECTORY / pair.lent.pool.name).exists(), "one of them is held"
 
 
 def test_giving_back_what_was_not_lent_ends_the_call(pair: Pair) -> None:
@@ -192,13 +189,13 @@ def test_giving_back_what_was_not_lent_ends_the_call(pair: Pair) -> None:
 def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair) -> None:
     codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
     frame = pair.lent.lend(segment(0, 0))
-    mapped = MappedPool(pair.name, groups=FINGERPRINT.layer_groups)
+    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
     data = codec.encode(frame)
     assert len(data) < 100, "slots that follow each other are a range"
     decoded = codec.decode(data, (row(),), mapped)
     assert isinstance(decoded, KvSegment) and decoded.shared is not None
     assert read(decoded.shared) == segment(0, 0).payload
-    with pytest.raises(ProtocolError, match=r"kv_segment\.ticket: is into memory that cannot be read"):
+    with pytest.raises(ProtocolError, match=r"kv_segment\.ticket: is into shared memory that is not mapped"):
         codec.decode(data, (row(),))
 
 
@@ -218,7 +215,7 @@ def test_a_ticket_is_checked_field_by_field(pair: Pair, starts: list[int], lengt
     frame = prefill_pb2.HandoffFrame.FromString(codec.encode(pair.lent.lend(segment(0, 0))))
     ticket = frame.kv_segment.ticket
     ticket.run_starts[:], ticket.run_lengths[:] = starts, lengths
-    mapped = MappedPool(pair.name, groups=FINGERPRINT.layer_groups)
+    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
     with pytest.raises(ProtocolError, match=match):
         codec.decode(frame.SerializeToString(), (row(),), mapped)
 

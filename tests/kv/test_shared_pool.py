@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from common.kv import shared_pool as shared_pool_module
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.lent_pool import PoolUnusable
 from common.kv.pool import KvPool
 from common.kv.shared_kv import PoolTicket, runs_of, slots_of
-from common.kv.shared_pool import MappedPool, SharedPool, sweep
+from common.kv.shared_pool import MappedPool, PoolUnusable, SharedPool, sweep
 
 TARGET = LayerGroupSpec("target", num_layers=3, num_planes=2, num_heads=2, head_dim=4, dtype="bfloat16")
 DRAFT = LayerGroupSpec("draft", num_layers=1, num_planes=2, num_heads=1, head_dim=3, dtype="float32")
