@@ -1,7 +1,4 @@
-"""Attention of one KV head of one request: rotate, write the new tokens' KV to the pool, attend over its slots.
-
-Few requests have their tokens cut into parts, or there would be too few heads to keep all threads at work.
-"""
+"""Attention of one KV head of one request: rotate, write the new tokens' KV to the pool, attend over its slots."""
 
 from __future__ import annotations
 
@@ -41,26 +38,15 @@ def rotate(source, weight, epsilon, cosines, sines, target, like):  # type: igno
 
 @jit
 def _softmax(scores, lanes):  # type: ignore[no-untyped-def]
-    """In place. Returns the highest score and the sum of the weights: -inf and 0 where no token is attended."""
     highest = largest(scores, scores.shape[0], lanes)
-    shift = highest if highest > -np.inf else np.float32(0)
     total = np.float32(0)
     for t in range(scores.shape[0]):
-        weight = exp(scores[t] - shift)
+        weight = exp(scores[t] - highest)
         scores[t] = weight
         total += weight
-    share = np.float32(0) if total == 0 else np.float32(1) / total
+    share = np.float32(1) / total
     for t in range(scores.shape[0]):
         scores[t] *= share
-    return highest, total
-
-
-@jit
-def _part(call, fields, token, head, part):  # type: ignore[no-untyped-def]
-    """What is kept of a part, of the query of `head` of a new token."""
-    length, num_parts = fields[Field.HEAD_DIM] + 2, call[Call.NUM_PARTS]
-    place = (token * fields[Field.NUM_HEADS] + head) * num_parts + part
-    return array_at(pointer(call[Call.PARTS] + place * length * 4), (length,), np.float32)
 
 
 def _attend_of(made_for: int | None) -> Kernel:
@@ -71,18 +57,13 @@ def _attend_of(made_for: int | None) -> Kernel:
         num_kv_heads = fields[Field.NUM_KV_HEADS]
         head_dim = fields[Field.HEAD_DIM] if made_for is None else made_for
         num_shared = fields[Field.NUM_HEADS] // num_kv_heads
-        num_parts = call[Call.NUM_PARTS]
-        part, b, h = item % num_parts, item // num_parts // num_kv_heads, item // num_parts % num_kv_heads
+        b, h = item // num_kv_heads, item % num_kv_heads
         size = like.itemsize
         starts = words(call[Call.STARTS], call[Call.NUM_ROWS] + 1)
         first, num_new = starts[b], starts[b + 1] - starts[b]
         if num_new > MAX_QUERIES:
             return
         num_tokens = words(call[Call.SEQ_LENS], call[Call.NUM_ROWS])[b]
-        begin, end = (num_tokens - num_new) * part // num_parts, (num_tokens - num_new) * (part + 1) // num_parts
-        is_last = part == num_parts - 1
-        if is_last:
-            end = num_tokens
         row = words(call[Call.REQ_POOL_INDICES], call[Call.NUM_ROWS])[b]
         slots = words(call[Call.TABLE] + row * call[Call.TABLE_WIDTH] * 8, call[Call.TABLE_WIDTH])
         positions = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])
@@ -114,11 +95,10 @@ def _attend_of(made_for: int | None) -> Kernel:
             key, value = qkv[key_start : key_start + head_dim], qkv[value_start : value_start + head_dim]
             pool_key = elements(keys + place * size, head_dim, like)
             pool_value = elements(values + place * size, head_dim, like)
-            if is_last:  # the new tokens are its
-                rotate(key, fields[Field.KEY_NORM], epsilon, cosines, sines, token, like)
-                for d in range(head_dim):
-                    pool_key[d] = rounded(token[d], like)
-                    pool_value[d] = value[d]
+            rotate(key, fields[Field.KEY_NORM], epsilon, cosines, sines, token, like)
+            for d in range(head_dim):
+                pool_key[d] = rounded(token[d], like)
+                pool_value[d] = value[d]
             for g in range(num_shared):
                 start = (h * num_shared + g) * head_dim
                 query = queries[m * num_shared + g]
@@ -127,9 +107,9 @@ def _attend_of(made_for: int | None) -> Kernel:
                     query[d] *= np.float32(scaling)
                     outputs[m * num_shared + g, d] = np.float32(0)
         num_unmasked = num_tokens - num_masked
-        for t in range(begin, end):
+        for t in range(num_tokens):
             place = (slots[t] * num_kv_heads + h) * head_dim
-            ahead = (slots[min(t + _TOKENS_AHEAD, end - 1)] * num_kv_heads + h) * head_dim * size
+            ahead = (slots[min(t + _TOKENS_AHEAD, num_tokens - 1)] * num_kv_heads + h) * head_dim * size
             for offset in range(0, head_dim * size, _LINE_BYTES):
                 prefetch(plane, ahead + offset)
             key = elements(keys + place * size, head_dim, like)
@@ -147,13 +127,10 @@ def _attend_of(made_for: int | None) -> Kernel:
                     for g in range(num_shared):
                         scores[m * num_shared + g, t] = -np.inf
         for q in range(num_queries):
-            highest, total = _softmax(scores[q, begin:end], lanes)
-            if num_parts > 1:
-                kept = _part(call, fields, first + q // num_shared, h * num_shared + q % num_shared, part)
-                kept[head_dim], kept[head_dim + 1] = highest, total
-        for t in range(begin, end):
+            _softmax(scores[q, :num_tokens], lanes)
+        for t in range(num_tokens):
             place = (slots[t] * num_kv_heads + h) * head_dim
-            ahead = (slots[min(t + _TOKENS_AHEAD, end - 1)] * num_kv_heads + h) * head_dim * size
+            ahead = (slots[min(t + _TOKENS_AHEAD, num_tokens - 1)] * num_kv_heads + h) * head_dim * size
             for offset in range(0, head_dim * size, _LINE_BYTES):
                 prefetch(plane, plane_numbers * size + ahead + offset)
             value = elements(values + place * size, head_dim, like)
@@ -167,13 +144,10 @@ def _attend_of(made_for: int | None) -> Kernel:
                         output[d] += weight * token[d]
         for m in range(num_new):
             for g in range(num_shared):
-                output, head = outputs[m * num_shared + g], h * num_shared + g
-                if num_parts > 1:
-                    _part(call, fields, first + m, head, part)[:head_dim] = output
-                    continue
-                target = buffer_row(call, fields[Field.TARGET], first + m, head_dim, head * head_dim, like)
+                start = (h * num_shared + g) * head_dim
+                target = buffer_row(call, fields[Field.TARGET], first + m, head_dim, start, like)
                 for d in range(head_dim):
-                    target[d] = rounded(output[d], like)
+                    target[d] = rounded(outputs[m * num_shared + g, d], like)
 
     return attend
 

@@ -65,7 +65,6 @@ class ProgramBuilder:
         self._normed_width = 0
         self._normed: dict[int, int] = {}  # buffers of normed inputs, by width
         self._attention: AttentionSize | None = None
-        self._attended: set[int] = set()
 
     @property
     def num_operations(self) -> int:
@@ -129,14 +128,6 @@ class ProgramBuilder:
             Field.SHOWS_LAYER: shows_layer,
             Field.NORMED: normed,
         }
-        if source in self._attended:
-            assert self._attention is not None and norm is None and not selected_rows
-            self._normed_width = max(self._normed_width, width)
-            fields |= {
-                Field.JOINS: 1,
-                Field.NUM_HEADS: self._attention.num_heads,
-                Field.HEAD_DIM: self._attention.head_dim,
-            }
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
 
     def largest(self, logits: int) -> None:
@@ -161,7 +152,6 @@ class ProgramBuilder:
     ) -> None:
         assert self._attention in (None, size), "the layers' attention is of one size"
         self._attention = size
-        self._attended.add(target)
         fields = {
             Field.SOURCE: source,
             Field.TARGET: target,

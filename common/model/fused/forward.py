@@ -23,7 +23,6 @@ from common.model.fused.team import Team
 _MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
 _ALIGNMENT = 64
-_ITEMS_A_THREAD, _PART_TOKENS, _MAX_PARTS = 4, 32, 16  # of attention
 _COLUMNS = np.array(
     [
         Call.INPUT_IDS,
@@ -49,8 +48,6 @@ _OF_BATCH = np.array(
         Call.PACKED,
         Call.LARGEST,
         Call.NOT_FINITE,
-        Call.NUM_PARTS,
-        Call.PARTS,
         Call.BUFFERS + 2 * LOGITS,
         Call.BUFFERS + 2 * STATES,
     ]
@@ -111,7 +108,7 @@ class FusedForward:
         self._windows: _Windows | None = None
         self._buffers: list[Tensor] = []
         self._reserve(1)
-        self._scratch, self._packed, self._parts = _Room(), _Room(), _Room()
+        self._scratch, self._packed = _Room(), _Room()
         self._captures = program.widths[STATES] > 1
         self._finds_largest = bool((program.operations[:, Field.KIND] == Kind.LARGEST).any())
         attends = np.flatnonzero(program.operations[:, Field.KIND] == Kind.ATTEND).tolist()
@@ -153,8 +150,6 @@ class FusedForward:
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
         thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens, batch.max_seq_len)
         scratch = self._scratch.of(thread_bytes * self._team.num_threads)
-        num_parts = 1 if windows.chunks.num_tokens else self.num_parts(num_tokens, num_rows, batch.max_seq_len)
-        parts = self._parts.of(self._parts_bytes(num_tokens, num_parts))
         packed = self._packed.of(self._packed_bytes(windows.chunks.num_tokens))
         columns = [
             column if column.dtype is torch.int64 and column.is_contiguous() else column.to(torch.int64).contiguous()
@@ -183,8 +178,6 @@ class FusedForward:
             packed.address,
             token_ids.data_ptr(),
             are_not_finite.data_ptr(),
-            num_parts,
-            parts.address,
             logits.data_ptr(),
             states.data_ptr(),
         )
@@ -193,7 +186,7 @@ class FusedForward:
             assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
             beside = beside.contiguous()
             call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
-        addressed = (batch.kv, columns, beside, windows, scratch, packed, parts, self._buffers)
+        addressed = (batch.kv, columns, beside, windows, scratch, packed, self._buffers)
 
         output = ProgramOutput(
             logits,
@@ -231,27 +224,6 @@ class FusedForward:
         addresses = self._call[Call.BUFFERS :].reshape(-1, 2)
         addresses[: len(self._program.widths), 1] = self._program.widths
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
-
-    def num_parts(self, num_tokens: int, num_rows: int, max_seq_len: int) -> int:
-        """In which attention takes each request's tokens, so that threads end together where there are few requests.
-
-        One, where new tokens are more than each thread joins for itself.
-        """
-        num_heads = num_rows * self._program.attention.num_kv_heads
-        is_narrow = 4 * self._program.attention.head_dim <= SUMS_BYTES
-        if (
-            not num_heads
-            or not is_narrow
-            or num_tokens >= MANY_TOKENS
-            or num_heads >= _ITEMS_A_THREAD * self._team.num_threads
-        ):
-            return 1
-        wanted = -(-_ITEMS_A_THREAD * self._team.num_threads // num_heads)
-        return max(1, min(wanted, _MAX_PARTS, max_seq_len // _PART_TOKENS))
-
-    def _parts_bytes(self, num_tokens: int, num_parts: int) -> int:
-        attention = self._program.attention
-        return 0 if num_parts == 1 else 4 * num_tokens * attention.num_heads * num_parts * (attention.head_dim + 2)
 
     def _packed_bytes(self, num_tokens: int) -> int:
         attention = self._program.attention

@@ -4,13 +4,11 @@
     NORM     RMS norm, or a copy                          an item: some rows
     LINEAR   (norm) ▸ product ▸ store, add, gate or logits an item: some panels of the weight, up to ITEM_ROWS
     LARGEST  the first largest of the logits               an item: a row of them
-    ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: one KV head of one request of few new tokens, and a
-                                                           part of the tokens that it attends
+    ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: one KV head of one request of few new tokens
     INPUT_NORM, PREPARE_CHUNKS, ATTEND_CHUNKS              what many tokens have of their own; else without items
 
-What a LINEAR norms, or joins of parts, of few tokens each thread does for itself: that is faster than one more wait for
-each other. From MANY_TOKENS on INPUT_NORM does it for all, and there are no parts. Requests of more than MAX_QUERIES
-new tokens attend as chunks.
+What a LINEAR norms of few tokens each thread norms for itself: that is faster than one more wait for each other. From
+MANY_TOKENS on INPUT_NORM does it for all. Requests of more than MAX_QUERIES new tokens attend as chunks.
 
 Numbers are rounded to the model's dtype where the model's own layers round them: after a norm, a linear layer, a sum.
 """
@@ -24,7 +22,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from common.model.cpu_kernel import Kernel, exp, jit
+from common.model.cpu_kernel import Kernel, jit
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
 from common.model.fused.numbers import read, rounded, silu
@@ -75,7 +73,6 @@ class Field(IntEnum):
     HEAD_DIM = 17
     SHOWS_LAYER = 18
     NORMED = 19  # the buffer that INPUT_NORM fills
-    JOINS = 20  # whether the input is what ATTEND leaves, which may be in parts
 
 
 class Call(IntEnum):
@@ -114,10 +111,7 @@ class Call(IntEnum):
     PACKED_STARTS = 30  # [NUM_ROWS + 1], in tokens
     LARGEST = 31  # [NUM_SELECTED], as Largest has them; the second are bytes
     NOT_FINITE = 32
-    NUM_PARTS = 33  # in which an ATTEND takes a request's tokens
-    PARTS = 34  # [NUM_TOKENS, heads, NUM_PARTS, head_dim + 2] float32, with more than one: as if there were no other,
-    # then the highest score and the weights' sum
-    BUFFERS = 35  # address and elements of a row, of each
+    BUFFERS = 33  # address and elements of a row, of each
 
 
 ITEM_TOKENS = 16  # of EMBED and NORM
@@ -206,29 +200,6 @@ def normalise_input(call, fields, epsilon, scratch, like):  # type: ignore[no-un
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
             target[:] = source
-
-
-@jit
-def join_parts(call, fields, scratch, sums_address, like):  # type: ignore[no-untyped-def]
-    """The rows that a LINEAR reads, of what ATTEND left in parts, to `scratch`."""
-    head_dim, num_heads, num_parts = fields[Field.HEAD_DIM], fields[Field.NUM_HEADS], call[Call.NUM_PARTS]
-    length = num_parts * (head_dim + 2)
-    joined = array_at(pointer(sums_address), (head_dim,), np.float32)
-    for place in range(call[Call.NUM_TOKENS] * num_heads):
-        parts = array_at(pointer(call[Call.PARTS] + place * length * 4), (num_parts, head_dim + 2), np.float32)
-        highest, total = np.float32(-np.inf), np.float32(0)
-        for part in range(num_parts):
-            highest = max(highest, parts[part, head_dim])
-        for part in range(num_parts):
-            total += parts[part, head_dim + 1] * exp(parts[part, head_dim] - highest)
-        joined[:] = 0
-        for part in range(num_parts):
-            share = parts[part, head_dim + 1] * exp(parts[part, head_dim] - highest) / total
-            for d in range(head_dim):
-                joined[d] += parts[part, d] * share
-        target = elements(scratch + place * head_dim * like.itemsize, head_dim, like)
-        for d in range(head_dim):
-            target[d] = rounded(joined[d], like)
 
 
 @jit

@@ -16,7 +16,6 @@ from common.model.fused.operations import (
     Field,
     Kind,
     embed,
-    join_parts,
     largest,
     linear,
     norm,
@@ -54,7 +53,7 @@ def _num_items(call, fields):  # type: ignore[no-untyped-def]
         num_parts = (fields[Field.NUM_PANELS] + fields[Field.ITEM_PANELS] - 1) // fields[Field.ITEM_PANELS]
         return num_parts * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
     if kind == Kind.ATTEND:
-        return call[Call.NUM_ROWS] * fields[Field.NUM_KV_HEADS] * call[Call.NUM_PARTS]
+        return call[Call.NUM_ROWS] * fields[Field.NUM_KV_HEADS]
     if kind == Kind.PREPARE_CHUNKS:
         return call[Call.NUM_KEY_PARTS]
     if kind == Kind.ATTEND_CHUNKS:
@@ -90,9 +89,6 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             x_stride = call[Call.BUFFERS + 2 * source + 1] * like.itemsize
             if not is_normed and (fields[Field.NORM] or (fields[Field.SELECTED_ROWS] and call[Call.SELECTED])):
                 normalise_input(call, fields, epsilon, inputs, like)
-                x, x_stride = inputs, width * like.itemsize
-            if fields[Field.JOINS] and call[Call.NUM_PARTS] > 1:
-                join_parts(call, fields, inputs, scratch, like)
                 x, x_stride = inputs, width * like.itemsize
             while item >= 0:
                 linear(call, fields, item, x, x_stride, num_rows, scratch, like)
