@@ -32,6 +32,7 @@ from common.model.loader import DTYPES, target_of
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from decode_service.future_map import FutureMap
 from decode_service.schedule_batch import ForwardBatch
 from decode_service.worker import WorkerOutput
@@ -157,7 +158,7 @@ def in_process(target: TargetModel, sizes: Sizes, num_rows: int, length: int, de
                 max_batch_tokens=8192,
                 send_budget_bytes=1 << 30,
                 receive_budget_bytes=1 << 30,
-                max_segment_bytes=4 << 20,
+                max_segment_bytes=MAX_SEGMENT_BYTES,
                 debug_checks=False,
             ),
             **options,

@@ -24,6 +24,7 @@ from common.fused_forwards import fuse
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.openmp import num_compute_threads
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from tests.support.pair import InProcessPair, PairOptions
 
 MAX_SHARE = 0.1
@@ -70,7 +71,7 @@ def main() -> None:
             max_batch_tokens=MAX_BATCH_TOKENS,
             send_budget_bytes=64 << 20,
             receive_budget_bytes=64 << 20,
-            max_segment_bytes=4 << 20,
+            max_segment_bytes=MAX_SEGMENT_BYTES,
         ),
     )
     sizes = ("--max-kv-tokens", str(max_tokens))

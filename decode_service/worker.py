@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
-from common.model.target import Target
+from common.model.target import Target, TargetOutput
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
@@ -48,7 +49,10 @@ class WorkerOutput:
 
 
 class Worker(Protocol):
-    """Its Python runs on the engine thread and only enqueues pieces on the forward stream."""
+    """Its Python runs on the engine thread and enqueues pieces on the forward stream.
+
+    It computes nothing there: of the schedule side's work the pieces are only behind what came before the launch.
+    """
 
     @property
     def relays_lengths(self) -> bool:
@@ -81,14 +85,14 @@ class PlainWorker:
         output = WorkerOutput.empty()
         tokens = torch.empty_like(batch.req_pool_indices)
         window = window_input(batch, tokens.unsqueeze(1), self._pool, self._model.layer_group.name)
-        compute = self._model.prepare(window)
-        accept_lens = torch.ones_like(tokens)
+        compute = self._prepared(window)
 
         @torch.inference_mode()
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
             tokens.copy_(inputs.tokens)
             relayed.set(inputs)
+            output.accept_lens.set(torch.ones_like(tokens))
 
         @torch.inference_mode()
         def decode() -> None:
@@ -102,7 +106,6 @@ class PlainWorker:
                 found=target.largest,
             )
             output.sampled.set(sampled)
-            output.accept_lens.set(accept_lens)
             output.is_invalid.set(relayed.get().is_invalid | sampled.is_invalid)
             output.payload.set(RelayPayload(sampled.token_ids))
 
@@ -110,6 +113,17 @@ class PlainWorker:
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
         return replace(output, prepared=prepared, input_ids=tokens)
+
+    def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
+        """What cannot be prepared fails as a piece does: with its step."""
+        try:
+            return self._model.prepare(window)
+        except Exception as error:
+            return partial(_fail, error)
+
+
+def _fail(error: Exception) -> TargetOutput:
+    raise error
 
 
 def step_figures(batch: ForwardBatch) -> dict[str, int]:

@@ -24,6 +24,7 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import NewPayload, RowFailed
 from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.first_tokens import first_tokens
@@ -75,7 +76,7 @@ class PrefillEngine:
         chunk_tokens: int = 512,
         max_batch_tokens: int = 2048,
         send_budget_bytes: int = 64 << 20,
-        max_segment_bytes: int = 4 << 20,
+        max_segment_bytes: int = MAX_SEGMENT_BYTES,
         max_queued_rows: int = 1024,
         early_sending: bool = True,
         overlap: bool = True,

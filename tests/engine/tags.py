@@ -128,10 +128,13 @@ class TagModel:
 
     def __init__(self) -> None:
         self.forwards: list[SeenForward] = []
-        self.fails_next = False
+        self.fails_next = self.fails_to_prepare = False
         self.on_forward: Callable[[ForwardInput], None] = lambda batch: None
 
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
+        if self.fails_to_prepare:
+            self.fails_to_prepare = False
+            raise MemoryError("no room")
         return partial(self.forward, batch)
 
     def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:

@@ -90,6 +90,19 @@ def check_results_lag_one_step() -> None:
     assert launched_before_results == {True: 2, False: 1}, "the schedule side does not run ahead as configured"
 
 
+def check_a_forward_that_cannot_be_prepared_fails_its_own_requests_alone() -> None:
+    scripted = ScriptedEngine()
+    bad = scripted.submit("bad", [1, 2], 9)
+    scripted.start("bad")
+    scripted.model.fails_to_prepare = True
+    scripted.run()
+    assert isinstance(bad.error, EngineFault) and "no room" in str(bad.error)
+    good = scripted.submit("good", [3, 4], 9)
+    scripted.start("good")
+    scripted.run()
+    assert good.token_ids == good.expected, "the engine did not go on"
+
+
 def check_a_failed_forward_fails_its_own_requests_alone() -> None:
     """The step after it is in flight already, with the same rows and a new one."""
     scripted = ScriptedEngine()
@@ -118,6 +131,7 @@ CHECKS = [
     check_overlapped,
     check_not_overlapped,
     check_results_lag_one_step,
+    check_a_forward_that_cannot_be_prepared_fails_its_own_requests_alone,
     check_a_failed_forward_fails_its_own_requests_alone,
 ]
 

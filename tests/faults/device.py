@@ -15,6 +15,7 @@ from tests.faults.injector import InjectedFault, Injector
 from tests.faults.plan import Action
 
 P = ParamSpec("P")
+HOST_MEMORY = "memory.host"
 
 
 class FaultyStream(Stream):
@@ -103,5 +104,5 @@ class FaultyDevice(Device):
         self._device.close(timeout_s)
 
     def _allocate(self) -> None:
-        if self._injector.visit("memory.host") is not None:
-            raise torch.OutOfMemoryError("injected at memory.host")
+        if self._injector.visit(HOST_MEMORY) is not None:
+            raise torch.OutOfMemoryError(f"injected at {HOST_MEMORY}")

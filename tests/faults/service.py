@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
+import torch
 
 from common.config.settings import ServiceSettings
 from common.kv.pool import KvPool, RowLease
 from common.service_main import Process, Serve, run_service
 from common.wire.codec_frames import FrameCodec
+from common.wire.framed_payload import FramedPayload
 from common.wire.handoff import Frame
-from tests.faults.device import FaultyDevice
+from tests.faults.device import HOST_MEMORY, FaultyDevice
 from tests.faults.frames import COMMAND, FRAME, FaultyContext
 from tests.faults.injector import Injector
 from tests.faults.plan import Action, Fault, FaultPlan
@@ -47,6 +49,7 @@ def run_with_faults(
         _disturb_pool(injector)
         _disturb_received(injector)
         disturb_shared_memory(injector)
+        _disturb_payloads(injector)
         if program == "prefill_service":
             _disturb_calls(injector)
 
@@ -77,6 +80,19 @@ def _disturb_pool(injector: Injector) -> None:
 
     if injector.watches(RESERVE):
         KvPool.reserve = faulty_reserve  # type: ignore[method-assign]
+
+
+def _disturb_payloads(injector: Injector) -> None:
+    """Memory for KV that leaves, which is not the device's."""
+    new = FramedPayload.new
+
+    def faulty_new(layer_group: str, num_bytes: int) -> tuple[FramedPayload, Callable[[], None]]:
+        if injector.visit(HOST_MEMORY) is not None:
+            raise torch.OutOfMemoryError(f"injected at {HOST_MEMORY}")
+        return new(layer_group, num_bytes)
+
+    if injector.watches(HOST_MEMORY):
+        FramedPayload.new = faulty_new  # type: ignore[assignment, method-assign]
 
 
 def _disturb_received(injector: Injector) -> None:

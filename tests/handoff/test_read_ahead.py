@@ -71,3 +71,11 @@ async def test_the_next_frame_is_read_while_a_segment_is_posted(limit_bytes: int
     )
     await call.exchange()
     assert seen == num_read
+
+
+async def test_what_is_read_ahead_for_is_nobody_elses() -> None:
+    budget = AsyncReceiveBudget(SEGMENT_BYTES)
+    assert budget.take_at_once(SEGMENT_BYTES)
+    assert not budget.take_at_once(1)
+    budget.give_back(SEGMENT_BYTES)
+    assert budget.take_at_once(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram
 from common.model.fused import forward as forward_module
-from common.model.fused.start import difference, new_forwards
+from common.model.fused.start import difference, new_forwards, with_capture
 from common.model.loader import load_target
 from common.model.target import TargetModel
 
@@ -86,6 +88,31 @@ def test_logits_states_and_kv_are_the_models(model: TargetModel, program: Forwar
 
 def test_a_tree_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
     _assert_same(model, program, _batch(model, prefix_lens=[5, 2], num_new=[4, 4], tree=True))
+
+
+def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetModel, program: ForwardProgram) -> None:
+    """And before its tokens are known; what the later one needs more of is not taken from the earlier."""
+    small = _batch(model, prefix_lens=[6], num_new=[1])
+    large = _batch(model, prefix_lens=[4, 1, 2, 0, 5], num_new=[3, 1, 2, 9, 4])
+    known = (small, large)
+    batches = [replace(batch, kv=batch.kv.clone(), input_ids=torch.zeros_like(batch.input_ids)) for batch in known]
+    expected = [program.forward(replace(batch, kv=batch.kv.clone())) for batch in known]
+    assert model.decoder is not None
+    fresh = new_forwards([with_capture(model.decoder, model.capture)], num_threads=2, max_tokens=_MAX_TOKENS)[0]
+    try:
+        computes = [fresh.prepare(batch) for batch in batches]
+        dropped = [fresh.prepare(replace(large, kv=large.kv.clone())) for _ in range(3)]
+        del dropped
+        gc.collect()
+        overwritten = [np.full(1 << size, 255, np.uint8) for size in range(8, 22)]
+        for batch, given in zip(batches, known, strict=True):
+            batch.input_ids.copy_(given.input_ids)
+        outputs = [compute() for compute in computes]
+    finally:
+        assert fresh.close(5.0)
+    del overwritten
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert torch.equal(output.logits, wanted.logits)
 
 
 def test_only_the_logits_that_are_wanted_are_computed(model: TargetModel, program: ForwardProgram) -> None:

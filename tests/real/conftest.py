@@ -9,6 +9,7 @@ import pytest
 
 from common.demo_model import ensure_demo_model
 from common.draft_source import resolve_draft
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from tests.parity.prompts import PROMPTS
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
 from tests.support.drafted import Drafted, load_drafted
@@ -23,7 +24,7 @@ SIZES: dict[str, Any] = {
     "context_tokens": 2048,
     "prefill_tokens": 8192,
     "decode_tokens": 12288,
-    "max_segment_bytes": 4 << 20,
+    "max_segment_bytes": MAX_SEGMENT_BYTES,
     "send_budget_bytes": 32 << 20,
     "receive_budget_bytes": 32 << 20,
 }

@@ -1,7 +1,7 @@
 """SmolLM2-135M in float32: the pair's greedy tokens are transformers' own, in two configurations without the head that
 comes with Baton (A3) and in two with it (B2).
 
-Forwards are fused, all that count: by operators it is test_smollm2_speculation.py, and every suite over a tiny model.
+Over gRPC without the head forwards are by operators; in the others they are fused, all that count.
 One file, so that one process computes the reference for all four. `make parity` runs the longer table.
 """
 
@@ -34,13 +34,13 @@ FUSED_BOUND_S = 180.0
 
 
 @contextmanager
-def all_fused(pair: LocalPair, *, drafts: bool) -> Iterator[None]:
+def all_fused(pair: LocalPair) -> Iterator[None]:
     """Entered once both services run kernels; what comes then must have been computed by them."""
     assert await_fused(pair.metrics_addresses, timeout_s=FUSED_BOUND_S)
     before = [forwards(address) for address in pair.metrics_addresses]
     yield
     for address, earlier in zip(pair.metrics_addresses, before, strict=True):
-        assert_all_fused(forwards(address) - earlier, drafts=drafts)
+        assert_all_fused(forwards(address) - earlier, drafts=True)
 
 
 @pytest.mark.timeout(600)
@@ -73,13 +73,14 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
         LocalPair(
             model=str(model_dir),
             dtype="float32",
-            prefill_args=("--chunk-tokens=512", *ONE_THREAD),
-            decode_args=("--no-overlap", *ONE_THREAD),
+            prefill_args=("--chunk-tokens=512", "--no-fused-forward", *ONE_THREAD),
+            decode_args=("--no-overlap", "--no-fused-forward", *ONE_THREAD),
             exposes_metrics=True,
         ) as pair,
-        all_fused(pair, drafts=False),
     ):
         outputs = asyncio.run(run(pair.decode_addresses[0]))
+        for address in pair.metrics_addresses:
+            assert forwards(address)["every target"] and not forwards(address)["fused target"]
     check(reference, prompts, outputs)
 
 
@@ -121,7 +122,7 @@ def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Ref
             decode_args=(*chain, *ONE_THREAD),
             exposes_metrics=True,
         ) as pair,
-        all_fused(pair, drafts=True),
+        all_fused(pair),
     ):
         completions = asyncio.run(run(pair.decode_addresses[0]))
     check(reference, prompts, {name: list(completion.token_ids) for name, completion in completions.items()})

@@ -148,6 +148,8 @@ class FusedForward:
             self._windows = _Windows(batch)
         windows = self._windows
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
+        ids = batch.input_ids
+        assert ids.dtype is torch.int64 and ids.is_contiguous(), "what may be filled later cannot be copied now"
         thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens, batch.max_seq_len)
         scratch = self._scratch.of(thread_bytes * self._team.num_threads)
         packed = self._packed.of(self._packed_bytes(windows.chunks.num_tokens))

@@ -72,6 +72,7 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
     numbers = words(call[Call.NUMBERS], num_operations * 2).view(np.float64)
     scratch = call[Call.SCRATCH] + thread * call[Call.SCRATCH_BYTES]
     inputs = scratch + SUMS_BYTES
+    num_items_done = 0
     for operation in range(num_operations):
         fields = operations[operation * NUM_FIELDS : (operation + 1) * NUM_FIELDS]
         epsilon, scaling = numbers[2 * operation], numbers[2 * operation + 1]
@@ -93,7 +94,8 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             while item >= 0:
                 linear(call, fields, item, x, x_stride, num_rows, scratch, like)
                 end_item(board, operation)
-                offer_core(item)
+                num_items_done += 1
+                offer_core(num_items_done)
                 item = take_item(board, run, operation, num_items)
         while item >= 0:
             if kind == Kind.ATTEND:
@@ -109,6 +111,8 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             else:
                 norm(call, fields, epsilon, item, like)
             end_item(board, operation)
+            num_items_done += 1
+            offer_core(num_items_done)
             item = take_item(board, run, operation, num_items)
         following = operations[(operation + 1) * NUM_FIELDS : (operation + 2) * NUM_FIELDS]
         if following.shape[0] and following[Field.KIND] == Kind.INPUT_NORM:

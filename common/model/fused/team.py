@@ -47,7 +47,7 @@ _LEADER = 0
 _NO_RUN = 0
 _NO_ITEM = (1 << 31) - 1
 _SPINS_FOR_RUN = 2_000
-_ITEMS_A_TURN = 8  # some 60 us of weights; a yield to nobody takes half a microsecond
+_ITEMS_A_TURN = 8  # of a thread; some 60 us of weights, and a yield to nobody takes half a microsecond
 _SPINS_BEFORE_YIELD = 4_000
 
 
@@ -70,11 +70,11 @@ def end_item(board, operation):  # type: ignore[no-untyped-def]
 
 
 @jit
-def offer_core(item):  # type: ignore[no-untyped-def]
+def offer_core(num_items_done):  # type: ignore[no-untyped-def]
     """Between two items, every so often: who waits for this core takes it here, where nobody waits for this thread, and
     not in the middle of an item.
     """
-    if item % _ITEMS_A_TURN == _ITEMS_A_TURN - 1:
+    if num_items_done % _ITEMS_A_TURN == 0:
         yield_core()
 
 
