@@ -44,9 +44,5 @@ class ReqToTokenPool:
 
     def write_each(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write slots[i] at positions[i] of rows[i]. Shapes: all [N]."""
-        table = self.req_to_token
-        if table.device.type == "cpu":
-            table.numpy()[rows, positions] = slots
-            return
-        entries = upload_array(np.stack([rows, positions, slots]), table.device)
-        table[entries[0], entries[1]] = entries[2]
+        entries = upload_array(np.stack([rows, positions, slots]), self.req_to_token.device)
+        self.req_to_token[entries[0], entries[1]] = entries[2]

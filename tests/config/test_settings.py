@@ -135,7 +135,7 @@ def test_a_value_out_of_range_is_refused_by_its_key(key: str, flag: str) -> None
 @pytest.mark.parametrize(
     ("key", "argv"),
     [
-        ("max_segment_bytes", ["--max-segment-bytes=4194305"]),
+        ("max_segment_bytes", ["--max-segment-bytes=8388609"]),
         ("max_batch_tokens", ["--max-batch-tokens=16"]),
     ],
 )

@@ -126,9 +126,9 @@ def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
     accept, draw = DraftTree.accept, speculative_worker.draw
     redrawn: list[Tensor] = []
 
-    def drawn(logits: Tensor, rows: Tensor, positions: Tensor, *rest: Any) -> Sampled:
+    def drawn(logits: Tensor, rows: Tensor, positions: Tensor, *rest: Any, **known: Any) -> Sampled:
         redrawn[:] = [draw(logits.clone(), rows, positions + 1_000_000, *rest).token_ids]
-        return draw(logits, rows, positions, *rest)
+        return draw(logits, rows, positions, *rest, **known)
 
     def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
         accepted = accept(self, target_ids)

@@ -20,6 +20,7 @@ class FaultyTarget(TargetModel):
     def __init__(self, sound: TargetModel) -> None:
         self._sound = sound
         self.attention = sound.attention
+        self.forward_counts = sound.forward_counts
         self.layer_group = sound.layer_group
         self.hidden_size = sound.hidden_size
         self.vocab_size = sound.vocab_size
