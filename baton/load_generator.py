@@ -57,7 +57,8 @@ class LoadReport:
     """What one workload measured. Rates count tokens of requests that succeeded.
 
     `decode_tokens_per_s` leaves out first tokens and counts from the earliest first token to the last token;
-    `full_load_tokens_per_s` counts only while `concurrency` requests decode, none of them still in its prefill.
+    `full_load_tokens_per_s` counts only the `full_load_s` in which `concurrency` requests decode, none of them still in its
+    prefill.
     `handoff_mb_per_s` is the KV of a request over its prefill and transfer seconds (KV leaves while the prompt is still
     being computed), the median over requests; `exposed_transfer_s` is what the transfer adds after the prefill's end.
     """
@@ -70,6 +71,7 @@ class LoadReport:
     tokens_per_s: float
     decode_tokens_per_s: float
     full_load_tokens_per_s: float
+    full_load_s: float
     ttft_p50_s: float
     ttft_p99_s: float
     inter_token_p50_s: float
@@ -164,6 +166,7 @@ def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadRepor
         if each.prefill_s + each.transfer_s > 0
     ]
     transfers_s = [each.transfer_s for each in timings]
+    num_at_full_load, full_load_s = _full_load(done, workload.concurrency)
     return LoadReport(
         concurrency=workload.concurrency,
         num_requests=len(records),
@@ -172,7 +175,8 @@ def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadRepor
         wall_s=wall_s,
         tokens_per_s=_rate(num_tokens, wall_s),
         decode_tokens_per_s=_rate(num_tokens - len(done), decode_s),
-        full_load_tokens_per_s=_full_load_rate(done, workload.concurrency),
+        full_load_tokens_per_s=_rate(num_at_full_load, full_load_s),
+        full_load_s=full_load_s,
         ttft_p50_s=percentile(ttft_s, 50),
         ttft_p99_s=percentile(ttft_s, 99),
         inter_token_p50_s=percentile(gaps_s, 50),
@@ -203,8 +207,8 @@ def _gaps_s(token_times_s: Sequence[float]) -> list[float]:
     ]
 
 
-def _full_load_rate(records: Sequence[RequestRecord], concurrency: int) -> float:
-    """Tokens a second in the time in which so many of `records` have their first token and not their last."""
+def _full_load(records: Sequence[RequestRecord], concurrency: int) -> tuple[int, float]:
+    """Tokens, and seconds, of the time in which so many of `records` have their first token and not their last."""
     decoding = [(record.token_times_s[0], record.token_times_s[-1]) for record in records]
     bounds_s = sorted({time_s for interval in decoding for time_s in interval})
     num_tokens, seconds = 0, 0.0
@@ -212,7 +216,7 @@ def _full_load_rate(records: Sequence[RequestRecord], concurrency: int) -> float
         if sum(first_s <= begin_s and end_s <= last_s for first_s, last_s in decoding) == concurrency:
             num_tokens += sum(begin_s < time_s <= end_s for record in records for time_s in record.token_times_s)
             seconds += end_s - begin_s
-    return _rate(num_tokens, seconds)
+    return num_tokens, seconds
 
 
 def _rate(count: int, seconds: float) -> float:

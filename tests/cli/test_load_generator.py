@@ -38,7 +38,7 @@ def test_rates_and_latencies() -> None:
     assert (report.num_requests, report.num_failed, report.num_tokens, report.wall_s) == (2, 0, 6, 5.0)
     assert report.tokens_per_s == 6 / 5
     assert report.decode_tokens_per_s == 4 / 4  # without the two first tokens, from 1.0 to 5.0
-    assert report.full_load_tokens_per_s == 2 / 1  # from 3.0 to 4.0, when both decode
+    assert (report.full_load_tokens_per_s, report.full_load_s) == (2 / 1, 1.0)  # from 3.0 to 4.0, when both decode
     assert (report.ttft_p50_s, report.ttft_p99_s) == (1.0, 3.0)
     assert (report.inter_token_p50_s, report.inter_token_p99_s) == (1.0, 2.0)
     assert (report.kv_bytes, report.handoff_mb_per_s) == (4_000_000, 1.0)
