@@ -17,11 +17,12 @@ from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram
 from common.model.fused import forward as forward_module
+from common.model.fused.attending import PART_TOKENS
 from common.model.fused.start import difference, new_forwards, with_capture
 from common.model.loader import load_target
 from common.model.target import TargetModel
 
-_NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 64, 20, 512
+_NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 640, 200, 512
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
@@ -77,6 +78,10 @@ _SHAPES = {
     "a chunk": ([0], [17]),
     "rows of several lengths": ([4, 0, 9], [3, 1, 5]),
     "windows": ([4, 2], [3, 3]),
+    "rows of several parts": ([150, 3, PART_TOKENS, PART_TOKENS - 1], [1] * 4),
+    "a row of several parts": ([PART_TOKENS + 1], [1]),
+    "windows over two parts": ([PART_TOKENS - 3, 2 * PART_TOKENS - 8, 10], [8, 8, 8]),
+    "a window over two parts": ([PART_TOKENS - 5], [20]),
 }
 
 
@@ -88,6 +93,32 @@ def test_logits_states_and_kv_are_the_models(model: TargetModel, program: Forwar
 
 def test_a_tree_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
     _assert_same(model, program, _batch(model, prefix_lens=[5, 2], num_new=[4, 4], tree=True))
+
+
+def test_a_tree_over_two_parts_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
+    """Of tokens that a query does not attend nothing is read."""
+    batch = _batch(model, prefix_lens=[PART_TOKENS - 3, 2 * PART_TOKENS - 1], num_new=[6, 6], tree=True)
+    _assert_same(model, program, batch)
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_what_a_request_computes_depends_on_no_other(model: TargetModel, program: ForwardProgram, num_new: int) -> None:
+    """To the last bit: threads share one request's parts where it is alone, and each takes whole ones of many."""
+    prefix_lens = [170, 20, 3, 64, 1, 2, 3, 4, 5, 6]
+    crowd = _batch(model, prefix_lens=prefix_lens, num_new=[num_new] * len(prefix_lens))
+    alone = replace(
+        crowd,
+        input_ids=crowd.input_ids[:num_new],
+        positions=crowd.positions[:num_new],
+        out_cache_loc=crowd.out_cache_loc[:num_new],
+        req_pool_indices=crowd.req_pool_indices[:1],
+        seq_lens=crowd.seq_lens[:1],
+        prefix_lens=None if crowd.prefix_lens is None else crowd.prefix_lens[:1],
+        extend_lens=None if crowd.extend_lens is None else crowd.extend_lens[:1],
+        kv=crowd.kv.clone(),
+    )
+    for _ in range(3):
+        assert torch.equal(program.forward(alone).logits, program.forward(crowd).logits[:num_new])
 
 
 def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetModel, program: ForwardProgram) -> None:

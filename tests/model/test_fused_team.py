@@ -17,10 +17,11 @@ from common.model.fused.team import (
     await_operation,
     await_run,
     close_items,
-    end_item,
+    end_items,
     is_run,
     open_items,
-    take_item,
+    share_of,
+    take_items,
 )
 
 NUM_OPERATIONS, NUM_ITEMS = 2, 500
@@ -38,8 +39,9 @@ class Board:
         close_items(self.address, run, NUM_OPERATIONS)
         open_items(self.address, run, NUM_OPERATIONS, self.team._wake_fd)
 
-    def take(self, run: int, operation: int = 0) -> int:
-        return int(take_item(self.address, run, operation, NUM_ITEMS))
+    def take(self, run: int, operation: int = 0, *, share: int = NUM_ITEMS, most: int = 1) -> range:
+        first, number = take_items(self.address, run, operation, NUM_ITEMS, share, most)
+        return range(first, first + number)
 
     def awaits(self, run: int, num_items: int) -> bool:
         return bool(await_operation(self.address, run, 0, num_items, NOTHING, 0))
@@ -50,36 +52,44 @@ def board() -> Board:
     return Board()
 
 
-def test_every_item_is_one_threads(board: Board) -> None:
-    board.begin(1)
+@pytest.mark.parametrize("most", [1, NUM_ITEMS], ids=["one by one", "many at once"])
+def test_every_item_is_one_threads(board: Board, most: int) -> None:
+    board.begin(most)
     begin = threading.Barrier(4)
 
     def work() -> list[int]:
         begin.wait(10)
-        taken = []
-        while (item := board.take(1)) >= 0:
-            taken.append(item)
-            end_item(board.address, 0)
-        assert board.awaits(1, NUM_ITEMS)
+        taken: list[int] = []
+        while items := board.take(most, share=8, most=most):
+            taken += items
+            end_items(board.address, 0, len(items))
+        assert board.awaits(most, NUM_ITEMS)
         return taken
 
     with ThreadPoolExecutor(4) as pool:
         taken = [item for future in [pool.submit(work) for _ in range(4)] for item in future.result(10)]
     assert Counter(taken) == Counter(range(NUM_ITEMS))
-    assert board.take(1, operation=1) == 0, "operations have items of their own"
+    assert board.take(most, operation=1) == range(1), "operations have items of their own"
+
+
+def test_runs_of_items_get_shorter(board: Board) -> None:
+    board.begin(4)
+    taken = [board.take(4, share=4, most=100) for _ in range(3)]
+    assert taken == [range(100), range(100, 200), range(200, 275)], "a quarter of what is left, at most 100"
+    assert share_of(3, 4, 100) == 1, "the last are taken one by one"
 
 
 def test_who_comes_late_takes_nothing_of_a_run_that_is_over(board: Board) -> None:
     board.begin(2)
-    assert board.take(2) == 0
+    assert board.take(2) == range(1)
     close_items(board.address, 3, NUM_OPERATIONS)
-    assert board.take(2) == -1
+    assert not board.take(2)
     assert not board.awaits(2, NUM_ITEMS), "it must not wait for items that nobody will end"
     assert not is_run(board.address, 2)
-    assert board.take(3) == -1, "what describes the run may be half written"
+    assert not board.take(3), "what describes the run may be half written"
     open_items(board.address, 3, NUM_OPERATIONS, board.team._wake_fd)
     assert is_run(board.address, 3)
-    assert board.take(3) == 0
+    assert board.take(3) == range(1)
 
 
 def test_helpers_see_runs_and_end_whether_asleep_or_not() -> None:

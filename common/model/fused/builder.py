@@ -15,8 +15,6 @@ from common.model.fused.dot_products import PANEL_WIDTH, packed
 from common.model.fused.operations import Field, Kind, Store
 from common.model.fused.weight_memory import WeightMemory
 
-_ITEM_BYTES = 128 << 10  # of a LINEAR's weight: threads read long runs of memory, and the last ones end together
-
 
 def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: int) -> Program:
     """The same, keeping the states of `capture`, side by side, of buffer `stream` in buffer `states`.
@@ -122,7 +120,6 @@ class ProgramBuilder:
             Field.WIDTH: width,
             Field.NUM_OUTPUTS: num_outputs,
             Field.NUM_PANELS: num_panels,
-            Field.ITEM_PANELS: max(1, _ITEM_BYTES // (PANEL_WIDTH * width * weight.element_size())),
             Field.STORE: store,
             Field.SELECTED_ROWS: selected_rows,
             Field.SHOWS_LAYER: shows_layer,

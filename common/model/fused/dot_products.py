@@ -20,19 +20,25 @@ from torch import Tensor
 
 from common.model.cpu_kernel import jit
 from common.model.fused.numbers import Bfloat16, has_bfloat16
+from common.model.fused.vectors import (
+    FLOAT,
+    FLOATS,
+    INT,
+    INTS,
+    LANES,
+    WORD,
+    declared,
+    multiply_add,
+    prefetch_line,
+    spread,
+)
 from common.model.fused.weight_memory import WeightMemory
 
 PANEL_WIDTH = 32
 MAX_ROWS = 8
-_LANES = 16
 _LINES_AHEAD = 16  # of the panel, asked for before they are needed
 
-_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
-_FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
-_WORD = ir.IntType(64)
-
-
-_BFLOATS = ir.VectorType(Bfloat16(), 2 * _LANES)
+_BFLOATS = ir.VectorType(Bfloat16(), 2 * LANES)
 
 
 def step_of(dtype: torch.dtype) -> int:
@@ -73,22 +79,22 @@ def _kernel_of(num_rows: int) -> Any:
 
 def _generate(builder: Any, arguments: Any, num_rows: int, make_step: Any) -> None:
     panel, x, x_stride, num_steps, out, _ = arguments
-    vectors = builder.inttoptr(panel, _INTS.as_pointer())
-    starts = [builder.add(x, builder.mul(x_stride, _WORD(row))) for row in range(num_rows)]
-    rows = [builder.inttoptr(start, _INT.as_pointer()) for start in starts]
+    vectors = builder.inttoptr(panel, INTS.as_pointer())
+    starts = [builder.add(x, builder.mul(x_stride, WORD(row))) for row in range(num_rows)]
+    rows = [builder.inttoptr(start, INT.as_pointer()) for start in starts]
     before, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("end")
     builder.branch(loop)
     builder.position_at_end(loop)
-    number = builder.phi(_WORD)
-    number.add_incoming(_WORD(0), before)
-    sums = [builder.phi(_FLOATS) for _ in range(num_rows * 2)]
+    number = builder.phi(WORD)
+    number.add_incoming(WORD(0), before)
+    sums = [builder.phi(FLOATS) for _ in range(num_rows * 2)]
     for total in sums:
-        total.add_incoming(ir.Constant(_FLOATS, [0.0] * _LANES), before)
-    place = builder.mul(number, _WORD(2))
+        total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
+    place = builder.mul(number, WORD(2))
     weights = []
     for half in range(2):
-        address = builder.gep(vectors, [builder.add(place, _WORD(half))])
-        _prefetch(builder, builder.gep(vectors, [builder.add(place, _WORD(half + _LINES_AHEAD))]))
+        address = builder.gep(vectors, [builder.add(place, WORD(half))])
+        prefetch_line(builder, builder.gep(vectors, [builder.add(place, WORD(half + _LINES_AHEAD))]))
         weight = builder.load(address)
         weight.align = 64
         weights.append(weight)
@@ -96,47 +102,28 @@ def _generate(builder: Any, arguments: Any, num_rows: int, make_step: Any) -> No
     new: list[Any] = []
     for row in range(num_rows):
         new += multiply(builder.load(builder.gep(rows[row], [number])), sums[2 * row : 2 * row + 2])
-    following = builder.add(number, _WORD(1))
+    following = builder.add(number, WORD(1))
     number.add_incoming(following, loop)
     for total, value in zip(sums, new, strict=True):
         total.add_incoming(value, loop)
     builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
     builder.position_at_end(after)
-    results = builder.inttoptr(out, _FLOAT.as_pointer())
+    results = builder.inttoptr(out, FLOAT.as_pointer())
     for place_of, value in enumerate(new):
-        address = builder.bitcast(builder.gep(results, [_WORD(place_of * _LANES)]), _FLOATS.as_pointer())
+        address = builder.bitcast(builder.gep(results, [WORD(place_of * LANES)]), FLOATS.as_pointer())
         builder.store(value, address).align = 4
-
-
-def _declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
-    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-    for_reading, keep, data_cache = _INT(0), _INT(3), _INT(1)
-    builder.call(function, [builder.bitcast(address, pointer), for_reading, keep, data_cache])
-
-
-def _spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
-    """One number in every lane."""
-    undefined = ir.Constant(vector, ir.Undefined)
-    lanes = ir.Constant(ir.VectorType(_INT, vector.count), [0] * vector.count)
-    return builder.shuffle_vector(builder.insert_element(undefined, number, _INT(0)), undefined, lanes)
 
 
 def _bfloat16_step(builder: Any, weights: list[Any]) -> Any:
     if not has_bfloat16():
         return _bfloat16_step_of_float32(builder, weights)
-    name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
-    function = _declared(builder, name, kind)
+    name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
+    function = declared(builder, name, kind)
     pairs = [builder.bitcast(weight, _BFLOATS) for weight in weights]
 
     def multiply(pair: Any, sums: list[Any]) -> list[Any]:
-        spread = builder.bitcast(_spread(builder, pair, _INTS), _BFLOATS)
-        return [builder.call(function, [total, weight, spread]) for total, weight in zip(sums, pairs, strict=True)]
+        everywhere = builder.bitcast(spread(builder, pair, INTS), _BFLOATS)
+        return [builder.call(function, [total, weight, everywhere]) for total, weight in zip(sums, pairs, strict=True)]
 
     return multiply
 
@@ -144,36 +131,31 @@ def _bfloat16_step(builder: Any, weights: list[Any]) -> Any:
 def _bfloat16_step_of_float32(builder: Any, weights: list[Any]) -> Any:
     def halves(bits: Any, kind: ir.Type, floats: ir.Type) -> list[Any]:
         def constant(number: int) -> Any:
-            return ir.Constant(kind, [number] * _LANES) if isinstance(kind, ir.VectorType) else kind(number)
+            return ir.Constant(kind, [number] * LANES) if isinstance(kind, ir.VectorType) else kind(number)
 
         low, high = builder.shl(bits, constant(16)), builder.and_(bits, constant(0xFFFF0000))
         return [builder.bitcast(low, floats), builder.bitcast(high, floats)]
 
-    split = [halves(weight, _INTS, _FLOATS) for weight in weights]
+    split = [halves(weight, INTS, FLOATS) for weight in weights]
 
     def multiply(pair: Any, sums: list[Any]) -> list[Any]:
-        spread = [_spread(builder, number, _FLOATS) for number in halves(pair, _INT, _FLOAT)]
+        everywhere = [spread(builder, number, FLOATS) for number in halves(pair, INT, FLOAT)]
         for place, parts in enumerate(split):
-            for part, number in zip(parts, spread, strict=True):
-                sums[place] = _multiply_add(builder, part, number, sums[place])
+            for part, number in zip(parts, everywhere, strict=True):
+                sums[place] = multiply_add(builder, part, number, sums[place])
         return sums
 
     return multiply
 
 
 def _float32_step(builder: Any, weights: list[Any]) -> Any:
-    floats = [builder.bitcast(weight, _FLOATS) for weight in weights]
+    floats = [builder.bitcast(weight, FLOATS) for weight in weights]
 
     def multiply(number: Any, sums: list[Any]) -> list[Any]:
-        spread = _spread(builder, builder.bitcast(number, _FLOAT), _FLOATS)
-        return [_multiply_add(builder, part, spread, total) for part, total in zip(floats, sums, strict=True)]
+        everywhere = spread(builder, builder.bitcast(number, FLOAT), FLOATS)
+        return [multiply_add(builder, part, everywhere, total) for part, total in zip(floats, sums, strict=True)]
 
     return multiply
-
-
-def _multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
-    return builder.call(_declared(builder, f"llvm.fmuladd.v{_LANES}f32", kind), [left, right, total])
 
 
 _one, _two, _three, _four, _five, _six, _seven, _eight = (_kernel_of(num_rows) for num_rows in range(1, MAX_ROWS + 1))

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.attention import ForwardInput
-from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, attended_tokens
+from common.model.attention_cpu import MAX_QUERIES, attended_tokens
 from common.model.forward_program import FusedDecoder, Largest, OnLayerKv, ProgramOutput
-from common.model.fused.attending_chunks import packed_numbers, scratch_bytes
+from common.model.fused import attending, attending_chunks
 from common.model.fused.chunk_parts import ChunkParts
 from common.model.fused.decoder import LOGITS, STATES, STREAM
 from common.model.fused.operations import MANY_TOKENS, Call, Field, Kind
@@ -23,6 +23,8 @@ from common.model.fused.team import Team
 _MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
 _ALIGNMENT = 64
+_ITEMS_A_THREAD = 4  # of ATTEND, so that threads end together
+_MAX_PARTS_BYTES = 8 << 20
 _COLUMNS = np.array(
     [
         Call.INPUT_IDS,
@@ -48,6 +50,9 @@ _OF_BATCH = np.array(
         Call.PACKED,
         Call.LARGEST,
         Call.NOT_FINITE,
+        Call.NUM_GROUPS,
+        Call.PARTS,
+        Call.GROUPS_ENDED,
         Call.BUFFERS + 2 * LOGITS,
         Call.BUFFERS + 2 * STATES,
     ]
@@ -105,10 +110,12 @@ class FusedForward:
         self._max_tokens = max_tokens
         self._call: NDArray[np.int64] = np.zeros(NUM_CALL_WORDS, np.int64)
         self._call[[Call.COSINES, Call.SINES]] = decoder.cosines.data_ptr(), decoder.sines.data_ptr()
+        self._call[Call.NUM_THREADS] = team.num_threads
         self._windows: _Windows | None = None
         self._buffers: list[Tensor] = []
         self._reserve(1)
-        self._scratch, self._packed = _Room(), _Room()
+        self._scratch, self._packed, self._parts = _Room(), _Room(), _Room()
+        self._groups_ended: NDArray[np.int64] = np.zeros(_ITEMS_A_THREAD * team.num_threads, np.int64)
         self._captures = program.widths[STATES] > 1
         self._finds_largest = bool((program.operations[:, Field.KIND] == Kind.LARGEST).any())
         attends = np.flatnonzero(program.operations[:, Field.KIND] == Kind.ATTEND).tolist()
@@ -153,6 +160,8 @@ class FusedForward:
         thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens, batch.max_seq_len)
         scratch = self._scratch.of(thread_bytes * self._team.num_threads)
         packed = self._packed.of(self._packed_bytes(windows.chunks.num_tokens))
+        num_groups, parts_bytes = self._groups(num_tokens, num_rows, batch.max_seq_len)
+        parts = self._parts.of(parts_bytes)
         columns = [
             column if column.dtype is torch.int64 and column.is_contiguous() else column.to(torch.int64).contiguous()
             for column in (
@@ -180,6 +189,9 @@ class FusedForward:
             packed.address,
             token_ids.data_ptr(),
             are_not_finite.data_ptr(),
+            num_groups,
+            parts.address,
+            _address(self._groups_ended),
             logits.data_ptr(),
             states.data_ptr(),
         )
@@ -188,7 +200,7 @@ class FusedForward:
             assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
             beside = beside.contiguous()
             call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
-        addressed = (batch.kv, columns, beside, windows, scratch, packed, self._buffers)
+        addressed = (batch.kv, columns, beside, windows, scratch, packed, parts, self._buffers)
 
         output = ProgramOutput(
             logits,
@@ -227,20 +239,35 @@ class FusedForward:
         addresses[: len(self._program.widths), 1] = self._program.widths
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
+    def _groups(self, num_tokens: int, num_rows: int, max_seq_len: int) -> tuple[int, int]:
+        """In how many each request's parts are taken, and the bytes that parts leave: few requests are shared."""
+        attention = self._program.attention
+        num_parts = -(-max_seq_len // attending.PART_TOKENS)
+        num_groups = min(num_parts, _ITEMS_A_THREAD * self._team.num_threads // max(1, num_rows))
+        num_bytes = num_parts * attending.part_bytes(num_tokens * attention.num_heads, attention.head_dim)
+        if num_groups <= 1 or num_bytes > _MAX_PARTS_BYTES:
+            return 1, 0
+        return num_groups, num_bytes
+
     def _packed_bytes(self, num_tokens: int) -> int:
         attention = self._program.attention
-        return packed_numbers(num_tokens, attention.num_kv_heads, attention.head_dim) * self._program.dtype.itemsize
+        return (
+            attending_chunks.packed_numbers(num_tokens, attention.num_kv_heads, attention.head_dim)
+            * self._program.dtype.itemsize
+        )
 
     def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
         """Of each thread; a multiple of 64."""
         attention, itemsize = self._program.attention, self._program.dtype.itemsize
-        num_shared = attention.num_heads // attention.num_kv_heads
-        num_queries = num_shared * max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
-        attending = 4 * ((2 * num_queries + 1) * attention.head_dim + NUM_LANES + num_queries * max_seq_len)
+        num_few = max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
+        wanted = attending.scratch_bytes(
+            num_few * attention.num_heads, num_few * attention.num_heads // attention.num_kv_heads, attention.head_dim
+        )
         if max(extend_lens, default=0) > MAX_QUERIES:
-            attending = max(attending, scratch_bytes(num_shared, attention.head_dim, itemsize))
+            num_shared = attention.num_heads // attention.num_kv_heads
+            wanted = max(wanted, attending_chunks.scratch_bytes(num_shared, attention.head_dim, itemsize))
         num_normed = max(num_selected, num_tokens if num_tokens < MANY_TOKENS else 0)
-        wanted = SUMS_BYTES + max(attending, num_normed * self._program.normed_width * itemsize)
+        wanted = SUMS_BYTES + max(wanted, num_normed * self._program.normed_width * itemsize)
         return wanted + -wanted % _ALIGNMENT
 
 

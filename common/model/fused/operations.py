@@ -2,9 +2,9 @@
 
     EMBED    rows of a table                              an item: some rows
     NORM     RMS norm, or a copy                          an item: some rows
-    LINEAR   (norm) ▸ product ▸ store, add, gate or logits an item: some panels of the weight, up to ITEM_ROWS
+    LINEAR   (norm) ▸ product ▸ store, add, gate or logits an item: a panel of the weight, up to ITEM_ROWS
     LARGEST  the first largest of the logits               an item: a row of them
-    ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: one KV head of one request of few new tokens
+    ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: parts of one request of few new tokens
     INPUT_NORM, PREPARE_CHUNKS, ATTEND_CHUNKS              what many tokens have of their own; else without items
 
 What a LINEAR norms of few tokens each thread norms for itself: that is faster than one more wait for each other. From
@@ -64,15 +64,14 @@ class Field(IntEnum):
     WIDTH = 8  # of the input
     NUM_OUTPUTS = 9
     NUM_PANELS = 10
-    ITEM_PANELS = 11
-    STORE = 12
-    SELECTED_ROWS = 13  # whether only the rows whose logits are wanted
-    LAYER = 14
-    NUM_HEADS = 15
-    NUM_KV_HEADS = 16
-    HEAD_DIM = 17
-    SHOWS_LAYER = 18
-    NORMED = 19  # the buffer that INPUT_NORM fills
+    STORE = 11
+    SELECTED_ROWS = 12  # whether only the rows whose logits are wanted
+    LAYER = 13
+    NUM_HEADS = 14
+    NUM_KV_HEADS = 15
+    HEAD_DIM = 16
+    SHOWS_LAYER = 17
+    NORMED = 18  # the buffer that INPUT_NORM fills
 
 
 class Call(IntEnum):
@@ -111,7 +110,11 @@ class Call(IntEnum):
     PACKED_STARTS = 30  # [NUM_ROWS + 1], in tokens
     LARGEST = 31  # [NUM_SELECTED], as Largest has them; the second are bytes
     NOT_FINITE = 32
-    BUFFERS = 33  # address and elements of a row, of each
+    NUM_GROUPS = 33  # of a request's parts, in ATTEND
+    PARTS = 34  # what they leave, with more than one group: [new tokens, parts of MAX_SEQ_LEN, ...] float32
+    GROUPS_ENDED = 35  # [NUM_ROWS], 0 between two operations
+    NUM_THREADS = 36
+    BUFFERS = 37  # address and elements of a row, of each
 
 
 ITEM_TOKENS = 16  # of EMBED and NORM
@@ -210,17 +213,15 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):  # ty
     panel_bytes = num_steps * PANEL_WIDTH * 4
     sums = array_at(pointer(sums_address), (MAX_ROWS * PANEL_WIDTH,), np.float32)
     store = fields[Field.STORE]
-    num_parts = (fields[Field.NUM_PANELS] + fields[Field.ITEM_PANELS] - 1) // fields[Field.ITEM_PANELS]
-    first, first_row = item % num_parts * fields[Field.ITEM_PANELS], item // num_parts * ITEM_ROWS
+    panel, first_row = item % fields[Field.NUM_PANELS], item // fields[Field.NUM_PANELS] * ITEM_ROWS
     last_row = min(num_rows, first_row + ITEM_ROWS)
-    for panel in range(first, min(first + fields[Field.ITEM_PANELS], fields[Field.NUM_PANELS])):
-        weight = fields[Field.WEIGHT] + panel * panel_bytes
-        for start in range(first_row, last_row, MAX_ROWS):
-            block = min(MAX_ROWS, last_row - start)
-            panel_products(weight, x + start * x_stride, x_stride, num_steps, block, sums_address, like)
-            for m in range(block):
-                row = sums[m * PANEL_WIDTH : (m + 1) * PANEL_WIDTH]
-                _store(call, fields, store, start + m, panel, num_outputs, row, like)
+    weight = fields[Field.WEIGHT] + panel * panel_bytes
+    for start in range(first_row, last_row, MAX_ROWS):
+        block = min(MAX_ROWS, last_row - start)
+        panel_products(weight, x + start * x_stride, x_stride, num_steps, block, sums_address, like)
+        for m in range(block):
+            row = sums[m * PANEL_WIDTH : (m + 1) * PANEL_WIDTH]
+            _store(call, fields, store, start + m, panel, num_outputs, row, like)
 
 
 @jit

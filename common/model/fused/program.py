@@ -27,17 +27,21 @@ from common.model.fused.team import (
     await_operation,
     await_run,
     close_items,
-    end_item,
+    end_items,
     is_run,
     offer_core,
     open_items,
+    share_of,
     show_progress,
-    take_item,
+    take_items,
 )
 
 NUM_FIELDS = len(Field)
 SUMS_BYTES = 4 * MAX_ROWS * PANEL_WIDTH
 """Of a thread's scratch, for one block of a LINEAR's sums."""
+_TURNS_A_THREAD = 2  # in which the items that are left could be taken
+_MOST_BYTES = 1 << 20  # of weights that a thread takes at once, some 60 us
+_AHEAD_BYTES = 128 << 10  # of the following weights, asked for while a thread waits
 
 
 @jit
@@ -50,10 +54,9 @@ def _num_rows(call, fields):  # type: ignore[no-untyped-def]
 def _num_items(call, fields):  # type: ignore[no-untyped-def]
     kind = fields[Field.KIND]
     if kind == Kind.LINEAR:
-        num_parts = (fields[Field.NUM_PANELS] + fields[Field.ITEM_PANELS] - 1) // fields[Field.ITEM_PANELS]
-        return num_parts * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
+        return fields[Field.NUM_PANELS] * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
     if kind == Kind.ATTEND:
-        return call[Call.NUM_ROWS] * fields[Field.NUM_KV_HEADS]
+        return call[Call.NUM_ROWS] * call[Call.NUM_GROUPS]
     if kind == Kind.PREPARE_CHUNKS:
         return call[Call.NUM_KEY_PARTS]
     if kind == Kind.ATTEND_CHUNKS:
@@ -66,23 +69,37 @@ def _num_items(call, fields):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _panel_bytes(fields, like):  # type: ignore[no-untyped-def]
+    return PANEL_WIDTH * fields[Field.WIDTH] * like.itemsize
+
+
+@jit
+def _most_items(call, fields, like):  # type: ignore[no-untyped-def]
+    """That a thread takes at once: of weights long runs of memory, of anything else one."""
+    if fields[Field.KIND] != Kind.LINEAR:
+        return np.int64(1)
+    num_passes = (min(_num_rows(call, fields), ITEM_ROWS) + MAX_ROWS - 1) // MAX_ROWS
+    return _MOST_BYTES // (_panel_bytes(fields, like) * max(np.int64(1), num_passes))
+
+
+@jit
 def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
     num_operations = call[Call.NUM_OPERATIONS]
     operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
     numbers = words(call[Call.NUMBERS], num_operations * 2).view(np.float64)
     scratch = call[Call.SCRATCH] + thread * call[Call.SCRATCH_BYTES]
     inputs = scratch + SUMS_BYTES
-    num_items_done = 0
+    share, num_turns = _TURNS_A_THREAD * call[Call.NUM_THREADS], 0
     for operation in range(num_operations):
         fields = operations[operation * NUM_FIELDS : (operation + 1) * NUM_FIELDS]
         epsilon, scaling = numbers[2 * operation], numbers[2 * operation + 1]
         kind = fields[Field.KIND]
         if thread == 0 and fields[Field.SHOWS_LAYER]:
             show_progress(board)
-        num_items = _num_items(call, fields)
-        item = take_item(board, run, operation, num_items)
+        num_items, most = _num_items(call, fields), _most_items(call, fields, like)
+        item, num_taken = take_items(board, run, operation, num_items, share, most)
+        width, num_rows, x, x_stride = fields[Field.WIDTH], np.int64(0), np.int64(0), np.int64(0)
         if item >= 0 and kind == Kind.LINEAR:
-            width = fields[Field.WIDTH]
             num_rows = _num_rows(call, fields)
             is_normed = fields[Field.NORMED] and call[Call.NUM_TOKENS] >= MANY_TOKENS
             source = fields[Field.NORMED] if is_normed else fields[Field.SOURCE]
@@ -91,37 +108,36 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             if not is_normed and (fields[Field.NORM] or (fields[Field.SELECTED_ROWS] and call[Call.SELECTED])):
                 normalise_input(call, fields, epsilon, inputs, like)
                 x, x_stride = inputs, width * like.itemsize
-            while item >= 0:
-                linear(call, fields, item, x, x_stride, num_rows, scratch, like)
-                end_item(board, operation)
-                num_items_done += 1
-                offer_core(num_items_done)
-                item = take_item(board, run, operation, num_items)
         while item >= 0:
-            if kind == Kind.ATTEND:
-                attend(call, fields, epsilon, scaling, item, inputs, like)
-            elif kind == Kind.PREPARE_CHUNKS:
-                prepare_chunks(call, fields, epsilon, item, inputs, like)
-            elif kind == Kind.ATTEND_CHUNKS:
-                attend_chunks(call, fields, epsilon, scaling, item, inputs, like)
-            elif kind == Kind.EMBED:
-                embed(call, fields, item, like)
-            elif kind == Kind.LARGEST:
-                largest(call, fields, item)
-            else:
-                norm(call, fields, epsilon, item, like)
-            end_item(board, operation)
-            num_items_done += 1
-            offer_core(num_items_done)
-            item = take_item(board, run, operation, num_items)
+            for place in range(item, item + num_taken):
+                if kind == Kind.LINEAR:
+                    linear(call, fields, place, x, x_stride, num_rows, scratch, like)
+                elif kind == Kind.ATTEND:
+                    attend(call, fields, epsilon, scaling, place, inputs, like)
+                elif kind == Kind.PREPARE_CHUNKS:
+                    prepare_chunks(call, fields, epsilon, place, inputs, like)
+                elif kind == Kind.ATTEND_CHUNKS:
+                    attend_chunks(call, fields, epsilon, scaling, place, inputs, like)
+                elif kind == Kind.EMBED:
+                    embed(call, fields, place, like)
+                elif kind == Kind.LARGEST:
+                    largest(call, fields, place)
+                else:
+                    norm(call, fields, epsilon, place, like)
+            end_items(board, operation, num_taken)
+            num_turns += 1
+            offer_core(num_turns)
+            item, num_taken = take_items(board, run, operation, num_items, share, most)
         following = operations[(operation + 1) * NUM_FIELDS : (operation + 2) * NUM_FIELDS]
         if following.shape[0] and following[Field.KIND] == Kind.INPUT_NORM:
             following = operations[(operation + 2) * NUM_FIELDS : (operation + 3) * NUM_FIELDS]
         ahead, ahead_bytes = call, np.int64(0)
         if following.shape[0] and following[Field.KIND] == Kind.LINEAR:
-            item_bytes = following[Field.ITEM_PANELS] * PANEL_WIDTH * following[Field.WIDTH] * like.itemsize
-            start = min(thread * item_bytes, (following[Field.NUM_PANELS] // following[Field.ITEM_PANELS]) * item_bytes)
-            ahead, ahead_bytes = words(following[Field.WEIGHT] + start, 1), item_bytes
+            first, num_panels, most = np.int64(0), following[Field.NUM_PANELS], _most_items(call, following, like)
+            for _ in range(thread):
+                first += share_of(num_panels - first, share, most)
+            start = min(first, num_panels) * _panel_bytes(following, like)
+            ahead, ahead_bytes = words(following[Field.WEIGHT] + start, 1), np.int64(_AHEAD_BYTES)
         if not await_operation(board, run, operation, num_items, ahead, ahead_bytes):
             return
 

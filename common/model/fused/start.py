@@ -27,8 +27,8 @@ _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 """Of the whole difference, relative to the logits: sums are taken in another order, and rounded."""
 
-_COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40))
-"""Tokens before and new ones, of either of two rows: a window, steps, a chunk."""
+_COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
+"""Tokens before and new ones, of either of two rows: a window, steps, a chunk, a window and a step over two parts."""
 
 _CLOSE_TIMEOUT_S = 5.0
 

@@ -1,9 +1,9 @@
 """Threads that run one program together, without the interpreter and without waiting for each other in turns.
 
-An operation is cut into items. Whoever comes takes the next one; when all are done everybody goes on. A thread whose
-core is taken away holds up the item it has, nothing else: the others take the rest. (OpenMP gives each thread its share
-beforehand and waits for all of them.) When that item is the last, all wait for it; so threads offer their cores between
-items.
+An operation is cut into items. Whoever comes takes the next ones, many while many are left; when all are done
+everybody goes on. A thread whose core is taken away holds up the items it has, nothing else: the others take the rest.
+(OpenMP gives each thread its share beforehand and waits for all of them.) When those are the last, all wait for them;
+so threads offer their cores between turns.
 
     caller    begin_run ─▶ run ────────────────────────────▶ all items of the last operation are done
     helpers   asleep ────▶ run ─▶ spin a little ─▶ asleep
@@ -47,34 +47,45 @@ _LEADER = 0
 _NO_RUN = 0
 _NO_ITEM = (1 << 31) - 1
 _SPINS_FOR_RUN = 2_000
-_ITEMS_A_TURN = 8  # of a thread; some 60 us of weights, and a yield to nobody takes half a microsecond
+_TURNS_BETWEEN_OFFERS = 8  # of a thread; some 60 us of weights, and a yield to nobody takes half a microsecond
 _SPINS_BEFORE_YIELD = 4_000
 
 
 @jit
-def take_item(board, run, operation, num_items):  # type: ignore[no-untyped-def]
-    """The number of an item of `operation` that is this thread's now; -1 when none is left, or the run is over."""
+def share_of(num_left, share, most):  # type: ignore[no-untyped-def]
+    """How many of the items that are left a thread takes at once: a `share`th, so that long runs of neighbours come
+    first and threads end together, but at most `most`, and one at least.
+    """
+    return max(np.int64(1), min(num_left // share, most))
+
+
+@jit
+def take_items(board, run, operation, num_items, share, most):  # type: ignore[no-untyped-def]
+    """The first item of `operation` that is this thread's now, and their number; -1 and 0 when none is left, or the run
+    is over.
+    """
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS)
     while True:
         seen = load_word(counter)
         item = seen & ((np.int64(1) << _RUN_SHIFT) - 1)
         if seen >> _RUN_SHIFT != run or item >= num_items:
-            return np.int64(-1)
-        if swap_word_if(counter, seen, seen + 1):
-            return item
+            return np.int64(-1), np.int64(0)
+        num_taken = share_of(num_items - item, share, most)
+        if swap_word_if(counter, seen, seen + num_taken):
+            return item, num_taken
 
 
 @jit
-def end_item(board, operation):  # type: ignore[no-untyped-def]
-    add_to_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE), 1)
+def end_items(board, operation, num_taken):  # type: ignore[no-untyped-def]
+    add_to_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE), num_taken)
 
 
 @jit
-def offer_core(num_items_done):  # type: ignore[no-untyped-def]
-    """Between two items, every so often: who waits for this core takes it here, where nobody waits for this thread, and
-    not in the middle of an item.
+def offer_core(num_turns):  # type: ignore[no-untyped-def]
+    """Between two turns, every so often: who waits for this core takes it here, where nobody waits for this thread, and
+    not in the middle of one.
     """
-    if num_items_done % _ITEMS_A_TURN == 0:
+    if num_turns % _TURNS_BETWEEN_OFFERS == 0:
         yield_core()
 
 

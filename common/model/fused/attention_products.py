@@ -1,0 +1,269 @@
+"""Products of a request's queries with the keys, and of their weights with the values, of a run of its tokens.
+
+A token's numbers are read where they lie in the pool, in vectors, once for a pass of up to four queries; nothing is
+gathered. A pass takes 64 numbers of each head, or 16 where there are no more, and the rest of a head one by one.
+
+Of all functions: `plane` is the address of slot 0's numbers of one KV head, slots lie `token_bytes` apart; `slots` is
+the address of the tokens' slots (int64); other arrays are float32, of `stride` or `head_dim` a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from common.model.cpu_kernel import jit
+from common.model.fused.memory import pointer
+from common.model.fused.numbers import read
+from common.model.fused.operations import array_at, elements, words
+from common.model.fused.vectors import (
+    FLOAT,
+    FLOATS,
+    LANES,
+    WORD,
+    load_floats,
+    multiply_add,
+    prefetch_line,
+    spread,
+    store_floats,
+    sums_of_lanes,
+)
+
+_WIDE = 4 * LANES
+_QUERIES = 4  # of a pass, at most
+SCORES_TOGETHER = 4  # tokens; a query's scores have room for whole fours
+_LINE_BYTES = 64
+TOKENS_AHEAD = 16
+
+_FOUR = ir.VectorType(FLOAT, SCORES_TOGETHER)
+_PLACE = types.int64
+
+
+@intrinsic
+def _prefetch(_context, address):  # type: ignore[no-untyped-def]
+    def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        prefetch_line(builder, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()))
+        return target.get_dummy_value()
+
+    return types.void(_PLACE), generate
+
+
+@jit
+def ask_for_tokens(plane, token_bytes, slots, num_tokens):  # type: ignore[no-untyped-def]
+    """All heads of them, before they are needed: they lie anywhere, which hardware cannot foresee."""
+    places = words(slots, num_tokens)
+    for t in range(num_tokens):
+        for offset in range(0, token_bytes, _LINE_BYTES):
+            _prefetch(plane + places[t] * token_bytes + offset)
+
+
+def _scores_of(num_vectors: int) -> Any:
+    @intrinsic
+    def scores(
+        _context, plane, token_bytes, slots, num_tokens, num_near, x, head_dim, num_queries, out, stride, adds, like
+    ):  # type: ignore[no-untyped-def]
+        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+            def generate_for(num: int) -> None:
+                _generate_scores(builder, arguments[:7] + arguments[8:11], num_vectors, num, like.dtype)
+
+            _switch(builder, arguments[7], generate_for)
+            return target.get_dummy_value()
+
+        return types.void(*(_PLACE,) * 10, types.boolean, like), generate
+
+    return scores
+
+
+def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: types.Type) -> None:
+    """Four tokens at a time, the last of them again where there are no four."""
+    plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, out, stride, adds = arguments
+    starts = [builder.add(queries, builder.mul(head_dim, WORD(4 * query))) for query in range(num_queries)]
+    wanted = [load_floats(builder, start, num_vectors, types.float32) for start in starts]
+    last = builder.sub(num_tokens, WORD(1))
+    zeros = ir.Constant(_FOUR, [0.0] * SCORES_TOGETHER)
+    first, loop, before = _begin_loop(builder)
+    products: list[list[Any]] = [[] for _ in range(num_queries)]
+    for place in range(SCORES_TOGETHER):
+        token = builder.add(first, WORD(place))
+        _ask_ahead(builder, plane, token_bytes, slots, token, num_near, num_vectors, element)
+        token = builder.select(builder.icmp_signed("<", token, last), token, last)
+        address = _token_address(builder, plane, token_bytes, slots, token)
+        keys = load_floats(builder, address, num_vectors, element)
+        for query, numbers in enumerate(wanted):
+            total = builder.fmul(keys[0], numbers[0])
+            for key, number in zip(keys[1:], numbers[1:], strict=True):
+                total = multiply_add(builder, key, number, total)
+            products[query].append(total)
+    for query, vectors in enumerate(products):
+        place = builder.add(builder.mul(stride, WORD(query)), first)
+        where = builder.inttoptr(builder.add(out, builder.mul(place, WORD(4))), _FOUR.as_pointer())
+        old = builder.load(where)
+        old.align = 4
+        base = builder.select(adds, old, zeros)
+        builder.store(builder.fadd(base, sums_of_lanes(builder, vectors)), where).align = 4
+    _end_loop(builder, first, loop, before, SCORES_TOGETHER, num_tokens)
+
+
+def _sums_of(num_vectors: int) -> Any:
+    @intrinsic
+    def sums(
+        _context, plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like
+    ):  # type: ignore[no-untyped-def]
+        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+            def generate_for(num: int) -> None:
+                _generate_sums(builder, arguments[:7] + arguments[8:10], num_vectors, num, like.dtype)
+
+            _switch(builder, arguments[7], generate_for)
+            return target.get_dummy_value()
+
+        return types.void(*(_PLACE,) * 10, like), generate
+
+    return sums
+
+
+def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: types.Type) -> None:
+    """The sums of all tokens stay in registers."""
+    plane, token_bytes, slots, num_tokens, num_near, weights, stride, out, head_dim = arguments
+    token, loop, before = _begin_loop(builder)
+    totals = [builder.phi(FLOATS) for _ in range(num_queries * num_vectors)]
+    _ask_ahead(builder, plane, token_bytes, slots, token, num_near, num_vectors, element)
+    address = _token_address(builder, plane, token_bytes, slots, token)
+    values = load_floats(builder, address, num_vectors, element)
+    new = []
+    for query in range(num_queries):
+        place = builder.add(builder.mul(stride, WORD(query)), token)
+        weight = builder.load(builder.gep(builder.inttoptr(weights, FLOAT.as_pointer()), [place]))
+        everywhere = spread(builder, weight, FLOATS)
+        for number, value in enumerate(values):
+            new.append(multiply_add(builder, value, everywhere, totals[query * num_vectors + number]))
+    for total, number in zip(totals, new, strict=True):
+        total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
+        total.add_incoming(number, loop)
+    _end_loop(builder, token, loop, before, 1, num_tokens)
+    for place, number in enumerate(new):
+        query, vector = divmod(place, num_vectors)
+        offset = builder.add(builder.mul(head_dim, WORD(query)), WORD(vector * LANES))
+        store_floats(builder, number, builder.add(out, builder.mul(offset, WORD(4))))
+
+
+def _switch(builder: Any, num_queries: Any, generate_for: Callable[[int], None]) -> None:
+    """Code for each number of queries up to _QUERIES, of which one runs."""
+    cases = [builder.append_basic_block("queries") for _ in range(_QUERIES)]
+    after = builder.append_basic_block("after")
+    choice = builder.switch(num_queries, cases[-1])
+    for num, case in enumerate(cases, 1):
+        choice.add_case(WORD(num), case)
+        builder.position_at_end(case)
+        generate_for(num)
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
+    before, loop = builder.block, builder.append_basic_block("tokens")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    return builder.phi(WORD), loop, before
+
+
+def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: Any) -> None:
+    """`place` from 0 on; at least once."""
+    after = builder.append_basic_block("after")
+    following = builder.add(place, WORD(step))
+    place.add_incoming(WORD(0), before)
+    place.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
+    builder.position_at_end(after)
+
+
+def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any, num_near: Any, *size: Any) -> None:
+    num_vectors, element = size
+    later, last = builder.add(token, WORD(TOKENS_AHEAD)), builder.sub(num_near, WORD(1))
+    later = builder.select(builder.icmp_signed("<", later, last), later, last)
+    address = _token_address(builder, plane, token_bytes, slots, later)
+    for offset in range(0, num_vectors * LANES * element.bitwidth // 8, _LINE_BYTES):
+        where = builder.add(address, WORD(offset))
+        prefetch_line(builder, builder.inttoptr(where, ir.IntType(8).as_pointer()))
+
+
+def _token_address(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any) -> Any:
+    slot = builder.load(builder.gep(builder.inttoptr(slots, WORD.as_pointer()), [token]))
+    return builder.add(plane, builder.mul(slot, token_bytes))
+
+
+_wide_scores, _narrow_scores = _scores_of(_WIDE // LANES), _scores_of(1)
+_wide_sums, _narrow_sums = _sums_of(_WIDE // LANES), _sums_of(1)
+
+
+@jit
+def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, num_queries, out, stride, like):  # type: ignore[no-untyped-def]
+    """To `out`: of each query each token's score, and anything up to the next whole four."""
+    size = np.int64(like.itemsize)
+    for q in range(0, num_queries, _QUERIES):
+        num, y = min(_QUERIES, num_queries - q), out + q * stride * 4
+        d = np.int64(0)
+        while d < head_dim:
+            x, keys, adds = queries + (q * head_dim + d) * 4, plane + d * size, d > 0
+            if d + _WIDE <= head_dim:
+                _wide_scores(keys, token_bytes, slots, num_tokens, num_near, x, head_dim, num, y, stride, adds, like)
+                d += _WIDE
+            elif d + LANES <= head_dim:
+                _narrow_scores(keys, token_bytes, slots, num_tokens, num_near, x, head_dim, num, y, stride, adds, like)
+                d += LANES
+            else:
+                _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, d, like)
+                d = head_dim
+
+
+@jit
+def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, begin, like):  # type: ignore[no-untyped-def]
+    rest = head_dim - begin
+    places = words(slots, num_tokens)
+    for m in range(num):
+        query = array_at(pointer(x + m * head_dim * 4), (rest,), np.float32)
+        scores = array_at(pointer(y + m * stride * 4), (num_tokens,), np.float32)
+        for t in range(num_tokens):
+            key = elements(keys + places[t] * token_bytes, rest, like)
+            total = scores[t] if begin else np.float32(0)
+            for d in range(rest):
+                total += query[d] * read(key[d])
+            scores[t] = total
+
+
+@jit
+def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like):  # type: ignore[no-untyped-def]
+    """To `out`: of each query the tokens' values by its weights."""
+    size = np.int64(like.itemsize)
+    for q in range(0, num_queries, _QUERIES):
+        num, x = min(_QUERIES, num_queries - q), weights + q * stride * 4
+        d = np.int64(0)
+        while d < head_dim:
+            y, values = out + (q * head_dim + d) * 4, plane + d * size
+            if d + _WIDE <= head_dim:
+                _wide_sums(values, token_bytes, slots, num_tokens, num_near, x, stride, num, y, head_dim, like)
+                d += _WIDE
+            elif d + LANES <= head_dim:
+                _narrow_sums(values, token_bytes, slots, num_tokens, num_near, x, stride, num, y, head_dim, like)
+                d += LANES
+            else:
+                _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, d, like)
+                d = head_dim
+
+
+@jit
+def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, begin, like):  # type: ignore[no-untyped-def]
+    rest = head_dim - begin
+    places = words(slots, num_tokens)
+    for m in range(num):
+        weights = array_at(pointer(x + m * stride * 4), (num_tokens,), np.float32)
+        sums = array_at(pointer(y + m * head_dim * 4), (rest,), np.float32)
+        sums[:] = 0
+        for t in range(num_tokens):
+            value = elements(values + places[t] * token_bytes, rest, like)
+            for d in range(rest):
+                sums[d] += weights[t] * read(value[d])

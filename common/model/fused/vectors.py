@@ -1,0 +1,101 @@
+"""Vector code that kernels of this package generate themselves: of LANES float32, whatever the CPU's registers hold."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from common.model.cpu_kernel import Kernel
+
+LANES = 16
+FLOAT, INT, WORD = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    for_reading, keep, data_cache = INT(0), INT(3), INT(1)
+    builder.call(function, [builder.bitcast(address, pointer), for_reading, keep, data_cache])
+
+
+def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
+    """One number in every lane."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    lanes = ir.Constant(ir.VectorType(INT, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(builder.insert_element(undefined, number, INT(0)), undefined, lanes)
+
+
+def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
+    return builder.call(declared(builder, f"llvm.fmuladd.v{LANES}f32", kind), [left, right, total])
+
+
+def load_floats(builder: Any, address: Any, num_vectors: int, element: types.Type) -> list[Any]:
+    """So many vectors, of the numbers from `address` on: float32, or the bits of bfloat16."""
+    vectors = []
+    for place in range(num_vectors):
+        if element == types.float32:
+            where = builder.inttoptr(builder.add(address, WORD(place * LANES * 4)), FLOATS.as_pointer())
+            vector = builder.load(where)
+            vector.align = 4
+        else:
+            where = builder.inttoptr(builder.add(address, WORD(place * LANES * 2)), _HALVES.as_pointer())
+            halves = builder.load(where)
+            halves.align = 2
+            bits = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
+            vector = builder.bitcast(bits, FLOATS)
+        vectors.append(vector)
+    return vectors
+
+
+def store_floats(builder: Any, vector: Any, address: Any) -> None:
+    builder.store(vector, builder.inttoptr(address, FLOATS.as_pointer())).align = 4
+
+
+def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """Of four vectors: a vector of their four sums."""
+
+    def shuffled(left: Any, right: Any, lanes: list[int]) -> Any:
+        return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
+
+    def folded(left: Any, right: Any, first: list[int], second: list[int]) -> Any:
+        return builder.fadd(
+            *(
+                shuffled(left, right, [quarter + lane for quarter in range(0, LANES, 4) for lane in lanes])
+                for lanes in (first, second)
+            )
+        )
+
+    a, b, c, d = vectors
+    ab = folded(a, b, [0, LANES, 1, LANES + 1], [2, LANES + 2, 3, LANES + 3])
+    cd = folded(c, d, [0, LANES, 1, LANES + 1], [2, LANES + 2, 3, LANES + 3])
+    sums = folded(ab, cd, [0, 1, LANES, LANES + 1], [2, 3, LANES + 2, LANES + 3])
+    for length in (LANES // 2, LANES // 4):
+        halves = [shuffled(sums, sums, list(range(start, start + length))) for start in (0, length)]
+        sums = builder.fadd(*halves)
+    return sums
+
+
+@intrinsic
+def _fused(_context, left, right, total):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(FLOAT, [FLOAT, FLOAT, FLOAT])
+        return builder.call(declared(builder, "llvm.fma.f32", kind), arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+fused_multiply_add = cast("Kernel", _fused)
+"""`fused_multiply_add(left, right, total)`, rounded once wherever it stands. (The compiler is free to round any other
+sum of a product once or twice, in one place so and in another not.)
+"""
