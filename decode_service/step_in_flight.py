@@ -42,8 +42,10 @@ class RowResults:
 
 @dataclass(frozen=True, slots=True)
 class _HostResults:
+    """`accept_lens` is None where a worker's is."""
+
     sampled: Sampled
-    accept_lens: Tensor
+    accept_lens: Tensor | None
     is_invalid: Tensor
 
 
@@ -86,11 +88,11 @@ class StepInFlight:
         host: Cell[_HostResults] = Cell()
 
         def copy_results() -> None:
-            sampled = output.sampled.get()
+            accept_lens = output.accept_lens
             host.set(
                 _HostResults(
-                    sampled_to_host(device, sampled),
-                    device.to_host(output.accept_lens.get()),
+                    sampled_to_host(device, output.sampled.get()),
+                    None if accept_lens is None else device.to_host(accept_lens.get()),
                     device.to_host(output.is_invalid.get()),
                 )
             )
@@ -116,7 +118,7 @@ class StepInFlight:
         if self.batch.spec_info is None:
             return None
         begin, drafted, verified, extended = self.output.marks
-        accept_lens = self.host.get().accept_lens.numpy()
+        accept_lens = self._accept_lens()
         if self.batch.undrafted:
             accept_lens = np.delete(accept_lens, self.batch.undrafted)
         return SpeculationStats(
@@ -132,16 +134,24 @@ class StepInFlight:
         """Behind `end` only."""
         host = self.host.get()
         width = self.batch.max_accept_len
+        accept_lens = self._accept_lens()
+        are_unusable = host.sampled.is_invalid.numpy().reshape(-1, width)
+        if width > 1:
+            are_unusable = are_unusable & (np.arange(width) < accept_lens[:, None])
         logprobs: Sequence[TokenLogprobs | None] = ()
         if self.batch.sampling.with_logprobs:
             wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
             logprobs = unpack_logprobs(host.sampled, self.batch.sampling.repeated(width), wanted)
         return RowResults(
             token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
-            accept_lens=host.accept_lens.numpy(),
-            are_invalid=host.is_invalid.numpy(),
+            accept_lens=accept_lens,
+            are_invalid=host.is_invalid.numpy() | np.logical_or.reduce(are_unusable, axis=1),
             logprobs=logprobs,
         )
+
+    def _accept_lens(self) -> NDArray[np.int64]:
+        accept_lens = self.host.get().accept_lens
+        return np.ones(len(self.reqs), dtype=np.int64) if accept_lens is None else accept_lens.numpy()
 
 
 def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:

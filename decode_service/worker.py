@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
 from common.model.target import Target, TargetOutput
 from common.wire.fingerprint import SeedColumnSpec
-from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
 
 OnPublish = Callable[[Cell[Tensor]], None]
@@ -30,14 +30,15 @@ class WorkerOutput:
     """Cells that the step's pieces fill.
 
     `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
-    int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
+    int64: how many of them count; None where that is one of each. `is_invalid` [B] bool: rows whose relayed input was
+    not usable.
     `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
     and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch.
     """
 
     payload: Cell[RelayPayload]
     sampled: Cell[Sampled]
-    accept_lens: Cell[Tensor]
+    accept_lens: Cell[Tensor] | None
     is_invalid: Cell[Tensor]
     prepared: Event | None = None
     marks: tuple[Event, ...] = ()
@@ -81,23 +82,21 @@ class PlainWorker:
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
-        relayed: Cell[RelayedInputs] = Cell()
-        output = WorkerOutput.empty()
-        tokens = torch.empty_like(batch.req_pool_indices)
-        window = window_input(batch, tokens.unsqueeze(1), self._pool, self._model.layer_group.name)
+        payload: Cell[RelayPayload] = Cell()
+        sampled: Cell[Sampled] = Cell()
+        is_invalid: Cell[Tensor] = Cell()
+        tokens = batch.req_pool_indices.new_empty((batch.batch_size, 1))
+        window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
         compute = self._prepared(window)
 
-        @torch.inference_mode()
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
-            tokens.copy_(inputs.tokens)
-            relayed.set(inputs)
-            output.accept_lens.set(torch.ones_like(tokens))
+            window.input_ids.copy_(inputs.tokens)
+            is_invalid.set(inputs.is_invalid)
 
-        @torch.inference_mode()
         def decode() -> None:
             target = compute()
-            sampled = sample(
+            drawn = sample(
                 target.logits,
                 batch.req_pool_indices,
                 batch.seq_lens,
@@ -105,14 +104,13 @@ class PlainWorker:
                 batch.sampling,
                 found=target.largest,
             )
-            output.sampled.set(sampled)
-            output.is_invalid.set(relayed.get().is_invalid | sampled.is_invalid)
-            output.payload.set(RelayPayload(sampled.token_ids))
+            sampled.set(drawn)
+            payload.set(RelayPayload(drawn.token_ids))
 
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return replace(output, prepared=prepared, input_ids=tokens)
+        return WorkerOutput(payload, sampled, None, is_invalid, prepared=prepared, input_ids=window.input_ids)
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
         """What cannot be prepared fails as a piece does: with its step."""
