@@ -113,7 +113,7 @@ class ScheduleBatch:
     def batch_size(self) -> int:
         return len(self.reqs)
 
-    @property
+    @cached_property
     def rows(self) -> NDArray[np.int64]:
         """`req_pool_indices_cpu`, for columns that are no tensors."""
         rows: NDArray[np.int64] = self.req_pool_indices_cpu.numpy()
@@ -135,7 +135,7 @@ class ScheduleBatch:
 
     def _forget_what_follows(self) -> None:
         self.out_cache_loc = None
-        for name in ("request_ids", "undrafted", "sampling"):
+        for name in ("rows", "request_ids", "undrafted", "sampling"):
             self.__dict__.pop(name, None)
 
     def set_seq_lens(self, seq_lens: Tensor) -> None:

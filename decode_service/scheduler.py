@@ -261,20 +261,20 @@ class DecodeEngine:
         if running.is_empty and not ready:  # while prompts land, the engine steps for each of their segments
             self._is_stalled = False
             return None
-        running.filter_batch(np.flatnonzero(self._rows.want_launch(running.rows)))
+        running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
         with self.track.span("resolve_seq_lens"):
-            self.future_map.resolve_seq_lens(running)
-        lengths = running.seq_lens_cpu.numpy()
-        running.filter_batch(np.flatnonzero(self._rows.have_room_after(running.rows, lengths)))
+            are_news = self.future_map.resolve_seq_lens(running)
+        if are_news:
+            lengths = running.seq_lens_cpu.numpy()
+            running.filter_batch(self._rows.have_room_after(running.rows, lengths).nonzero()[0])
         if ready:
             self._merge_prebuilt(ready)
         running.spec_info = self._choose_depth()
-        self._is_stalled = not self._retraction.secure_slots(running, self._requests.values())
-        if running.is_empty or self._is_stalled:
+        if running.is_empty:
+            self._is_stalled = False
             return None
-        prepared = running.prepare_for_decode(self.pool)
-        assert prepared, "enough slots were secured"
-        return running
+        self._is_stalled = not self._retraction.prepare(running, self._requests.values())
+        return None if running.is_empty or self._is_stalled else running
 
     def _choose_depth(self) -> SpecInfo | None:
         """No deeper than the free slots allow: drafts are worth no retraction."""
@@ -292,7 +292,7 @@ class DecodeEngine:
         payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
         self.future_map.bootstrap(prebuilt, payload)
         self._process_prebuilt(prebuilt, ready)
-        prebuilt.filter_batch(np.flatnonzero(self._rows.want_launch(prebuilt.rows)))
+        prebuilt.filter_batch(self._rows.want_launch(prebuilt.rows).nonzero()[0])
         self._unseeded += prebuilt.reqs
         self._running.merge_batch(prebuilt)
 

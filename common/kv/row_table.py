@@ -42,7 +42,7 @@ class ReqToTokenPool:
         table = self.req_to_token
         table[row, start : start + len(slots)] = upload(slots, torch.int64, table.device)
 
-    def write_each(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        """Write slots[i] at positions[i] of rows[i]. Shapes: all [N]."""
-        entries = upload_array(np.stack([rows, positions, slots]), self.req_to_token.device)
-        self.req_to_token[entries[0], entries[1]] = entries[2]
+    def write_each(self, entries: NDArray[np.int64]) -> None:
+        """Write the last of `entries` [3, N], slots, at the rows and positions that the first two are."""
+        rows, positions, slots = upload_array(entries, self.req_to_token.device).unbind()
+        self.req_to_token.index_put_((rows, positions), slots)
