@@ -118,7 +118,9 @@ class StepInFlight:
         if self.batch.spec_info is None:
             return None
         begin, drafted, verified, extended = self.output.marks
-        accept_lens = self._accept_lens()
+        relayed_lens = self.host.get().accept_lens
+        assert relayed_lens is not None, "who drafts says how many it accepted"
+        accept_lens = relayed_lens.numpy()
         if self.batch.undrafted:
             accept_lens = np.delete(accept_lens, self.batch.undrafted)
         return SpeculationStats(
@@ -134,10 +136,13 @@ class StepInFlight:
         """Behind `end` only."""
         host = self.host.get()
         width = self.batch.max_accept_len
-        accept_lens = self._accept_lens()
-        are_unusable = host.sampled.is_invalid.numpy().reshape(-1, width)
-        if width > 1:
-            are_unusable = are_unusable & (np.arange(width) < accept_lens[:, None])
+        are_unusable = host.sampled.is_invalid.numpy()
+        if host.accept_lens is None:
+            accept_lens = (~are_unusable).astype(np.int64)
+        else:
+            accept_lens = host.accept_lens.numpy()
+            are_accepted = np.arange(width) < accept_lens[:, None]
+            are_unusable = (are_unusable.reshape(-1, width) & are_accepted).any(axis=1)
         logprobs: Sequence[TokenLogprobs | None] = ()
         if self.batch.sampling.with_logprobs:
             wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
@@ -145,13 +150,9 @@ class StepInFlight:
         return RowResults(
             token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
             accept_lens=accept_lens,
-            are_invalid=host.is_invalid.numpy() | np.logical_or.reduce(are_unusable, axis=1),
+            are_invalid=host.is_invalid.numpy() | are_unusable,
             logprobs=logprobs,
         )
-
-    def _accept_lens(self) -> NDArray[np.int64]:
-        accept_lens = self.host.get().accept_lens
-        return np.ones(len(self.reqs), dtype=np.int64) if accept_lens is None else accept_lens.numpy()
 
 
 def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:

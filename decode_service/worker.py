@@ -85,13 +85,13 @@ class PlainWorker:
         payload: Cell[RelayPayload] = Cell()
         sampled: Cell[Sampled] = Cell()
         is_invalid: Cell[Tensor] = Cell()
-        tokens = batch.req_pool_indices.new_empty((batch.batch_size, 1))
+        tokens = torch.empty_like(batch.req_pool_indices)
         window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
         compute = self._prepared(window)
 
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
-            window.input_ids.copy_(inputs.tokens)
+            tokens.copy_(inputs.tokens)
             is_invalid.set(inputs.is_invalid)
 
         def decode() -> None:
@@ -110,7 +110,7 @@ class PlainWorker:
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return WorkerOutput(payload, sampled, None, is_invalid, prepared=prepared, input_ids=window.input_ids)
+        return WorkerOutput(payload, sampled, None, is_invalid, prepared=prepared, input_ids=tokens)
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
         """What cannot be prepared fails as a piece does: with its step."""
@@ -140,11 +140,12 @@ def window_input(
     positions: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> ForwardInput:
-    """A forward over `tokens` [B, M] behind each entry's prefix, or behind `num_before` more of its step's tokens.
+    """A forward over `tokens` [B, M] behind each entry's prefix, or behind `num_before` more of its step's tokens. [B]
+    is as good where that is one of each.
 
     `positions` [B, M]: where they are not those of a chain; `tree_mask` [B, M, W] then says what they attend.
     """
-    num_rows, num_tokens = tokens.shape
+    num_rows, num_tokens = tokens.shape[0], 1 if tokens.dim() == 1 else tokens.shape[1]
     seq_lens, slots = batch.seq_lens, batch.out_cache_loc
     if num_before or num_tokens != batch.num_tokens:
         seq_lens = batch.prefix_lens + (num_before + num_tokens)
@@ -155,8 +156,8 @@ def window_input(
     is_decode = num_tokens == 1 and tree_mask is None
     prefix_lens_cpu = tuple(length - batch.num_tokens + num_before for length in batch.seq_lens_cpu)
     return ForwardInput(
-        input_ids=tokens.flatten(),
-        positions=positions.flatten(),
+        input_ids=_flat(tokens),
+        positions=_flat(positions),
         out_cache_loc=slots,
         req_to_token=pool.rows.req_to_token,
         req_pool_indices=batch.req_pool_indices,
@@ -168,6 +169,10 @@ def window_input(
         logits_rows=None,
         tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),
     )
+
+
+def _flat(tokens: Tensor) -> Tensor:
+    return tokens if tokens.dim() == 1 else tokens.flatten()
 
 
 def _chain_positions(batch: ForwardBatch, num_before: int, num_tokens: int) -> Tensor:

@@ -149,17 +149,14 @@ class KvPool:
             return True
         stops = missing.cumsum()
         num_held = self._columns.num_slots[rows]
-        entries = np.empty((3, len(slots)), dtype=np.int64)  # row, position, slot
-        entries[0] = rows.repeat(missing)
-        entries[1] = (num_held - stops + missing).repeat(missing) + np.arange(len(slots))
-        entries[2] = slots
+        positions = (num_held - stops + missing).repeat(missing) + np.arange(len(slots))
         start = 0
         for row, stop in zip(rows.tolist(), stops.tolist(), strict=True):
             if stop > start:
                 self._held[row].slots.extend(slots[start:stop])
                 start = stop
         self._columns.num_slots[rows] = num_held + missing
-        self.rows.write_each(entries)
+        self.rows.write_each(rows.repeat(missing), positions, np.array(slots))
         return True
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
