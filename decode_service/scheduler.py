@@ -268,7 +268,7 @@ class DecodeEngine:
             self._is_stalled = False
             return None
         running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
-        if self.future_map.publish_ready is not None:
+        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # it publishes its lengths
             self._outbox.hand_over()
         with self.track.span("resolve_seq_lens"):
             are_news = self.future_map.resolve_seq_lens(running)
