@@ -191,7 +191,9 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             raise EngineStalled("the engine did not stop")
 
 
-def _engine(settings: DecodeSettings, process: Process, on_step: OnStep, deliver: Deliver) -> DecodeEngine:
+def _engine(
+    settings: DecodeSettings, process: Process, on_step: OnStep, deliver: Deliver | None = None
+) -> DecodeEngine:
     runtime = process.runtime
     try:
         return DecodeEngine(

@@ -278,10 +278,7 @@ class DecodeEngine:
         if ready:
             self._merge_prebuilt(ready)
         running.spec_info = self._choose_depth()
-        if running.is_empty:
-            self._is_stalled = False
-            return None
-        self._is_stalled = not self._retraction.prepare(running, self._requests.values())
+        self._is_stalled = not (running.is_empty or self._retraction.prepare(running, self._requests.values()))
         return None if running.is_empty or self._is_stalled else running
 
     def _choose_depth(self) -> SpecInfo | None:

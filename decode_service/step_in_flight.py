@@ -42,7 +42,7 @@ class RowResults:
 
 @dataclass(frozen=True, slots=True)
 class _HostResults:
-    """`accept_lens` is None where a worker's is."""
+    """`accept_lens` is None where each entry has one token."""
 
     sampled: Sampled
     accept_lens: Tensor | None
@@ -88,11 +88,10 @@ class StepInFlight:
         host: Cell[_HostResults] = Cell()
 
         def copy_results() -> None:
-            accept_lens = output.accept_lens
             host.set(
                 _HostResults(
                     sampled_to_host(device, output.sampled.get()),
-                    None if accept_lens is None else device.to_host(accept_lens.get()),
+                    None if output.has_one_each else device.to_host(output.accept_lens.get()),
                     device.to_host(output.is_invalid.get()),
                 )
             )
@@ -142,7 +141,7 @@ class StepInFlight:
         else:
             accept_lens = host.accept_lens.numpy()
             are_accepted = np.arange(width) < accept_lens[:, None]
-            are_unusable = (are_unusable.reshape(-1, width) & are_accepted).any(axis=1)
+            are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
         logprobs: Sequence[TokenLogprobs | None] = ()
         if self.batch.sampling.with_logprobs:
             wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]

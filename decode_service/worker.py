@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -30,19 +30,20 @@ class WorkerOutput:
     """Cells that the step's pieces fill.
 
     `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
-    int64: how many of them count; None where that is one of each. `is_invalid` [B] bool: rows whose relayed input was
-    not usable.
+    int64: how many of them count; not set where `has_one_each`. `is_invalid` [B] bool: rows whose relayed input was not
+    usable.
     `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
     and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch.
     """
 
     payload: Cell[RelayPayload]
     sampled: Cell[Sampled]
-    accept_lens: Cell[Tensor] | None
+    accept_lens: Cell[Tensor]
     is_invalid: Cell[Tensor]
     prepared: Event | None = None
     marks: tuple[Event, ...] = ()
     input_ids: Tensor | None = None
+    has_one_each: bool = False
 
     @classmethod
     def empty(cls) -> WorkerOutput:
@@ -82,9 +83,7 @@ class PlainWorker:
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
-        payload: Cell[RelayPayload] = Cell()
-        sampled: Cell[Sampled] = Cell()
-        is_invalid: Cell[Tensor] = Cell()
+        output = WorkerOutput.empty()
         tokens = torch.empty_like(batch.req_pool_indices)
         window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
         compute = self._prepared(window)
@@ -92,11 +91,11 @@ class PlainWorker:
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
             tokens.copy_(inputs.tokens)
-            is_invalid.set(inputs.is_invalid)
+            output.is_invalid.set(inputs.is_invalid)
 
         def decode() -> None:
             target = compute()
-            drawn = sample(
+            sampled = sample(
                 target.logits,
                 batch.req_pool_indices,
                 batch.seq_lens,
@@ -104,13 +103,13 @@ class PlainWorker:
                 batch.sampling,
                 found=target.largest,
             )
-            sampled.set(drawn)
-            payload.set(RelayPayload(drawn.token_ids))
+            output.sampled.set(sampled)
+            output.payload.set(RelayPayload(sampled.token_ids))
 
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return WorkerOutput(payload, sampled, None, is_invalid, prepared=prepared, input_ids=tokens)
+        return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True)
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
         """What cannot be prepared fails as a piece does: with its step."""
