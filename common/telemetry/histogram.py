@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client import core
 from prometheus_client.registry import Collector
 
 
@@ -25,9 +25,9 @@ class OneWriterHistogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += num_times
         self._sum += value * num_times
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = [float(count) for count in accumulate(self._counts)]
-        family = HistogramMetricFamily(self._name, self._documentation)
+        family = core.HistogramMetricFamily(self._name, self._documentation)
         family.add_metric([], list(zip(bounds, counts, strict=True)), sum_value=self._sum)
         yield family
