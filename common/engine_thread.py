@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from common.load import EngineLoad
@@ -122,7 +123,7 @@ class EngineThread(EnginePort[CommandT]):
                 with self._track.span("step"):
                     events = engine.step(commands)
                 self._load, before = engine.load(), self._load
-                if self._load != before:
+                if self._track.ring is not None and self._load != before:
                     self._track.count("rows", running=self._load.num_running, queued=self._load.num_queued)
                     self._track.count("slots", free=self._load.slots.free)
                 if events:
@@ -136,12 +137,10 @@ class EngineThread(EnginePort[CommandT]):
             self._on_death(error)
 
     def _drain(self, timeout_s: float) -> list[CommandT]:
-        commands: list[CommandT] = []
-        try:
-            first = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
-            while True:
-                if first is not None:
-                    commands.append(first)
-                first = self._inbox.get_nowait()
-        except queue.Empty:
-            return commands
+        commands: list[CommandT | None] = []
+        if timeout_s > 0:
+            with suppress(queue.Empty):
+                commands.append(self._inbox.get(timeout=timeout_s))
+        while not self._inbox.empty():  # nobody else takes from it
+            commands.append(self._inbox.get_nowait())
+        return [command for command in commands if command is not None]

@@ -121,6 +121,8 @@ class PrefillDispatcher:
 
     def collect(self) -> tuple[ReadyRows, ...]:
         """The rows that have become ready; their bytes go back to the receive budget."""
+        if not self._landing.has_news:
+            return ()
         landed = self._landing.poll()
         now_s = self._clock()
         for req in landed.arrived:
@@ -143,6 +145,9 @@ class PrefillDispatcher:
         """Reserve for waiting requests, oldest first, and start one call per replica, or several where one would be too
         large.
         """
+        if not self._waiting:
+            self._short_of_slots_since_s = None
+            return
         now_s = self._clock()
         by_replica: dict[str, list[Request]] = {}
         put_off: list[Request] = []

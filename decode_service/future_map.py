@@ -119,26 +119,31 @@ class FutureMap:
 
         self._forward_stream.enqueue(stash_payload, scope)
 
-    def resolve_seq_lens(self, batch: ScheduleBatch) -> None:
+    def resolve_seq_lens(self, batch: ScheduleBatch) -> bool:
         """Give the batch the lengths the last verify published, on the device and the CPU together.
 
         Schedule side, before the next launch. Waits `publish_ready`, bounded. Rows bootstrapped since that verify keep
         the lengths they came with, which bootstrap wrote to the same rows. It does nothing without relayed lengths, or
-        where the last step's were known when it was launched.
+        where the last step's were known when it was launched: False.
         """
         if not self.relays_lengths or batch.is_empty or self.publish_ready is None:
-            return
+            return False
         self._schedule_stream.wait(self.publish_ready)
         with suppress(PieceFailed):  # that step's own end event fails its requests
             self.publish_ready.synchronize(self._wait_timeout_s)
         batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
+        return True
 
     def resolve_forward_inputs(self, req_pool_indices: Tensor, *, with_seeds: bool) -> RelayedInputs:
         """Gather the step's input tokens and, if it drafts, seeds. Runs inside a piece on the forward stream, at the
         step's entry.
         """
-        tokens = self.output_tokens[req_pool_indices]
-        seeds = {name: buffer[req_pool_indices] for name, buffer in self.seeds.items()} if with_seeds else {}
+        tokens = self.output_tokens.index_select(0, req_pool_indices)
+        seeds = (
+            {name: buffer.index_select(0, req_pool_indices) for name, buffer in self.seeds.items()}
+            if with_seeds
+            else {}
+        )
         if self._poisons_consumed_rows and req_pool_indices.shape[0]:
             self.output_tokens.index_fill_(0, req_pool_indices, _POISON)
         usable = tokens.clamp(0, self._vocab_size - 1)

@@ -115,6 +115,11 @@ class LandingZone:
     def is_copying(self) -> bool:
         return bool(self._copying or self._complete)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` has anything to look at."""
+        return bool(self._copying or self._complete or self._arrived or self._freed)
+
     def rows_at(self, replica: str) -> int:
         return sum(len(call.rows) for call in self._calls.values() if call.replica == replica)
 

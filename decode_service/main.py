@@ -51,6 +51,7 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, Drain, Event, FinishReason
+from decode_service.outbox import Deliver
 from decode_service.scheduler import DecodeEngine
 from decode_service.speculation_settings import speculation_of
 
@@ -83,7 +84,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         if speculation_metrics is not None:
             speculation_metrics.on_step(stats)
 
-    engine = _engine(settings, process, on_step)
+    engine = _engine(settings, process, on_step, deliver)
     thread: EngineThread[Command] = EngineThread(
         engine=engine, deliver=deliver, on_death=on_death, name="decode-engine", timeline=runtime.timeline
     )
@@ -190,7 +191,9 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             raise EngineStalled("the engine did not stop")
 
 
-def _engine(settings: DecodeSettings, process: Process, on_step: OnStep) -> DecodeEngine:
+def _engine(
+    settings: DecodeSettings, process: Process, on_step: OnStep, deliver: Deliver | None = None
+) -> DecodeEngine:
     runtime = process.runtime
     try:
         return DecodeEngine(
@@ -207,6 +210,7 @@ def _engine(settings: DecodeSettings, process: Process, on_step: OnStep) -> Deco
             max_handoff_attempts=settings.max_handoff_attempts,
             prefill_timeout_s=settings.prefill_timeout_s,
             on_step=on_step,
+            deliver=deliver,
             timeline=runtime.timeline,
             debug_checks=settings.debug_checks,
         )

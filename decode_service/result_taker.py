@@ -51,9 +51,9 @@ class ResultTaker:
         are_held = self.still_held(step)
         self._rows.num_in_flight[step.rows[are_held]] -= 1
         now_s = self._clock()
-        for i in np.flatnonzero(are_held & results.are_invalid).tolist():
+        for i in (are_held & results.are_invalid).nonzero()[0].tolist():
             self._fail(step.reqs[i], EngineFault("a decode step relayed or produced no valid token"))
-        entries = np.flatnonzero(are_held & ~results.are_invalid)
+        (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
         for i in entries[self._rows.decode(rows, now_s)].tolist():
             req = step.reqs[i]

@@ -32,19 +32,20 @@ class Retraction:
         self._leaving: list[Request] = []  # a step in flight carries them
         self.num_retractions = 0
 
-    def secure_slots(self, running: ScheduleBatch, requests: Collection[Request]) -> bool:
-        """Make sure the slots of the next step are free, retracting of all live `requests` the youngest as needed.
+    def prepare(self, running: ScheduleBatch, requests: Collection[Request]) -> bool:
+        """Prepare the next step, retracting of all live `requests` the youngest until there are slots for it.
 
         False when slots are on their way but a forward in flight still holds them: nothing is launched this time.
         """
-        while (shortage := running.num_slots_needed(self._pool) - self._pool.num_free_slots) > 0:
+        while not running.prepare_for_decode(self._pool):
+            shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots
             if self._num_coming(running, requests) >= shortage:
                 return False
             self._retract_youngest(running, requests)
         return True
 
     def requeue_left(self) -> None:
-        """Behind the results of the step that was in flight at the last `secure_slots`."""
+        """Behind the results of the step that was in flight at the last `prepare`."""
         leaving, self._leaving = self._leaving, []
         for req in leaving:
             if req.phase is Phase.RETRACTING:

@@ -39,12 +39,13 @@ class RunningRows:
         self.serials = column()
         self.num_in_flight = column()
         self._next_serials = itertools.count(1)
-        self._num_tokens = column()  # prompt and output
-        self._limits = column()  # what `_num_tokens` ends at
+        self._limits = column()  # of tokens, prompt and output
+        self._num_left = column()  # until that; 0 where the row is nobody's
         self._end_ids = column(MAX_END_TOKEN_IDS)
         self._num_end_ids = column()
+        self._most_end_ids = 0  # of a row that is somebody's
         self._num_new = column()  # output since it entered
-        self._new_ids = np.empty((rows, max_context_tokens), dtype=np.int32)
+        self._new_ids = np.empty((rows, max_context_tokens + max_depth), dtype=np.int32)
         self._has_decoded = np.zeros(rows, dtype=np.bool_)
         self._decoded_at_s = np.zeros(rows)
         self._num_verify_steps = column()
@@ -58,11 +59,11 @@ class RunningRows:
         row, end_ids = req.lease.row, req.sampling.end_token_ids
         self.serials[row] = next(self._next_serials)
         self.num_in_flight[row] = 0
-        self._num_tokens[row] = len(req.token_ids)
         self._limits[row] = req.prompt_len + req.sampling.max_tokens
+        self._num_left[row] = self._limits[row] - len(req.token_ids)
         self._end_ids[row] = _NO_TOKEN
         self._end_ids[row, : len(end_ids)] = end_ids
-        self._num_end_ids[row] = len(end_ids)
+        self._set_num_end_ids(row, len(end_ids))
         self._num_new[row] = 0
         self._has_decoded[row] = req.has_decoded
         self._decoded_at_s[row] = req.clock.since_s
@@ -75,7 +76,8 @@ class RunningRows:
         row = req.lease.row
         if not self.serials[row]:
             return
-        self.serials[row] = 0
+        self.serials[row] = self._num_left[row] = 0
+        self._set_num_end_ids(row, 0)
         req.token_ids += self._new_tokens(row)
         if self._has_decoded[row]:
             req.has_decoded = True
@@ -97,8 +99,7 @@ class RunningRows:
 
     def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
         """[B]: whether a further decode step can still add a token."""
-        wanted: NDArray[np.bool_] = self._num_tokens[rows] + self.num_in_flight[rows] < self._limits[rows]
-        wanted &= self.serials[rows] != 0
+        wanted: NDArray[np.bool_] = self.num_in_flight[rows] < self._num_left[rows]
         return wanted
 
     def have_room_after(self, rows: Rows, seq_lens: Rows) -> NDArray[np.bool_]:
@@ -111,23 +112,23 @@ class RunningRows:
 
         Returns how many that were, and whether it ended: [B].
         """
-        places = np.arange(token_ids.shape[1])
-        num_end_ids = int(self._num_end_ids[rows].max(initial=0))
-        is_end = (token_ids[:, :, None] == self._end_ids[rows, None, :num_end_ids]).any(axis=2)
-        num_left = self._limits[rows] - self._num_tokens[rows]
-        is_last = (is_end | (places + 1 >= num_left[:, None])) & (places < num_offered[:, None])
-        has_ended = is_last.any(axis=1)
-        num_added = np.where(has_ended, is_last.argmax(axis=1) + 1, num_offered)
-        counted = places < num_added[:, None]
-        positions = self._num_new[rows, None] + places
-        self._new_ids[np.repeat(rows, num_added), positions[counted]] = token_ids[counted]
-        self._num_new[rows] += num_added
-        self._num_tokens[rows] += num_added
+        num_left, num_new = self._num_left[rows], self._num_new[rows]
+        num_until_end = num_left
+        are_end_ids = token_ids[:, :, None] == self._end_ids[rows, None, : self._most_end_ids]
+        if np.count_nonzero(are_end_ids):  # in few steps
+            is_end = are_end_ids.any(axis=2)
+            num_until_end = np.minimum(num_left, np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, num_left))
+        has_ended = num_until_end <= num_offered
+        num_added = np.minimum(num_until_end, num_offered)
+        places = num_new[:, None] + np.arange(token_ids.shape[1])
+        self._new_ids[rows[:, None], places] = token_ids  # those that are not added are overwritten, or never read
+        self._num_new[rows] = num_new + num_added
+        self._num_left[rows] = num_left - num_added
         return num_added, has_ended
 
     def decode(self, rows: Rows, now_s: float) -> Rows:
         """A step of `rows` [B] has ended. Returns which of them had not decoded before: indices."""
-        are_first = np.flatnonzero(~self._has_decoded[rows])
+        (are_first,) = (~self._has_decoded[rows]).nonzero()
         self._has_decoded[rows] = True
         self._decoded_at_s[rows] = now_s
         return are_first
@@ -140,6 +141,10 @@ class RunningRows:
         self._drafted_at[rows, : spec_info.num_steps] += 1
         self._accepted_at[rows, : spec_info.num_steps] += levels < num_accepted[:, None]
         self._parts_s[rows] += [getattr(stats, part) for part in _PARTS]
+
+    def _set_num_end_ids(self, row: int, num_end_ids: int) -> None:
+        self._num_end_ids[row] = num_end_ids
+        self._most_end_ids = int(self._num_end_ids.max())
 
     def _new_tokens(self, row: int) -> list[int]:
         tokens: list[int] = self._new_ids[row, : self._num_new[row]].tolist()

@@ -113,7 +113,7 @@ class ScheduleBatch:
     def batch_size(self) -> int:
         return len(self.reqs)
 
-    @property
+    @cached_property
     def rows(self) -> NDArray[np.int64]:
         """`req_pool_indices_cpu`, for columns that are no tensors."""
         rows: NDArray[np.int64] = self.req_pool_indices_cpu.numpy()
@@ -135,7 +135,7 @@ class ScheduleBatch:
 
     def _forget_what_follows(self) -> None:
         self.out_cache_loc = None
-        for name in ("request_ids", "undrafted", "sampling"):
+        for name in ("rows", "request_ids", "undrafted", "sampling"):
             self.__dict__.pop(name, None)
 
     def set_seq_lens(self, seq_lens: Tensor) -> None:
@@ -241,7 +241,7 @@ class ForwardBatch:
         num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
         num_ahead = num_tokens if batch.spec_info is not None and batch.spec_info.has_drafts else 0
         seq_lens_cpu = tuple((batch.seq_lens_cpu.numpy() + num_ahead).tolist())
-        seq_lens = batch.seq_lens + num_ahead
+        seq_lens = batch.seq_lens + num_ahead if num_ahead else batch.seq_lens.clone()
         prefix_lens = seq_lens - num_tokens
         assert min(seq_lens_cpu, default=1) > 0, f"a length is not positive: {seq_lens_cpu}"
         return cls(

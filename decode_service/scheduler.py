@@ -41,6 +41,7 @@ from decode_service.messages import (
     Stage,
     Submit,
 )
+from decode_service.outbox import Deliver, Outbox
 from decode_service.request import Phase, Request
 from decode_service.result_taker import ResultTaker
 from decode_service.retraction import Retraction
@@ -62,7 +63,9 @@ class DecodeEngine:
     `draft` and `spec_info` come together, and fit; `adapts_depth`: drafting may be shallower. `max_rows` bounds rows
     reserved, transferring and running together. `replays_forwards`: where the device can, steps' forwards are recorded
     when the engine is made, and replayed. `overlap=False` finishes each step before the next is scheduled, by the
-    same code. `step_s` figures and time-outs use `clock` (monotonic seconds).
+    same code. `step_s` figures and time-outs use `clock` (monotonic seconds). `deliver` takes what the edge must hear
+    whenever the engine is about to wait for its stream, and a step returns what is left when it has nothing in flight.
+    Without it steps return everything.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class DecodeEngine:
         prefill_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
+        deliver: Deliver | None = None,
         timeline: Timeline | None = None,
         debug_checks: bool = False,
     ) -> None:
@@ -90,6 +94,7 @@ class DecodeEngine:
         self._clock = clock
         self._on_step = on_step
         self.track = (timeline or Timeline()).track(ENGINE)
+        self._outbox = Outbox(deliver, self.track)
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
         assert (draft is None) == (spec_info is None)
@@ -121,14 +126,14 @@ class DecodeEngine:
         self._worker = forward_side.worker
         self._sampling_state = forward_side.sampling_state
         self._landing = LandingZone(device=device, pool=self.pool, vocab_size=model.vocab_size)
-        self._stages = StageLog(self._post)
+        self._stages = StageLog(self._outbox.post)
         self._dispatcher = PrefillDispatcher(
             pool=self.pool,
             landing=self._landing,
             max_attempts=max_handoff_attempts,
             unavailable_timeout_s=prefill_timeout_s,
             clock=clock,
-            post=self._post,
+            post=self._outbox.post,
             stages=self._stages,
             fail=self._fail,
         )
@@ -141,13 +146,12 @@ class DecodeEngine:
             pool=self.pool, rows=self._rows, dispatcher=self._dispatcher, stages=self._stages, clock=clock
         )
         self._taker = ResultTaker(
-            rows=self._rows, stages=self._stages, clock=clock, post=self._post, end=self._end, fail=self._fail
+            rows=self._rows, stages=self._stages, clock=clock, post=self._outbox.post, end=self._end, fail=self._fail
         )
         self._requests: dict[str, Request] = {}
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
         self._in_flight: StepInFlight | None = None
-        self._outbox: list[Event] = []
         self._arrivals = itertools.count()
         self._is_draining = False
         self._is_stalled = False  # slots were short, and those coming free are still in use
@@ -167,6 +171,7 @@ class DecodeEngine:
         launched = self._launch(batch) if batch is not None else None
         if launched is not None or self._in_flight is not None:
             self._num_steps += 1
+        self._outbox.hand_over()
         self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
         self._in_flight = launched
         if not self._overlap:
@@ -176,8 +181,7 @@ class DecodeEngine:
         if self._debug_checks:
             self.pool.check_conservation()
             self._running.check_lengths()
-        events, self._outbox = self._outbox, []
-        return events
+        return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def idle_timeout_s(self) -> float:
         if self._in_flight is not None:
@@ -232,12 +236,12 @@ class DecodeEngine:
         assert submit.request_id not in self._requests, "the edge refuses duplicates"
         total = submit.prompt_len + submit.sampling.max_tokens
         if self._is_draining:
-            self._post(Failed(submit.request_id, Draining("the service is stopping")))
+            self._outbox.post(Failed(submit.request_id, Draining("the service is stopping")))
             return
         limit = min(self._max_context_tokens, self.pool.num_slots - self._num_ahead)
         if total > limit:
             message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
-            self._post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
+            self._outbox.post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
             return
         req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
         self._requests[req.request_id] = req
@@ -249,7 +253,9 @@ class DecodeEngine:
             return
         self._leave(req)
         self._stages.began(req, Stage.DELIVERY, self._clock())
-        self._post(req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string))
+        self._outbox.post(
+            req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string)
+        )
         self._end(req)
 
     # ---- scheduling ---------------------------------------------------------------------------------------------
@@ -261,20 +267,19 @@ class DecodeEngine:
         if running.is_empty and not ready:  # while prompts land, the engine steps for each of their segments
             self._is_stalled = False
             return None
-        running.filter_batch(np.flatnonzero(self._rows.want_launch(running.rows)))
+        running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
+        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # it publishes its lengths
+            self._outbox.hand_over()
         with self.track.span("resolve_seq_lens"):
-            self.future_map.resolve_seq_lens(running)
-        lengths = running.seq_lens_cpu.numpy()
-        running.filter_batch(np.flatnonzero(self._rows.have_room_after(running.rows, lengths)))
+            are_news = self.future_map.resolve_seq_lens(running)
+        if are_news:
+            lengths = running.seq_lens_cpu.numpy()
+            running.filter_batch(self._rows.have_room_after(running.rows, lengths).nonzero()[0])
         if ready:
             self._merge_prebuilt(ready)
         running.spec_info = self._choose_depth()
-        self._is_stalled = not self._retraction.secure_slots(running, self._requests.values())
-        if running.is_empty or self._is_stalled:
-            return None
-        prepared = running.prepare_for_decode(self.pool)
-        assert prepared, "enough slots were secured"
-        return running
+        self._is_stalled = not (running.is_empty or self._retraction.prepare(running, self._requests.values()))
+        return None if running.is_empty or self._is_stalled else running
 
     def _choose_depth(self) -> SpecInfo | None:
         """No deeper than the free slots allow: drafts are worth no retraction."""
@@ -292,7 +297,7 @@ class DecodeEngine:
         payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
         self.future_map.bootstrap(prebuilt, payload)
         self._process_prebuilt(prebuilt, ready)
-        prebuilt.filter_batch(np.flatnonzero(self._rows.want_launch(prebuilt.rows)))
+        prebuilt.filter_batch(self._rows.want_launch(prebuilt.rows).nonzero()[0])
         self._unseeded += prebuilt.reqs
         self._running.merge_batch(prebuilt)
 
@@ -365,15 +370,12 @@ class DecodeEngine:
         num_tokens = len(step.reqs) * step.batch.num_tokens
         self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
 
-    def _post(self, event: Event) -> None:
-        self._outbox.append(event)
-
     # ---- endings ------------------------------------------------------------------------------------------------
 
     def _fail(self, req: Request, error: BatonError) -> None:
         if req.phase is Phase.ENDED:
             return
-        self._post(Failed(req.request_id, error))
+        self._outbox.post(Failed(req.request_id, error))
         self._end(req)
 
     def _end(self, req: Request) -> None:

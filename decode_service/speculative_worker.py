@@ -102,31 +102,31 @@ class SpeculativeWorker(ABC):
         new_seq_lens: Cell[Tensor] = Cell()
         output = WorkerOutput.empty()
 
-        @torch.inference_mode()
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
             relayed.set(inputs)
+            output.is_invalid.set(inputs.is_invalid)
             if not batch.has_drafts:
                 nothing = DraftTree.chain(inputs.tokens.new_empty((batch.batch_size, 0)))
                 prepared.set(self._prepare(batch, inputs, nothing))
 
-        @torch.inference_mode()
         def draft() -> None:
             inputs = relayed.get()
-            prepared.set(self._prepare(batch, inputs, self.draft_tree(batch, spec_info, inputs)))
+            with torch.inference_mode():
+                prepared.set(self._prepare(batch, inputs, self.draft_tree(batch, spec_info, inputs)))
 
-        @torch.inference_mode()
         def verify() -> None:
-            result = self._verify(batch, relayed.get(), prepared.get(), output)
-            new_seq_lens.set(result.new_seq_lens)
-            if batch.leaves_head_behind:
-                output.payload.set(self._leave_behind(batch, result))
-            else:
-                verified.set(result)
+            with torch.inference_mode():
+                result = self._verify(batch, prepared.get(), output)
+                new_seq_lens.set(result.new_seq_lens)
+                if batch.leaves_head_behind:
+                    output.payload.set(self._leave_behind(batch, result))
+                else:
+                    verified.set(result)
 
-        @torch.inference_mode()
         def extend() -> None:
-            output.payload.set(self._extend(batch, spec_info, verified.get()))
+            with torch.inference_mode():
+                output.payload.set(self._extend(batch, spec_info, verified.get()))
 
         # Each piece takes the interpreter's lock from the engine's thread once more: a step without drafts has few.
         drafted_at = begin = self._stream.record(scope)
@@ -157,9 +157,7 @@ class SpeculativeWorker(ABC):
         )
         return _Prepared(tree, window.positions, self._model.prepare(window))
 
-    def _verify(
-        self, batch: ForwardBatch, inputs: RelayedInputs, prepared: _Prepared, output: WorkerOutput
-    ) -> _Verified:
+    def _verify(self, batch: ForwardBatch, prepared: _Prepared, output: WorkerOutput) -> _Verified:
         tree, num_rows, num_nodes = prepared.tree, batch.batch_size, prepared.tree.num_nodes
         target = prepared.compute()
         assert target.hidden is not None, "the target captures what the head reads"
@@ -182,14 +180,12 @@ class SpeculativeWorker(ABC):
             sampled = _along(path, sampled, batch, num_nodes)
             self._move_kv(batch, path)
         tokens = sampled.token_ids.view(num_rows, -1)
-        is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
         if batch.sampling.penalised:
+            is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
             entries = upload(batch.sampling.penalised, torch.int64, tokens.device)
             self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
         output.sampled.set(sampled)
         output.accept_lens.set(accept_lens)
-        is_unusable = (sampled.is_invalid.view(num_rows, -1) & is_accepted).any(dim=1)
-        output.is_invalid.set(inputs.is_invalid | is_unusable)
         return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
 
     def _move_kv(self, batch: ForwardBatch, path: Tensor) -> None:

@@ -42,8 +42,10 @@ class RowResults:
 
 @dataclass(frozen=True, slots=True)
 class _HostResults:
+    """`accept_lens` is None where each entry has one token."""
+
     sampled: Sampled
-    accept_lens: Tensor
+    accept_lens: Tensor | None
     is_invalid: Tensor
 
 
@@ -86,11 +88,10 @@ class StepInFlight:
         host: Cell[_HostResults] = Cell()
 
         def copy_results() -> None:
-            sampled = output.sampled.get()
             host.set(
                 _HostResults(
-                    sampled_to_host(device, sampled),
-                    device.to_host(output.accept_lens.get()),
+                    sampled_to_host(device, output.sampled.get()),
+                    None if output.has_one_each else device.to_host(output.accept_lens.get()),
                     device.to_host(output.is_invalid.get()),
                 )
             )
@@ -116,7 +117,9 @@ class StepInFlight:
         if self.batch.spec_info is None:
             return None
         begin, drafted, verified, extended = self.output.marks
-        accept_lens = self.host.get().accept_lens.numpy()
+        relayed_lens = self.host.get().accept_lens
+        assert relayed_lens is not None, "who drafts says how many it accepted"
+        accept_lens = relayed_lens.numpy()
         if self.batch.undrafted:
             accept_lens = np.delete(accept_lens, self.batch.undrafted)
         return SpeculationStats(
@@ -132,14 +135,21 @@ class StepInFlight:
         """Behind `end` only."""
         host = self.host.get()
         width = self.batch.max_accept_len
+        are_unusable = host.sampled.is_invalid.numpy()
+        if host.accept_lens is None:
+            accept_lens = (~are_unusable).astype(np.int64)
+        else:
+            accept_lens = host.accept_lens.numpy()
+            are_accepted = np.arange(width) < accept_lens[:, None]
+            are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
         logprobs: Sequence[TokenLogprobs | None] = ()
         if self.batch.sampling.with_logprobs:
             wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
             logprobs = unpack_logprobs(host.sampled, self.batch.sampling.repeated(width), wanted)
         return RowResults(
             token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
-            accept_lens=host.accept_lens.numpy(),
-            are_invalid=host.is_invalid.numpy(),
+            accept_lens=accept_lens,
+            are_invalid=host.is_invalid.numpy() | are_unusable,
             logprobs=logprobs,
         )
 

@@ -18,7 +18,7 @@ from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
 from common.model.target import Target, TargetOutput
 from common.wire.fingerprint import SeedColumnSpec
-from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.schedule_batch import ForwardBatch
 
 OnPublish = Callable[[Cell[Tensor]], None]
@@ -30,7 +30,8 @@ class WorkerOutput:
     """Cells that the step's pieces fill.
 
     `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
-    int64: how many of them count. `is_invalid` [B] bool: rows whose relayed input or logits were not usable.
+    int64: how many of them count; not set where `has_one_each`. `is_invalid` [B] bool: rows whose relayed input was not
+    usable.
     `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
     and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch.
     """
@@ -42,6 +43,7 @@ class WorkerOutput:
     prepared: Event | None = None
     marks: tuple[Event, ...] = ()
     input_ids: Tensor | None = None
+    has_one_each: bool = False
 
     @classmethod
     def empty(cls) -> WorkerOutput:
@@ -81,20 +83,16 @@ class PlainWorker:
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
-        relayed: Cell[RelayedInputs] = Cell()
         output = WorkerOutput.empty()
         tokens = torch.empty_like(batch.req_pool_indices)
-        window = window_input(batch, tokens.unsqueeze(1), self._pool, self._model.layer_group.name)
+        window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
         compute = self._prepared(window)
 
-        @torch.inference_mode()
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
             tokens.copy_(inputs.tokens)
-            relayed.set(inputs)
-            output.accept_lens.set(torch.ones_like(tokens))
+            output.is_invalid.set(inputs.is_invalid)
 
-        @torch.inference_mode()
         def decode() -> None:
             target = compute()
             sampled = sample(
@@ -106,13 +104,12 @@ class PlainWorker:
                 found=target.largest,
             )
             output.sampled.set(sampled)
-            output.is_invalid.set(relayed.get().is_invalid | sampled.is_invalid)
             output.payload.set(RelayPayload(sampled.token_ids))
 
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return replace(output, prepared=prepared, input_ids=tokens)
+        return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True)
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
         """What cannot be prepared fails as a piece does: with its step."""
@@ -142,11 +139,12 @@ def window_input(
     positions: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> ForwardInput:
-    """A forward over `tokens` [B, M] behind each entry's prefix, or behind `num_before` more of its step's tokens.
+    """A forward over `tokens` [B, M] behind each entry's prefix, or behind `num_before` more of its step's tokens. [B]
+    is as good where that is one of each.
 
     `positions` [B, M]: where they are not those of a chain; `tree_mask` [B, M, W] then says what they attend.
     """
-    num_rows, num_tokens = tokens.shape
+    num_rows, num_tokens = tokens.shape[0], 1 if tokens.dim() == 1 else tokens.shape[1]
     seq_lens, slots = batch.seq_lens, batch.out_cache_loc
     if num_before or num_tokens != batch.num_tokens:
         seq_lens = batch.prefix_lens + (num_before + num_tokens)
@@ -157,8 +155,8 @@ def window_input(
     is_decode = num_tokens == 1 and tree_mask is None
     prefix_lens_cpu = tuple(length - batch.num_tokens + num_before for length in batch.seq_lens_cpu)
     return ForwardInput(
-        input_ids=tokens.flatten(),
-        positions=positions.flatten(),
+        input_ids=_flat(tokens),
+        positions=_flat(positions),
         out_cache_loc=slots,
         req_to_token=pool.rows.req_to_token,
         req_pool_indices=batch.req_pool_indices,
@@ -170,6 +168,10 @@ def window_input(
         logits_rows=None,
         tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),
     )
+
+
+def _flat(tokens: Tensor) -> Tensor:
+    return tokens if tokens.dim() == 1 else tokens.flatten()
 
 
 def _chain_positions(batch: ForwardBatch, num_before: int, num_tokens: int) -> Tensor:

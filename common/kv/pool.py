@@ -148,15 +148,15 @@ class KvPool:
         if not slots:
             return True
         stops = missing.cumsum()
-        first_positions = self._columns.num_slots[rows] - stops + missing
-        positions = np.repeat(first_positions, missing) + np.arange(len(slots))
+        num_held = self._columns.num_slots[rows]
+        positions = (num_held - stops + missing).repeat(missing) + np.arange(len(slots))
         start = 0
         for row, stop in zip(rows.tolist(), stops.tolist(), strict=True):
             if stop > start:
                 self._held[row].slots.extend(slots[start:stop])
                 start = stop
-        self._columns.num_slots[rows] += missing
-        self.rows.write_each(np.repeat(rows, missing), positions, np.array(slots))
+        self._columns.num_slots[rows] = num_held + missing
+        self.rows.write_each(rows.repeat(missing), positions, np.array(slots))
         return True
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
@@ -215,12 +215,6 @@ def _view(memory: SharedPool, group: LayerGroupSpec) -> Tensor:
     return values.view(shape)
 
 
-def _counts(total: int, free: int, by_state: dict[LeaseState, int]) -> PoolCounts:
-    return PoolCounts(
-        total=total,
-        free=free,
-        reserved=by_state[LeaseState.RESERVED],
-        transferring=by_state[LeaseState.TRANSFERRING],
-        running=by_state[LeaseState.RUNNING],
-        quarantined=by_state[LeaseState.QUARANTINED],
-    )
+def _counts(total: int, free: int, by_state: Sequence[int]) -> PoolCounts:
+    reserved, transferring, running, quarantined, _ = by_state
+    return PoolCounts(total, free, reserved, transferring, running, quarantined)

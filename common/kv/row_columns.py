@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -17,8 +18,6 @@ class LeaseState(Enum):
     QUARANTINED = "quarantined"
     FREE = "free"
 
-    __hash__ = object.__hash__  # that of Enum is Python, and every step counts rows and slots by state
-
 
 _NUMBERS = {state: number for number, state in enumerate(LeaseState)}
 
@@ -32,18 +31,22 @@ class RowColumns:
     def __init__(self, num_rows: int) -> None:
         self.num_slots = np.zeros(num_rows, dtype=np.int64)
         self._states = np.full(num_rows, _NUMBERS[LeaseState.FREE])
+        self._num_rows = [0] * len(_NUMBERS)  # by state: every step asks, and few change one
+        self._num_rows[_NUMBERS[LeaseState.FREE]] = num_rows
         self._used_until: dict[Stream, NDArray[np.object_]] = {}
 
     def set_state(self, row: int, state: LeaseState) -> None:
+        self._num_rows[self._states[row]] -= 1
         self._states[row] = _NUMBERS[state]
+        self._num_rows[_NUMBERS[state]] += 1
 
-    def rows_by_state(self) -> dict[LeaseState, int]:
-        """The padding row counts as free."""
-        return dict(zip(LeaseState, np.bincount(self._states, minlength=len(_NUMBERS)).tolist(), strict=True))
+    def rows_by_state(self) -> Sequence[int]:
+        """In the order of LeaseState. The padding row counts as free."""
+        return self._num_rows
 
-    def slots_by_state(self) -> dict[LeaseState, int]:
-        sums = np.bincount(self._states, weights=self.num_slots, minlength=len(_NUMBERS))
-        return dict(zip(LeaseState, sums.astype(np.int64).tolist(), strict=True))
+    def slots_by_state(self) -> Sequence[int]:
+        sums: list[float] = np.bincount(self._states, weights=self.num_slots, minlength=len(_NUMBERS)).tolist()
+        return [int(num_slots) for num_slots in sums]
 
     def use_until(self, rows: int | NDArray[np.int64], event: Event, stream: Stream) -> None:
         if stream not in self._used_until:

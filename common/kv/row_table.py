@@ -23,6 +23,7 @@ class ReqToTokenPool:
 
     def __init__(self, *, max_rows: int, max_tokens_per_row: int, torch_device: torch.device) -> None:
         self.req_to_token = torch.zeros((max_rows + 1, max_tokens_per_row), dtype=torch.int64, device=torch_device)
+        self._places = self.req_to_token.view(-1)
         self.max_rows = max_rows
         self._free = list(range(max_rows, PADDING_ROW, -1))
 
@@ -44,5 +45,6 @@ class ReqToTokenPool:
 
     def write_each(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write slots[i] at positions[i] of rows[i]. Shapes: all [N]."""
-        entries = upload_array(np.stack([rows, positions, slots]), self.req_to_token.device)
-        self.req_to_token[entries[0], entries[1]] = entries[2]
+        device = self.req_to_token.device
+        places = upload_array(rows * self.req_to_token.shape[1] + positions, device)
+        self._places.index_copy_(0, places, upload_array(slots, device))

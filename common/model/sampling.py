@@ -83,6 +83,18 @@ def draw(
     """
     if found is not None and batch.is_greedy:
         return Sampled(found.token_ids, found.are_not_finite)
+    with torch.inference_mode():  # not before: entering it costs as much as a small operation does
+        return _draw_from(logits, rows, positions, state, batch, ancestors)
+
+
+def _draw_from(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    batch: SamplingBatch,
+    ancestors: Ancestors | None,
+) -> Sampled:
     raw = logits.clone() if batch.with_logprobs else logits
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)

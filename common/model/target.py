@@ -150,7 +150,6 @@ class TargetModel:
         """
         return self.prepare(batch, on_layer_kv=on_layer_kv)()
 
-    @torch.inference_mode()
     def prepare(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> Callable[[], TargetOutput]:
         program = self._program
         if program is None or not self.forward_counts.count(is_taken=program.takes(batch)):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.load import EngineLoad, PoolCounts
 from common.telemetry.buckets import BATCH_SIZE, NUM_TOKENS, TOKEN_S
 from common.telemetry.forward_counts import ForwardCounts
+from common.telemetry.histogram import OneWriterHistogram
 from common.telemetry.step_stats import StepStats
 
 POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined")
@@ -21,13 +22,13 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._batch_size = Histogram("baton_batch_size", "Rows in a forward.", buckets=BATCH_SIZE, registry=registry)
-        self._step_tokens = Histogram(
-            "baton_step_tokens", "Tokens computed by a forward.", buckets=NUM_TOKENS, registry=registry
+        self._batch_size = OneWriterHistogram("baton_batch_size", "Rows in a forward.", buckets=BATCH_SIZE)
+        self._step_tokens = OneWriterHistogram("baton_step_tokens", "Tokens computed by a forward.", buckets=NUM_TOKENS)
+        self._step_s = OneWriterHistogram(
+            "baton_step_seconds", "From a forward's launch to its result.", buckets=TOKEN_S
         )
-        self._step_s = Histogram(
-            "baton_step_seconds", "From a forward's launch to its result.", buckets=TOKEN_S, registry=registry
-        )
+        for histogram in (self._batch_size, self._step_tokens, self._step_s):
+            registry.register(histogram)
 
     def on_step(self, stats: StepStats) -> None:
         self._batch_size.observe(stats.batch_size)

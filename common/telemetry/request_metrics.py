@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from common.errors import request_reasons
 from common.telemetry.buckets import PHASE_S, TOKEN_S
+from common.telemetry.histogram import OneWriterHistogram
 
 PHASES = ("queue", "prefill", "transfer", "first_decode")
 
@@ -30,9 +31,10 @@ class RequestMetrics:
             phase: Histogram(f"baton_{phase}_seconds", f"Phase: {phase}.", buckets=PHASE_S, registry=registry)
             for phase in PHASES
         }
-        self.inter_token_s = Histogram(
-            "baton_inter_token_seconds", "Between output tokens of a request.", buckets=TOKEN_S, registry=registry
+        self.inter_token_s = OneWriterHistogram(
+            "baton_inter_token_seconds", "Between output tokens of a request.", buckets=TOKEN_S
         )
+        registry.register(self.inter_token_s)
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens of finished requests.", registry=registry)
         self.output_tokens = Counter("baton_output_tokens", "Output tokens delivered.", registry=registry)
         self.verify_steps = Counter(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.telemetry.buckets import TOKEN_S
+from common.telemetry.histogram import OneWriterHistogram
 from common.telemetry.step_stats import StepStats
 
 ACCEPT_LENGTH = range(1, 17)
@@ -19,15 +20,14 @@ class SpeculationMetrics:
     """What drafting costs and brings, step by step."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._levels = Histogram(
-            "baton_draft_levels", "Tokens ahead that a step drafted.", buckets=range(17), registry=registry
-        )
+        self._levels = OneWriterHistogram("baton_draft_levels", "Tokens ahead that a step drafted.", buckets=range(17))
         self._accept_lengths = _AcceptLengths()
-        registry.register(self._accept_lengths)
         self._parts = {
-            part: Histogram(f"baton_{part}_seconds", f"{part} of a step.", buckets=TOKEN_S, registry=registry)
+            part: OneWriterHistogram(f"baton_{part}_seconds", f"{part} of a step.", buckets=TOKEN_S)
             for part in ("draft", "verify", "extend")
         }
+        for histogram in (self._levels, self._accept_lengths, *self._parts.values()):
+            registry.register(histogram)
 
     def on_step(self, stats: StepStats) -> None:
         if (speculation := stats.speculation) is None:

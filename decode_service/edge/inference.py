@@ -21,6 +21,7 @@ from common.telemetry.timeline import EDGE, REQUESTS, TOKENIZE, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.tokenizer import PromptEncoder, TokenDecoder
 from decode_service.edge.brought_output import ending_of_brought
+from decode_service.edge.client_writes import ClientWrites
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver, client_left
@@ -91,10 +92,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        with self._traces.begin(context.invocation_metadata()) as trace:
-            await self._generate(request, context, trace)
+        with (
+            self._traces.begin(context.invocation_metadata()) as trace,
+            ClientWrites(context, stall_timeout_s=self._client_stall_timeout_s) as client,
+        ):
+            await self._generate(request, context, trace, client)
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context, trace: RequestTrace) -> None:
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, context: Context, trace: RequestTrace, client: ClientWrites
+    ) -> None:
         try:
             with self._edge_track.span("check_request"):
                 checked = check_request(request, self._limits)
@@ -108,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         time_out = self._fail_at_deadline(live, context)
         try:
             with self._request_track.task("Generate", live.request_id):
-                end = await self._run(live, checked, context)
+                end = await self._run(live, checked, context, client)
         except BatonError as error:
             end = error
         except Exception as error:
@@ -129,12 +135,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, end)
         trace.describe(partial(ending_attributes, end))
         try:
-            await self._write(context, finished_event(end))
+            await client.write(finished_event(end))
         except RequestCancelled as error:
             trace.failed(error)
             await abort_with(context, error)
 
-    async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context) -> Ending:
+    async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites) -> Ending:
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
         with self._request_track.task("tokenize", live.request_id):
             prompt_token_ids = await self._encode(checked)
@@ -156,7 +162,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         if ending is not None:
             live.end_at_once(output, len(prompt_token_ids))
-            await self._write(context, started_event(live.request_id, len(prompt_token_ids), sampling.seed))
+            await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
             return ending
         self._live_requests.submit(
             live,
@@ -168,22 +174,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             deadline_unix_ms=self._deadline_unix_ms(context),
             wants_drafts=checked.sampling.speculates,
         )
-        await self._write(context, started_event(live.request_id, len(prompt_token_ids), sampling.seed))
+        await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
         while True:
             news = await live.read()
             if isinstance(news, Ending):
                 return news
             with self._request_track.task("write", live.request_id, tokens=len(news.token_ids)):
-                await self._write(context, delta_event(news))
+                await client.write(delta_event(news))
             live.trace.output_written()
-
-    async def _write(self, context: Context, event: inference_pb2.GenerateEvent) -> None:
-        """Raises RequestCancelled when the client reads nothing for so long that it counts as gone."""
-        try:
-            async with asyncio.timeout(self._client_stall_timeout_s):
-                await context.write(event)
-        except TimeoutError:
-            raise RequestCancelled(f"the client read nothing for {self._client_stall_timeout_s} s") from None
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
         """gRPC ends a call at its deadline too; this one also ends it when no byte moves between client and server."""

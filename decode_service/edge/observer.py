@@ -27,8 +27,7 @@ class RequestObserver:
             return
         now_s = self._clock()
         if live.last_token_at_s is not None:
-            for _ in range(num_tokens):
-                self._metrics.inter_token_s.observe((now_s - live.last_token_at_s) / num_tokens)
+            self._metrics.inter_token_s.observe((now_s - live.last_token_at_s) / num_tokens, num_tokens)
         live.last_token_at_s = now_s
         self._metrics.output_tokens.inc(num_tokens)
 

@@ -25,13 +25,14 @@ def started_event(request_id: str, num_prompt_tokens: int, seed: int) -> inferen
 
 
 def delta_event(piece: OutputPiece) -> inference_pb2.GenerateEvent:
-    logprobs = [
-        _position_logprobs(token_id, position)
-        for token_id, position in zip(piece.token_ids, piece.logprobs, strict=bool(piece.logprobs))
-    ]
-    return inference_pb2.GenerateEvent(
-        delta=inference_pb2.Delta(token_ids=piece.token_ids, text=piece.text, logprobs=logprobs)
-    )
+    event = inference_pb2.GenerateEvent()
+    delta = event.delta
+    delta.token_ids.extend(piece.token_ids)
+    delta.text = piece.text
+    if piece.logprobs:
+        positions = zip(piece.token_ids, piece.logprobs, strict=True)
+        delta.logprobs.extend(_position_logprobs(token_id, position) for token_id, position in positions)
+    return event
 
 
 def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:

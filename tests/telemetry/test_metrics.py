@@ -11,6 +11,7 @@ from common.load import EngineLoad, PoolCounts
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.handoff_metrics import HandoffMetrics
+from common.telemetry.histogram import OneWriterHistogram
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import SpeculationStats, StepStats
@@ -69,6 +70,20 @@ def test_steps_fill_the_histograms(registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("baton_batch_size_bucket", {"le": "2.0"}) == 1
     assert registry.get_sample_value("baton_step_tokens_sum") == 49
     assert registry.get_sample_value("baton_step_seconds_sum") == 0.5
+
+
+def test_a_histogram_counts_what_came_at_once_in_its_bucket_and_those_above() -> None:
+    histogram = OneWriterHistogram("seconds", "Between tokens.", buckets=(0.5, 1.0))
+    registry = CollectorRegistry()
+    registry.register(histogram)
+
+    for value, num_times in ((0.5, 1), (0.75, 3), (2.0, 2)):
+        histogram.observe(value, num_times)
+
+    buckets = [registry.get_sample_value("seconds_bucket", {"le": le}) for le in ("0.5", "1.0", "+Inf")]
+    assert buckets == [1, 4, 6]
+    assert registry.get_sample_value("seconds_count") == 6
+    assert registry.get_sample_value("seconds_sum") == 6.75
 
 
 def test_a_speculative_steps_rows_are_counted_by_what_they_committed(registry: CollectorRegistry) -> None:

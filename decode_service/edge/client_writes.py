@@ -1,0 +1,59 @@
+"""Writes to one client's stream, which wait for a client that does not read, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from baton.v1 import inference_pb2
+from common.errors import RequestCancelled
+
+
+class ClientWrites:
+    """Of the task that makes it, until the block ends.
+
+    One timer, set anew when it rings, watches all writes: one for each costs as much as the message does.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], *, stall_timeout_s: float) -> None:
+        self._context = context
+        self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._began_s: float | None = None
+        self._has_stalled = False
+        self._timer = self._loop.call_later(stall_timeout_s, self._look)
+
+    async def write(self, event: inference_pb2.GenerateEvent) -> None:
+        """Raises RequestCancelled when the client reads nothing for so long that it counts as gone."""
+        self._began_s = self._loop.time()
+        try:
+            await self._context.write(event)
+        except asyncio.CancelledError:
+            if not self._has_stalled or self._task.uncancel():
+                raise
+            raise RequestCancelled(f"the client read nothing for {self._stall_timeout_s} s") from None
+        finally:
+            self._began_s = None
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        due_s = (now_s if self._began_s is None else self._began_s) + self._stall_timeout_s
+        if due_s > now_s:
+            self._timer = self._loop.call_at(due_s, self._look)
+            return
+        self._has_stalled = True
+        self._task.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()

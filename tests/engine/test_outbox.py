@@ -1,0 +1,76 @@
+"""An engine that is given a `deliver` lets nobody wait with it, and delivers everything once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from common.device.scripted import ScriptedDevice, run_needed
+from common.device.stream import Event as DeviceEvent
+from decode_service.messages import Event, StartHandoff, Tokens
+from decode_service.schedule_batch import ScheduleBatch
+from decode_service.spec_info import SpecInfo
+from decode_service.step_in_flight import StepInFlight
+from tests.engine.harness import ScriptedEngine
+
+SPEC_INFOS = [None, SpecInfo.chain(2)]
+
+
+def delivering(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, list[Event]]:
+    """An engine in which a request runs, and what it delivers from then on."""
+    scripted = ScriptedEngine(spec_info=spec_info)
+    scripted.submit("first", [5, 6, 7], 12)
+    scripted.start("first")
+    heard: list[Event] = []
+
+    def deliver(events: Sequence[Event]) -> None:
+        heard.extend(events)
+        for event in events:
+            scripted._note(event)
+
+    scripted.engine._outbox._deliver = deliver
+    return scripted, heard
+
+
+@pytest.mark.parametrize("spec_info", SPEC_INFOS)
+def test_a_handoff_does_not_wait_for_the_forward_in_flight(spec_info: SpecInfo | None) -> None:
+    scripted, heard = delivering(spec_info)
+    heard_at_waits: list[list[Event]] = []
+
+    def note_and_run(device: ScriptedDevice, event: DeviceEvent) -> None:
+        heard_at_waits.append(list(heard))
+        run_needed(device, event)
+
+    scripted.device.on_synchronize = note_and_run
+    scripted.submit("second", [8, 9], 4)
+    scripted.step()
+    assert [type(event) for event in heard_at_waits[0]] == [StartHandoff]
+
+
+@pytest.mark.parametrize("spec_info", SPEC_INFOS)
+def test_tokens_wait_until_the_next_step_is_launched_or_waits(
+    spec_info: SpecInfo | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted, heard = delivering(spec_info)
+    assert scripted.step() == [] and not heard, "the edge is told while a forward is to be launched"
+    launched: list[bool] = []
+    launch = scripted.engine._launch
+
+    def note_and_launch(batch: ScheduleBatch) -> StepInFlight:
+        launched.append(bool(heard))
+        return launch(batch)
+
+    monkeypatch.setattr(scripted.engine, "_launch", note_and_launch)
+    scripted.step()
+    assert any(isinstance(event, Tokens) for event in heard)
+    assert launched == [spec_info is not None], "with drafts there is a wait before the launch"
+
+
+@pytest.mark.parametrize("spec_info", SPEC_INFOS)
+def test_everything_is_delivered_once(spec_info: SpecInfo | None) -> None:
+    scripted, _ = delivering(spec_info)
+    second = scripted.submit("second", [8, 9], 4)
+    scripted.run()
+    first = scripted.outcomes["first"]
+    assert (first.token_ids, second.token_ids) == (first.expected, second.expected)
