@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 
 import structlog
 
 from baton.v1 import prefill_pb2
 from common.nixl.child import NixlError, TransferProcess
 
-_MAX_STARTS = 3
-"""Of a process that dies again and again. Receivers make as many attempts."""
+_RESTART_S = 0.5
+_MAX_DOUBLINGS = 9
+"""Of the time until a process that has ended is started again: each end costs receivers' calls an attempt."""
 _TIMEOUT_S = 10.0
 _SERVING_INTERVAL_S = 0.0005
 _IDLE_INTERVAL_S = 0.02  # new receivers connect then
@@ -52,14 +54,16 @@ class NixlLender:
             await self._process.close()
 
     async def _follow(self, is_serving: Callable[[], bool]) -> None:
-        for num_starts_left in reversed(range(_MAX_STARTS)):
+        for num_doublings in count():
             try:
                 if self.offer is None:
                     await self.open()
                 assert self._process is not None
                 await _keep_pace(self._process, is_serving)
             except NixlError as error:
-                _log.warning("kv_over_grpc", reason=str(error), num_starts_left=num_starts_left)
+                wait_s = _RESTART_S * 2 ** min(num_doublings, _MAX_DOUBLINGS)
+                _log.warning("kv_over_grpc", reason=str(error), seconds=wait_s)
+                await asyncio.sleep(wait_s)
 
 
 async def _keep_pace(process: TransferProcess, is_serving: Callable[[], bool]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-
 MAX_LENT_BYTES = 32 << 20
 """Of a segment that is not copied: a part of the receiver's budget, so that the next is there when it has landed."""
 

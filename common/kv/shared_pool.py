@@ -71,11 +71,13 @@ def split_header(header: bytes) -> tuple[bytes, int]:
 class SharedPool:
     """The writer's side. Not thread-safe. The memory stays as long as anything that it gave out."""
 
-    def __init__(
-        self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY
-    ) -> None:
+    def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
         """`directory`: None for memory without a name. Raises OSError when there is no room for it."""
-        self._path, self.file = (None, os.memfd_create("baton-kv")) if directory is None else _new_file(directory)
+        self._path: Path | None = None
+        if directory is None:
+            self.file = os.memfd_create("baton-kv")
+        else:
+            self._path, self.file = _new_file(directory)
         try:
             layout = PoolLayout(groups, num_slots)
             os.posix_fallocate(self.file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS

@@ -27,8 +27,8 @@ PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 _CHECK = "/grpc.health.v1.Health/Check"
 _GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
 _MAX_ANSWER_FIELDS = 1024
-_MAX_LOST_POOLS = 3
-"""Of one instance: a way that fails again and again would cost calls an attempt each time."""
+_MAX_DOUBLINGS = 7
+"""Of the time until a pool that was lost is tried again: each loss costs the calls under way an attempt."""
 
 _log = logging.getLogger(__name__)
 
@@ -139,21 +139,18 @@ class GrpcReplica:
             if response.kv_pool:
                 return MappedPool(response.kv_pool, groups=groups)
             if response.HasField("nixl_pool"):
-                return await NixlPool.opened(
-                    response.nixl_pool, groups=groups, timeout_s=self._timeouts.nixl_timeout_s
-                )
+                return await NixlPool.opened(response.nixl_pool, groups=groups, timeout_s=self._timeouts.nixl_timeout_s)
         except PoolUnusable as error:
             _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
         return None
 
     def _note_lost_pool(self, reason: str) -> None:
-        """KV comes over gRPC until it is tried again, of one instance not for ever."""
+        """KV comes over gRPC until it is tried again, each time twice as long."""
         self._let_go_of_pool()
+        wait_s = self._timeouts.nixl_retry_s * 2 ** min(self._num_lost_pools, _MAX_DOUBLINGS)
         self._num_lost_pools += 1
-        is_tried_again = self._num_lost_pools < _MAX_LOST_POOLS
-        self._retry_pool_at_s = time.monotonic() + self._timeouts.nixl_retry_s if is_tried_again else math.inf
-        what_next = "for now" if is_tried_again else "until there is another instance"
-        _log.warning("prefill replica %s: its KV comes over gRPC %s: NIXL: %s", self.address, what_next, reason)
+        self._retry_pool_at_s = time.monotonic() + wait_s
+        _log.warning("prefill replica %s: its KV comes over gRPC for %s s: NIXL: %s", self.address, wait_s, reason)
 
     def _let_go_of_pool(self) -> None:
         if isinstance(self._pool, NixlPool):

@@ -70,9 +70,7 @@ class NixlPool:
             await process.connect(offer.agent_metadata)
             start, header = await staging.take(HEADER_BYTES)
             await process.read(np.array([[offer.address, HEADER_BYTES]], np.uint64), start)
-            return cls(
-                address=offer.address, header=header.tobytes(), groups=groups, process=process, staging=staging
-            )
+            return cls(address=offer.address, header=header.tobytes(), groups=groups, process=process, staging=staging)
         except NixlError as error:
             raise PoolUnusable(str(error)) from error
         except BaseException:

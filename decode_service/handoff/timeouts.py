@@ -12,7 +12,7 @@ class HandoffTimeouts:
     Each replica is looked at every `poll_interval_s`, each look bounded by `poll_timeout_s`; each name is looked up
     every `look_up_interval_s`, and has failed when there is no answer within `look_up_timeout_s`. Each step of NIXL's,
     a read of one segment or its process's start, ends within `nixl_timeout_s`; what failed is tried again after
-    `nixl_retry_s`.
+    `nixl_retry_s`, each time twice as long.
     """
 
     connect_timeout_s: float = 2.0

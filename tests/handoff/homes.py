@@ -14,6 +14,7 @@ from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, SharedPool
+from common.nixl.child import TransferProcess
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -34,6 +35,7 @@ from prefill_service.messages import (
     SegmentBytesSent,
 )
 from prefill_service.nixl_lender import NixlLender
+from tests.e2e.running import wait_until
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
@@ -258,6 +260,12 @@ class NixlPeers:
         self.lender = NixlLender(self.lent.pool.file)
         self.loop.run(self.lender.open())
         self.loop.call_soon(lambda: self.lender.follow(lambda: True))
+
+    def lender_now(self) -> TransferProcess:
+        """Once it was started again, if it has ended."""
+        wait_until(lambda: self.lender.offer is not None)
+        assert self.lender._process is not None
+        return self.lender._process
 
     def close(self) -> None:
         self.loop.run(self.lender.close())

@@ -1,0 +1,134 @@
+"""A pair whose KV goes through NIXL: the tokens are `generate`'s, every byte went that way, and a process that is
+killed, a service or the one that NIXL lives in, costs attempts and no token.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton import Completion
+from baton.local_pair import LocalPair
+from baton.service_process import ServiceProcess
+from common.nixl import transfer_process
+from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
+from tests.support.models import save_tiny_model
+from tests.support.reference import generate_greedily
+
+NUM_REQUESTS = 6
+PROMPT_TOKENS = 300
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """KV that is large for the compute behind it: 4 KiB a token."""
+    return save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+    shared = (*COMMON_ARGS, "--max-kv-tokens=8192")
+    processes = forked(
+        model=str(model),
+        dtype="float32",
+        prefill_args=(*shared, "--kv-transport=nixl", "--chunk-tokens=64"),
+        decode_args=shared,
+        exposes_metrics=True,
+    )
+    with processes, clients_of(processes) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return [generate_greedily(model, prompt(number), NEW_TOKENS).token_ids for number in range(NUM_REQUESTS)]
+
+
+def prompt(number: int) -> list[int]:
+    return [10 + (number * 37 + place * (number + 3)) % 240 for place in range(PROMPT_TOKENS)]
+
+
+@contextmanager
+def requests(pair: RunningPair) -> Iterator[list[Future[Completion]]]:
+    options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, "timeout_s": BOUND_S}
+    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
+        yield [
+            clients.submit(pair.client.complete, token_ids=prompt(number), **options)  # type: ignore[arg-type]
+            for number in range(NUM_REQUESTS)
+        ]
+
+
+def tokens(completions: list[Future[Completion]]) -> list[list[int]]:
+    return [list(completion.result().token_ids) for completion in completions]
+
+
+def handed_over(pair: RunningPair) -> dict[str, float]:
+    """Bytes of KV that the prefill service has handed over: all, and those that were read in its pool."""
+    text = urllib.request.urlopen(f"http://{pair.processes.metrics_addresses[0]}/metrics", timeout=BOUND_S).read()
+    samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
+    names = {"baton_handoff_bytes_total": "all", "baton_handoff_lent_bytes_total": "lent"}
+    return {names[sample.name]: sample.value for sample in samples if sample.name in names}
+
+
+def nixl_of(service: ServiceProcess) -> psutil.Process:
+    """Once it was started again, if it has ended."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        children = psutil.Process(service.pid).children()
+        found[:] = [child for child in children if transfer_process.__name__ in child.cmdline()]
+        return bool(found)
+
+    wait_until(is_there)
+    return found[0]
+
+
+def test_tokens_are_those_of_generate_and_every_byte_went_through_nixl(
+    pair: RunningPair, expected: list[list[int]]
+) -> None:
+    with requests(pair) as completions:
+        assert tokens(completions) == expected
+    assert [completion.result().timings.num_handoff_attempts for completion in completions] == [1] * NUM_REQUESTS
+    handed = handed_over(pair)
+    assert handed["lent"] == handed["all"] == sum(completion.result().timings.kv_bytes for completion in completions)
+
+
+def test_requests_go_on_where_the_processes_that_nixl_lives_in_are_killed(
+    pair: RunningPair, expected: list[list[int]]
+) -> None:
+    services = (*pair.processes.decode, *pair.processes.prefill)
+    victims = [nixl_of(service) for service in services]
+    before = handed_over(pair)["lent"]
+    with requests(pair) as completions:
+        wait_until(lambda: handed_over(pair)["lent"] > before)
+        for victim in victims:
+            victim.kill()
+        assert tokens(completions) == expected
+    assert all(service.is_running for service in services)
+
+
+def test_a_prefill_service_that_is_killed_takes_its_process_along_and_the_next_one_is_read(
+    pair: RunningPair, expected: list[list[int]]
+) -> None:
+    (service,) = pair.processes.prefill
+    nixl = nixl_of(service)
+    with requests(pair) as completions:
+        wait_until(lambda: pair.load().rows.transferring > 0 or all(each.done() for each in completions))
+        os.kill(service.pid, signal.SIGKILL)
+        assert service.wait(BOUND_S)
+        wait_until(lambda: not nixl.is_running())
+        service.start()
+        assert tokens(completions) == expected
+    with requests(pair) as completions:
+        assert tokens(completions) == expected
+    assert handed_over(pair)["lent"] > 0
