@@ -3,8 +3,8 @@
 Two processes with their own engines, edges and connections; only the models compute nothing. In turn within each
 round: the handoff over gRPC, a bare gRPC stream of messages as large as its segments between two Python processes, the
 handoff through shared memory, through NIXL as it chooses and over TCP, and a copy from memory to memory by one thread,
-far larger than the caches. Rates are in MB/s of payload, ratios are taken within a round, the table shows medians. Writes
-a table into benchmarks/results. Exit status 1 when a bound is missed.
+far larger than the caches. Rates are in MB/s of payload, ratios are taken within a round, the table shows medians.
+Writes a table into benchmarks/results. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -45,37 +46,35 @@ class Pair(NixlHome):
         super().__init__(self.prefill, self.decode, FINGERPRINT, ROOMY_BUDGET_BYTES, peers)
 
     def start(self, call_id: str = "call") -> OpenCall:
-        opened = sum(isinstance(command, OpenCall) for command in self.prefill.commands.all())
+        num_opened = len(self._opened())
         self.transport.start(StartHandoff(call_id, self.address, (row(),)))
-        return self.prefill.opened(opened + 1)[-1]
+        return self.prefill.opened(num_opened + 1)[-1]
 
-    def hand_over(self, call_id: str) -> None:
-        """A whole call, through NIXL."""
-        call = self.start(call_id)
-        assert call.shares_memory
-        self.emit(call, prebuilt(0))
+    def hand_over(self, call_id: str) -> bool:
+        """Whether a whole call came through NIXL: not one that is refused, lost or to be served over gRPC."""
+        num_opened = len(self._opened())
+        self.transport.start(StartHandoff(call_id, self.address, (row(),)))
+        wait_until(lambda: len(self._opened()) > num_opened or self.decode.num_ends(call_id) == 1)
+        if len(self._opened()) == num_opened:
+            return False
+        call = self._opened()[-1]
+        if call.shares_memory:
+            self.emit(call, prebuilt(0))
+        else:
+            self.prefill.emit(call.call_id, failed(0))
         self.prefill.finish(call.call_id)
-        assert self.decode.ended(call_id).error is None
+        if self.decode.ended(call_id).error is not None or not call.shares_memory:
+            return False
         arrived, _ = self.decode.frames(call_id, 2)
         assert comparable(arrived) == comparable(segment(0, 3))
+        return True
 
     def emit(self, call: OpenCall, *others: object) -> None:
         """One segment, and what follows it."""
         self.prefill.emit(call.call_id, segment(0, 3), *others)  # type: ignore[arg-type]
 
-    def until_read(self) -> None:
-        """NIXL reads of this replica again."""
-        numbers = iter(range(1000))
-
-        def is_shared() -> bool:
-            call_id = f"look {next(numbers)}"
-            call = self.start(call_id)
-            self.prefill.emit(call.call_id, failed(0))
-            self.prefill.finish(call.call_id)
-            assert self.decode.ended(call_id).error is None
-            return call.shares_memory
-
-        wait_until(is_shared)
+    def _opened(self) -> list[OpenCall]:
+        return [command for command in self.prefill.commands.all() if isinstance(command, OpenCall)]
 
     @property
     def reader(self) -> NixlPool:
@@ -268,7 +267,7 @@ def test_a_replica_that_drains_and_is_missed_finishes_the_reads_that_were_begun(
     peers.loop.run(pair._server.set_ready(True))
     pair.decode.latest_replica(lambda replica: replica.is_ready)
     assert pair.reader is reader
-    pair.hand_over("next")
+    assert pair.hand_over("next")
 
 
 def test_a_call_that_is_broken_while_it_is_read_leaves_the_next_one_its_own_bytes(
@@ -283,7 +282,7 @@ def test_a_call_that_is_broken_while_it_is_read_leaves_the_next_one_its_own_byte
         pair.transport.break_call(BreakCall("call", "the test says so"))
         assert isinstance(pair.decode.ended("call").error, EngineFault)
         assert held in pair.reader._staging._held, "the read may still write there"
-    pair.hand_over("next")
+    assert pair.hand_over("next")
 
 
 @pytest.mark.parametrize("side", ["reader", "lender"])
@@ -305,8 +304,8 @@ def test_a_process_killed_in_mid_read_costs_the_call_an_attempt_and_is_started_a
     assert isinstance(error, PrefillUnavailable) and "NIXL" in str(error)
     pair.prefill.closed(call.call_id)
     wait_until(lambda: "its KV comes over gRPC for 0.0 s: NIXL" in caplog.text)
-    pair.until_read()
-    pair.hand_over("next")
+    call_ids = (f"try {number}" for number in count())
+    wait_until(lambda: pair.hand_over(next(call_ids)))
 
 
 def test_a_way_that_fails_again_and_again_is_tried_less_and_less_often(
