@@ -245,6 +245,18 @@ def test_a_read_that_passes_its_bound_ends_the_process_and_writes_nothing_any_mo
     peers.loop.run(give_up())
 
 
+def test_a_pool_that_is_retired_is_read_until_no_call_uses_it(peers: NixlPeers) -> None:
+    async def retire() -> None:
+        pool = await open_pool(peers)
+        with pool.in_use():
+            pool.retire()
+            assert (await pool.fetch(remote(pool, peers.lent, (1, 2)))).is_current
+        assert pool.is_lost
+        await pool._process._process.wait()
+
+    peers.loop.run(retire())
+
+
 # ---- the handoff ---------------------------------------------------------------------------------------------------
 
 
