@@ -11,7 +11,6 @@ import structlog
 from baton.v1 import prefill_pb2
 from common.nixl.child import NixlError, TransferProcess
 
-_RESTART_S = 0.5
 _MAX_DOUBLINGS = 9
 """Of the time until a process that has ended is started again: each end costs receivers' calls an attempt."""
 _TIMEOUT_S = 10.0
@@ -24,9 +23,10 @@ _log = structlog.get_logger(__name__)
 class NixlLender:
     """Event loop only. Nobody writes the memory through it."""
 
-    def __init__(self, file: int) -> None:
-        """`file`: the pool's memory, open for as long as this."""
+    def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
+        """`file`: the pool's memory, open for as long as this. `restart_s`: see `follow`."""
         self._file = file
+        self._restart_s = restart_s
         self._process: TransferProcess | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -42,7 +42,9 @@ class NixlLender:
         self._process = await TransferProcess.started(self._file, timeout_s=_TIMEOUT_S)
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serve receivers, seldom while not `is_serving`. A process that ends is started again."""
+        """Serve receivers, seldom while not `is_serving`. A process that ends is started again after `restart_s`, the
+        next time after twice as long.
+        """
         self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
 
     async def close(self) -> None:
@@ -61,7 +63,7 @@ class NixlLender:
                 assert self._process is not None
                 await _keep_pace(self._process, is_serving)
             except NixlError as error:
-                wait_s = _RESTART_S * 2 ** min(num_doublings, _MAX_DOUBLINGS)
+                wait_s = self._restart_s * 2 ** min(num_doublings, _MAX_DOUBLINGS)
                 _log.warning("kv_over_grpc", reason=str(error), seconds=wait_s)
                 await asyncio.sleep(wait_s)
 

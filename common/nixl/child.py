@@ -96,7 +96,7 @@ class TransferProcess:
             failure = "its process ended"
         finally:
             if not is_done:
-                self.kill()
+                await self.close()
         if not is_done:
-            raise NixlError(f"NIXL: {failure} (status {await self._process.wait()})")
+            raise NixlError(f"NIXL: {failure} (status {self._process.returncode})")
         return answer[1:]

@@ -75,7 +75,7 @@ class NixlPool:
             raise PoolUnusable(str(error)) from error
         except BaseException:
             if process is not None:
-                process.kill()
+                await process.close()
             raise
         finally:
             staging.close()

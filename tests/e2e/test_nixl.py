@@ -27,6 +27,7 @@ from tests.support.reference import generate_greedily
 NUM_REQUESTS = 6
 PROMPT_TOKENS = 300
 NEW_TOKENS = 6
+ALL, LENT = "baton_handoff_bytes_total", "baton_handoff_lent_bytes_total"
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,7 @@ def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]
     processes = forked(
         model=str(model),
         dtype="float32",
+        num_prefill=2,
         prefill_args=(*shared, "--kv-transport=nixl", "--chunk-tokens=64"),
         decode_args=shared,
         exposes_metrics=True,
@@ -72,25 +74,27 @@ def tokens(completions: list[Future[Completion]]) -> list[list[int]]:
     return [list(completion.result().token_ids) for completion in completions]
 
 
-def handed_over(pair: RunningPair) -> dict[str, float]:
-    """Bytes of KV that the prefill service has handed over: all, and those that were read in its pool."""
-    text = urllib.request.urlopen(f"http://{pair.processes.metrics_addresses[0]}/metrics", timeout=BOUND_S).read()
-    samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
-    names = {"baton_handoff_bytes_total": "all", "baton_handoff_lent_bytes_total": "lent"}
-    return {names[sample.name]: sample.value for sample in samples if sample.name in names}
+def num_bytes(pair: RunningPair, name: str) -> float:
+    """Of KV that the prefill services have handed over, by this counter."""
+    total = 0.0
+    for address in pair.processes.metrics_addresses[:2]:
+        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
+        samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+        total += sum(sample.value for sample in samples if sample.name == name)
+    return total
 
 
-def nixl_of(service: ServiceProcess) -> psutil.Process:
-    """Once it was started again, if it has ended."""
+def nixl_of(service: ServiceProcess) -> list[psutil.Process]:
+    """The processes that NIXL lives in: a prefill service has one, a decode service one for each of these."""
     found: list[psutil.Process] = []
 
-    def is_there() -> bool:
+    def are_there() -> bool:
         children = psutil.Process(service.pid).children()
         found[:] = [child for child in children if transfer_process.__name__ in child.cmdline()]
-        return bool(found)
+        return len(found) == (1 if service.role == "prefill" else 2)
 
-    wait_until(is_there)
-    return found[0]
+    wait_until(are_there)
+    return found
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -107,36 +111,32 @@ def test_tokens_are_those_of_generate_and_every_byte_went_through_nixl(
     with requests(pair) as completions:
         assert tokens(completions) == expected
     assert [completion.result().timings.num_handoff_attempts for completion in completions] == [1] * NUM_REQUESTS
-    handed = handed_over(pair)
-    assert handed["lent"] == handed["all"] == sum(completion.result().timings.kv_bytes for completion in completions)
+    expected_bytes = sum(completion.result().timings.kv_bytes for completion in completions)
+    assert num_bytes(pair, ALL) == num_bytes(pair, LENT) == expected_bytes
+
+
+def test_a_prefill_service_that_is_killed_takes_its_process_along_and_its_rows_are_read_from_the_other(
+    pair: RunningPair, expected: list[list[int]]
+) -> None:
+    victim, _ = pair.processes.prefill
+    (nixl,) = nixl_of(victim)
+    before = num_bytes(pair, LENT)
+    with requests(pair) as completions:
+        wait_until(lambda: num_bytes(pair, LENT) > before)
+        os.kill(victim.pid, signal.SIGKILL)
+        assert tokens(completions) == expected
+    assert victim.wait(BOUND_S)
+    wait_until(lambda: has_ended(nixl))
 
 
 def test_requests_go_on_where_the_processes_that_nixl_lives_in_are_killed(
     pair: RunningPair, expected: list[list[int]]
 ) -> None:
-    services = (*pair.processes.decode, *pair.processes.prefill)
-    victims = [nixl_of(service) for service in services]
-    before = handed_over(pair)["lent"]
+    (decode,), (_, prefill) = pair.processes.decode, pair.processes.prefill
+    victims = [*nixl_of(decode), *nixl_of(prefill)]
     with requests(pair) as completions:
-        wait_until(lambda: handed_over(pair)["lent"] > before)
+        wait_until(lambda: pair.load().rows.transferring > 0 or all(each.done() for each in completions))
         for victim in victims:
             victim.kill()
         assert tokens(completions) == expected
-    assert all(service.is_running for service in services)
-
-
-def test_a_prefill_service_that_is_killed_takes_its_process_along_and_the_next_one_is_read(
-    pair: RunningPair, expected: list[list[int]]
-) -> None:
-    (service,) = pair.processes.prefill
-    nixl = nixl_of(service)
-    with requests(pair) as completions:
-        wait_until(lambda: pair.load().rows.transferring > 0 or all(each.done() for each in completions))
-        os.kill(service.pid, signal.SIGKILL)
-        assert service.wait(BOUND_S)
-        wait_until(lambda: has_ended(nixl))
-        service.start()
-        assert tokens(completions) == expected
-    with requests(pair) as completions:
-        assert tokens(completions) == expected
-    assert handed_over(pair)["lent"] > 0
+    assert decode.is_running and prefill.is_running
