@@ -85,16 +85,23 @@ def num_bytes(pair: RunningPair, name: str) -> float:
 
 
 def nixl_of(service: ServiceProcess) -> list[psutil.Process]:
-    """The processes that NIXL lives in: a prefill service has one, a decode service one for each of these."""
+    """Those that NIXL lives in, once there are any: one for prefill, one for each replica in use for decode."""
     found: list[psutil.Process] = []
 
     def are_there() -> bool:
         children = psutil.Process(service.pid).children()
-        found[:] = [child for child in children if transfer_process.__name__ in child.cmdline()]
-        return len(found) == (1 if service.role == "prefill" else 2)
+        found[:] = [child for child in children if not has_ended(child) and transfer_process.__name__ in command(child)]
+        return bool(found)
 
     wait_until(are_there)
     return found
+
+
+def command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie, too
+        return []
 
 
 def has_ended(process: psutil.Process) -> bool:
