@@ -2,19 +2,21 @@
 
 Two processes with their own engines, edges and connections; only the models compute nothing. In turn within each
 round: the handoff over gRPC, a bare gRPC stream of messages as large as its segments between two Python processes, the
-handoff through shared memory, and a copy from memory to memory by one thread, far larger than the caches. Rates are in
-MB/s of payload, ratios are taken within a round, the table shows medians. Writes a table into benchmarks/results. Exit
-status 1 when a bound is missed.
+handoff through shared memory, through NIXL as it chooses and over TCP, and a copy from memory to memory by one thread,
+far larger than the caches. Rates are in MB/s of payload, ratios are taken within a round, the table shows medians.
+Writes a table into benchmarks/results. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -161,6 +163,16 @@ async def bare_rate(num_messages: int) -> float:
             return num_bytes / (time.perf_counter() - begun_s)
 
 
+@contextmanager
+def over_tcp() -> Iterator[None]:
+    """NIXL's processes that start meanwhile have no other way."""
+    os.environ["UCX_TLS"] = "tcp"
+    try:
+        yield
+    finally:
+        del os.environ["UCX_TLS"]
+
+
 def copy_rate() -> float:
     source = np.random.default_rng(0).integers(0, 256, COPY_BYTES, np.uint8)
     target = source.copy()
@@ -181,12 +193,15 @@ def main() -> None:
     keep_freed_memory()
     shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
     num_bytes = args.prompts * shape.prompt_bytes
-    sharing = replace(shape, shares_memory=True)
-    rates: dict[str, list[float]] = {"gRPC": [], "bare": [], "shared": [], "copy": []}
+    sharing, nixl = replace(shape, kv_transport="shared_memory"), replace(shape, kv_transport="nixl")
+    rates: dict[str, list[float]] = {"gRPC": [], "bare": [], "shared": [], "NIXL": [], "TCP": [], "copy": []}
     for _ in range(args.rounds):
         rates["gRPC"].append(asyncio.run(handoff_rate(shape, args.prompts)))
         rates["bare"].append(asyncio.run(bare_rate(num_bytes // MAX_SEGMENT_BYTES)))
         rates["shared"].append(asyncio.run(handoff_rate(sharing, args.prompts)))
+        rates["NIXL"].append(asyncio.run(handoff_rate(nixl, args.prompts)))
+        with over_tcp():
+            rates["TCP"].append(asyncio.run(handoff_rate(nixl, args.prompts)))
         rates["copy"].append(copy_rate())
     grpc_share, shared_share = _share(rates["gRPC"], rates["bare"]), _share(rates["shared"], rates["copy"])
     run = BenchmarkRun.of("handoff")
@@ -197,6 +212,16 @@ def main() -> None:
             "handoff through shared memory",
             "shared",
             f"{shared_share:.0%} of the copy; bound {MIN_SHARED_MEMORY_SHARE:.0%}",
+        ),
+        (
+            "handoff through NIXL, which copies between processes",
+            "NIXL",
+            f"{_share(rates['NIXL'], rates['copy']):.0%} of the copy",
+        ),
+        (
+            "handoff through NIXL over TCP",
+            "TCP",
+            f"{_share(rates['TCP'], rates['bare']):.0%} of the bare stream",
         ),
         ("memory to memory, one thread", "copy", ""),
     ]

@@ -33,7 +33,7 @@ from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.main import open_shared_pool
+from prefill_service.lent_memory import KvTransport, LentMemory
 from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 
@@ -49,7 +49,7 @@ class HandoffShape:
     layer_group: LayerGroupSpec
     prompt_tokens: int
     num_prompts: int
-    shares_memory: bool = False
+    kv_transport: KvTransport = "grpc"
 
     @property
     def num_slots(self) -> int:
@@ -136,7 +136,9 @@ async def _until_closed(pipe: Connection) -> None:
 async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     torch.set_num_threads(1)
     model = NothingModel(shape)
-    shared_pool = open_shared_pool([shape.layer_group], shape.num_slots) if shape.shares_memory else None
+    lent = await LentMemory.opened(
+        shape.kv_transport, groups=[shape.layer_group], num_slots=shape.num_slots, is_on_host=True
+    )
     engine = PrefillEngine(
         model=cast(TargetModel, model),
         device=open_device("cpu", num_threads=1),
@@ -144,7 +146,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         max_kv_tokens=shape.num_slots,
         max_context_tokens=model.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
-        shared_pool=shared_pool,
+        shared_pool=lent.pool,
         new_payload=FramedPayload.new,
     )
     for buffer in engine.pool.buffers.values():
@@ -168,18 +170,19 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens),
         instance_id="benchmark",
         limits=HandoffLimits(),
-        shared_pool=shared_pool,
+        shared_pool=lent.pool,
+        nixl_offer=lent.nixl_offer,
     )
     server = PrefillServer(servicer=servicer)
     thread.start()
+    lent.follow(lambda: servicer.num_calls > 0)
     port = await server.start("127.0.0.1:0")
     await server.set_ready(True)
     pipe.send(port)
     await _until_closed(pipe)
     await server.stop(0)
     thread.stop(10.0)
-    if shared_pool is not None:
-        shared_pool.close()
+    await lent.close()
 
 
 async def _serve_bare(num_messages: int, pipe: Connection) -> None:

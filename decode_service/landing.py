@@ -27,6 +27,7 @@ from common.errors import (
 )
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.shared_kv import RemoteKv, SharedKv
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, segment_flow
@@ -287,7 +288,7 @@ class LandingZone:
             layers[:, :, run].copy_(values)
         else:
             layers.index_copy_(2, self._device.to_device(torch.tensor(slots)), values)
-        if segment.shared is not None and not segment.shared.is_current:
+        if isinstance(segment.shared, SharedKv) and not segment.shared.is_current:
             raise SlotsReused("the replica used the slots again")
 
     def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> None:
@@ -338,6 +339,7 @@ def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:
     if segment.shared is None:
         payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
         return payload.view(segment.num_layers, group.num_planes, segment.num_tokens, group.row_bytes)
+    assert not isinstance(segment.shared, RemoteKv), "its transport fetches it"
     layers, slots = from_dlpack(segment.shared.layers), segment.shared.ticket.slots
     if (run := run_of(slots)) is not None:
         return layers[:, :, run]

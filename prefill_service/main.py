@@ -15,8 +15,6 @@ from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
-from common.kv.layer_group import LayerGroupSpec
-from common.kv.shared_pool import SharedPool, sweep
 from common.service_main import Process
 from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
@@ -27,6 +25,7 @@ from common.wire.framed_payload import FramedPayload
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.lent_memory import LentMemory
 from prefill_service.messages import Command, Drain, Event, FrameReady
 from prefill_service.scheduler import PrefillEngine
 
@@ -43,19 +42,19 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
     Raises EngineLost when the engine died or hangs: every call has then been failed.
     """
     check_chunks(settings, process.runtime.draft)
-    shared_pool = None
-    if settings.shared_memory and process.runtime.device.torch_device.type != "cpu":
-        _log.warning("no_shared_memory", reason="a GPU computes: its KV is not in the host's memory")
-    elif settings.shared_memory:
-        shared_pool = open_shared_pool(process.runtime.fingerprint.layer_groups, settings.max_kv_tokens)
+    lent = await LentMemory.opened(
+        settings.kv_transport,
+        groups=process.runtime.fingerprint.layer_groups,
+        num_slots=settings.max_kv_tokens,
+        is_on_host=process.runtime.device.torch_device.type == "cpu",
+    )
     try:
-        await _serve(settings, process, shared_pool)
+        await _serve(settings, process, lent)
     finally:
-        if shared_pool is not None:
-            shared_pool.close()
+        await lent.close()
 
 
-async def _serve(settings: PrefillSettings, process: Process, shared_pool: SharedPool | None) -> None:
+async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) -> None:
     runtime = process.runtime
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
     engine = PrefillEngine(
@@ -75,7 +74,7 @@ async def _serve(settings: PrefillSettings, process: Process, shared_pool: Share
         on_step=engine_metrics.on_step,
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
-        shared_pool=shared_pool,
+        shared_pool=lent.pool,
         new_payload=FramedPayload.new,
     )
 
@@ -97,7 +96,8 @@ async def _serve(settings: PrefillSettings, process: Process, shared_pool: Share
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
         tracer=process.tracer,
         timeline=runtime.timeline,
-        shared_pool=shared_pool,
+        shared_pool=lent.pool,
+        nixl_offer=lent.nixl_offer,
     )
     server = PrefillServer(
         servicer=servicer,
@@ -120,6 +120,9 @@ async def _serve(settings: PrefillSettings, process: Process, shared_pool: Share
     )
     with termination_signals() as terminated:
         thread.start()
+        if settings.kv_transport == "nixl" and settings.tls_cert is not None:
+            _log.warning("kv_in_plain_text", kv_transport=settings.kv_transport)
+        lent.follow(lambda: servicer.num_calls > 0)
         port = await server.start(settings.listen)
         _log.info("serving", port=port)
         readiness = asyncio.create_task(
@@ -146,16 +149,6 @@ async def _serve(settings: PrefillSettings, process: Process, shared_pool: Share
             raise watchdog.lost
         if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S if watchdog.is_well else 0.0):
             raise EngineStalled("the engine did not stop")
-
-
-def open_shared_pool(groups: Sequence[LayerGroupSpec], num_slots: int) -> SharedPool | None:
-    """Memory for the KV pool that receivers on this host can map, or None. What killed processes left is removed."""
-    try:
-        sweep()
-        return SharedPool(groups=groups, num_slots=num_slots)
-    except OSError as error:
-        _log.warning("no_shared_memory", reason=str(error))
-        return None
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:

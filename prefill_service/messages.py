@@ -17,7 +17,7 @@ class OpenCall:
     call_id: str
     rows: tuple[HandoffRow, ...]
     traced_rows: frozenset[int] = frozenset()
-    shares_memory: bool = False  # the receiver has mapped this service's KV pool
+    shares_memory: bool = False  # the receiver can read this service's KV pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class PrefillEngine:
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
-    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers on this host can map;
+    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
     `new_payload`: for what leaves as copies, where none of the device's own is to be taken.
     """
 

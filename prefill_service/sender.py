@@ -2,7 +2,7 @@
 
 chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
                       │            ◀────────── SegmentBytesSent returns the budget ──────────┘
-                      └── receiver has mapped the pool: lent as it lies there ──▶ KvSegment frames
+                      └── receiver can read the pool: lent as it lies there ──▶ KvSegment frames
                                    ◀────────── SegmentsReturned ends the loan ─┘
 """
 
@@ -20,16 +20,13 @@ from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
-from common.kv.shared_kv import SharedKv
+from common.kv.shared_kv import MAX_LENT_BYTES, SharedKv
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, NewPayload, Payload, segment_flow
 from prefill_service.chunk_batch import Chunk
 from prefill_service.prompt import Prompt
-
-_MAX_LENT_BYTES = 32 << 20
-"""Of a segment that is not copied: a part of the receiver's budget, so that the next is there when it has landed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class _Piece:
         return (
             following.num_tokens == self.num_tokens
             and following.layer_start == self.layer_start + self.num_layers
-            and self.num_bytes + following.num_bytes <= _MAX_LENT_BYTES
+            and self.num_bytes + following.num_bytes <= MAX_LENT_BYTES
         )
 
     def split(self, max_segment_bytes: int) -> list[_Piece]:
@@ -101,7 +98,7 @@ class KvSender:
 
     Bytes copied out and not yet taken by a transport stay within `budget_bytes`, but for one segment of each call,
     which is always allowed: a receiver that stalls cannot keep the others from sending. While several calls have
-    something to send, none takes more than a quarter of the budget. Of calls whose receiver has mapped `memory`, which
+    something to send, none takes more than a quarter of the budget. Of calls whose receiver can read `memory`, which
     the pool lies in, nothing is copied.
     """
 
@@ -190,7 +187,7 @@ class KvSender:
             written=written,
             forward=self._num_forwards,
         )
-        parts = whole.split(_MAX_LENT_BYTES if is_sharing else self._max_segment_bytes)
+        parts = whole.split(MAX_LENT_BYTES if is_sharing else self._max_segment_bytes)
         pieces += parts
         self._num_pieces[prompt] = self._num_pieces.get(prompt, 0) + len(parts)
 
@@ -218,9 +215,9 @@ class KvSender:
         self._sharing.discard(call_id)
 
     def open_call(self, call_id: str, *, shares_memory: bool) -> None:
-        """`shares_memory`: the call's receiver has mapped the pool."""
+        """`shares_memory`: the call's receiver can read the pool."""
         if shares_memory:
-            assert self._memory is not None, "nobody can have mapped it"
+            assert self._memory is not None, "nobody can read it"
             self._sharing.add(call_id)
 
     def return_segments(self, numbers: Sequence[int]) -> None:

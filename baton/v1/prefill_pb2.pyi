@@ -93,7 +93,7 @@ class PrefillBatch(_message.Message):
     POOL_SECRET_FIELD_NUMBER: _builtins.int
     crc32c: _builtins.int
     pool_secret: _builtins.bytes
-    """what the replica's kv_pool begins with: proof that this receiver has mapped it; else empty"""
+    """what the replica's pool begins with: proof that this receiver can read there; else empty"""
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     @_builtins.property
@@ -638,25 +638,55 @@ class GetFingerprintResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     KV_POOL_FIELD_NUMBER: _builtins.int
+    NIXL_POOL_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     kv_pool: _builtins.str
     """file of shared memory that the KV pool lies in, empty without one"""
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
+    @_builtins.property
+    def nixl_pool(self) -> Global___NixlPool:
+        """absent unless the KV pool can be read through NIXL"""
+
     def __init__(
         self,
         *,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         instance_id: _builtins.str = ...,
         kv_pool: _builtins.str = ...,
+        nixl_pool: Global___NixlPool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "nixl_pool", b"nixl_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id", "kv_pool", b"kv_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id", "kv_pool", b"kv_pool", "nixl_pool", b"nixl_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetFingerprintResponse: _TypeAlias = GetFingerprintResponse  # noqa: Y015
+
+@_typing.final
+class NixlPool(_message.Message):
+    """Where a receiver's NIXL agent reads the KV pool: its memory is as common/kv/shared_pool.py lays it out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    agent_metadata: _builtins.bytes
+    address: _builtins.int
+    def __init__(
+        self,
+        *,
+        agent_metadata: _builtins.bytes = ...,
+        address: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent_metadata", b"agent_metadata"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NixlPool: _TypeAlias = NixlPool  # noqa: Y015
 
 @_typing.final
 class GetPrefillLoadRequest(_message.Message):

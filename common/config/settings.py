@@ -67,7 +67,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
-    shared_memory: bool = False
+    kv_transport: Literal["grpc", "shared_memory", "nixl"] = "grpc"
     max_queued_rows: Positive = 1024
     early_sending: bool = True
     stall_timeout_s: Seconds = 30.0

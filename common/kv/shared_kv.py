@@ -1,12 +1,16 @@
-"""A segment's KV where it lies: in slots of another process's pool, which this one has mapped."""
+"""A segment's KV where it lies: in slots of another process's pool, which this one has mapped or can read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+MAX_LENT_BYTES = 32 << 20
+"""Of a segment that is not copied: a part of the receiver's budget, so that the next is there when it has landed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,22 @@ class SharedKv:
     def is_current(self) -> bool:
         """Whether the slots are still the row's. What was read before counts only if this still holds."""
         return bool((self.stamps[np.array(self.ticket.slots)] == self.ticket.generation).all())
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKv:
+    """KV that must be fetched. `kv`, `stamps` [N, 2] uint64: (address, bytes) of ranges of the other process's memory,
+    those of [layers, planes, slots, row_bytes], which is `shape`, and those of [slots] uint64.
+    """
+
+    ticket: PoolTicket
+    shape: tuple[int, int, int, int]
+    kv: NDArray[np.uint64]
+    stamps: NDArray[np.uint64]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape)
 
 
 def runs_of(slots: Sequence[int]) -> tuple[list[int], list[int]]:

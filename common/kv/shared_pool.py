@@ -1,7 +1,8 @@
-"""Shared memory that a KV pool lies in, so that a decode service on the same host copies from there into its own.
+"""Shared memory that a KV pool lies in, so that a decode service copies from there into its own.
 
-The prefill service makes it, as a file in memory that only its own user may open, and alone writes. A decode service
-maps it for reading. Each slot has a stamp: the number of the row, of all rows there ever were, that it belongs to.
+The prefill service makes it, and alone writes. A decode service on the same host maps it for reading: it is a file in
+memory that only its own user may open. Or NIXL reads it: its process inherits memory without a name.
+Each slot has a stamp: the number of the row, of all rows there ever were, that it belongs to.
 
     | secret | number of slots | stamp of each slot ... | layer group | layer group ...
 """
@@ -25,11 +26,12 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import PoolTicket, SharedKv
 
 SECRET_BYTES = 16
+NUMBER_BYTES = 8
+HEADER_BYTES = SECRET_BYTES + NUMBER_BYTES
 DIRECTORY = Path("/dev/shm")
 _MAX_NAMES = 8
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
-_NUMBER_BYTES = 8
 _PAGE_BYTES = 4096
 
 
@@ -37,44 +39,54 @@ class PoolUnusable(Exception):
     """There is no such memory here, or it is not one that this process may trust."""
 
 
-class _Layout:
+class PoolLayout:
     """Where everything is. `groups` [layers, planes, slots + 1, row_bytes]; slot 0 is padding, and nobody's."""
 
     def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
         self.num_slots = num_slots
-        self._shapes = {
+        self.shapes = {
             group.name: (group.num_layers, group.num_planes, num_slots + 1, group.row_bytes) for group in groups
         }
-        self._starts: dict[str, int] = {}
-        end = SECRET_BYTES + _NUMBER_BYTES + (num_slots + 1) * _NUMBER_BYTES
-        for name, (num_layers, num_planes, num_rows, row_bytes) in self._shapes.items():
-            self._starts[name] = -(-end // _PAGE_BYTES) * _PAGE_BYTES
-            end = self._starts[name] + num_layers * num_planes * num_rows * row_bytes
+        self.starts: dict[str, int] = {}
+        """Of each group, in bytes from the beginning."""
+        end = HEADER_BYTES + (num_slots + 1) * NUMBER_BYTES
+        for name, (num_layers, num_planes, num_rows, row_bytes) in self.shapes.items():
+            self.starts[name] = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+            end = self.starts[name] + num_layers * num_planes * num_rows * row_bytes
         self.file_bytes = end
 
     def stamps(self, memory: mmap.mmap) -> NDArray[np.uint64]:
-        return np.frombuffer(memory, np.uint64, self.num_slots + 1, SECRET_BYTES + _NUMBER_BYTES)
+        return np.frombuffer(memory, np.uint64, self.num_slots + 1, HEADER_BYTES)
 
     def group(self, memory: mmap.mmap, name: str) -> NDArray[np.uint8]:
-        shape = self._shapes[name]
-        return np.frombuffer(memory, np.uint8, int(np.prod(shape)), self._starts[name]).reshape(shape)
+        shape = self.shapes[name]
+        return np.frombuffer(memory, np.uint8, int(np.prod(shape)), self.starts[name]).reshape(shape)
+
+
+def split_header(header: bytes) -> tuple[bytes, int]:
+    """The secret and the number of slots."""
+    return header[:SECRET_BYTES], int.from_bytes(header[SECRET_BYTES:HEADER_BYTES], "little")
 
 
 class SharedPool:
     """The writer's side. Not thread-safe. The memory stays as long as anything that it gave out."""
 
-    def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path = DIRECTORY) -> None:
-        """Raises OSError when there is no room for it."""
-        self._path, self._file = _new_file(directory)
+    def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
+        """`directory`: None for memory without a name. Raises OSError when there is no room for it."""
+        self._path: Path | None = None
+        if directory is None:
+            self.file = os.memfd_create("baton-kv")
+        else:
+            self._path, self.file = _new_file(directory)
         try:
-            layout = _Layout(groups, num_slots)
-            os.posix_fallocate(self._file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS
-            memory = mmap.mmap(self._file, layout.file_bytes)
+            layout = PoolLayout(groups, num_slots)
+            os.posix_fallocate(self.file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS
+            memory = mmap.mmap(self.file, layout.file_bytes)
         except BaseException:
             self.close()
             raise
         self.secret = secrets.token_bytes(SECRET_BYTES)
-        memory[: SECRET_BYTES + _NUMBER_BYTES] = self.secret + num_slots.to_bytes(_NUMBER_BYTES, "little")
+        memory[:HEADER_BYTES] = self.secret + num_slots.to_bytes(NUMBER_BYTES, "little")
         self.groups = {group.name: layout.group(memory, group.name) for group in groups}
         """[layers, planes, num_slots + 1, row_bytes] uint8, zeros at first."""
         self._stamps = layout.stamps(memory)
@@ -83,7 +95,8 @@ class SharedPool:
 
     @property
     def name(self) -> str:
-        return self._path.name
+        """Empty without one."""
+        return "" if self._path is None else self._path.name
 
     @property
     def num_slots(self) -> int:
@@ -103,11 +116,11 @@ class SharedPool:
 
     def close(self) -> None:
         """The file is gone; whoever has mapped it keeps the memory until it lets go. Idempotent."""
-        if self._file >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
-            os.close(self._file)
-            self._file = -1
+        if self.file >= 0:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            os.close(self.file)
+            self.file = -1
 
 
 def _new_file(directory: Path) -> tuple[Path, int]:
@@ -143,8 +156,8 @@ class MappedPool:
                 os.close(file)
         except (OSError, ValueError) as error:
             raise PoolUnusable(f"{name} cannot be mapped: {error}") from error
-        self.secret = memory[:SECRET_BYTES]
-        layout = _Layout(groups, int.from_bytes(memory[SECRET_BYTES : SECRET_BYTES + _NUMBER_BYTES], "little"))
+        self.secret, num_slots = split_header(memory[:HEADER_BYTES])
+        layout = PoolLayout(groups, num_slots)
         if layout.file_bytes != len(memory):
             raise PoolUnusable(f"{name} has {len(memory)} bytes instead of {layout.file_bytes}")
         self._groups = {group.name: layout.group(memory, group.name) for group in groups}

@@ -27,8 +27,8 @@ class HandoffMetrics:
         self._compute_s = Histogram(
             "baton_prefill_seconds", "First chunk to first token.", buckets=PHASE_S, registry=registry
         )
-        self._shared_bytes = Counter(
-            "baton_handoff_shared_memory_bytes", "Of these, those that lie in shared memory.", registry=registry
+        self._lent_bytes = Counter(
+            "baton_handoff_lent_bytes", "Of these, those that the receiver reads in the pool.", registry=registry
         )
         self._bytes = Counter("baton_handoff_bytes", "KV bytes handed to the transport.", registry=registry)
 
@@ -38,7 +38,7 @@ class HandoffMetrics:
                 case KvSegment():
                     self._bytes.inc(frame.num_bytes)
                     if frame.shared is not None:
-                        self._shared_bytes.inc(frame.num_bytes)
+                        self._lent_bytes.inc(frame.num_bytes)
                 case PrebuiltBatch():
                     self._rows.labels("prebuilt").inc(len(frame.rows))
                     for queue_s, compute_s in zip(frame.queue_s.tolist(), frame.compute_s.tolist(), strict=True):

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
-from common.kv.shared_pool import MappedPool
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_prebuilt import decode_prebuilt, encode_prebuilt
-from common.wire.codec_segment import decode_segment, encode_segment
+from common.wire.codec_segment import ReadablePool, decode_segment, encode_segment
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
@@ -51,7 +50,7 @@ class FrameCodec:
                 message.row_failed.crc32c = checksum(message.row_failed)
         return message.SerializeToString()
 
-    def decode(self, data: bytes, rows: Sequence[HandoffRow], pool: MappedPool | None = None) -> Frame:
+    def decode(self, data: bytes, rows: Sequence[HandoffRow], pool: ReadablePool | None = None) -> Frame:
         """The frame in `data`, of a call over `rows` whose tickets lead into `pool`.
 
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.shared_kv import PoolTicket, SharedKv, runs_of, slots_of
-from common.kv.shared_pool import MappedPool
+from common.kv.shared_kv import PoolTicket, RemoteKv, SharedKv, runs_of, slots_of
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, require
 from common.wire.framed_payload import FramedPayload
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import HandoffRow, KvSegment
 from common.wire.segment_bytes import joined
+
+
+class ReadablePool(Protocol):
+    """Another process's pool, whose writer's layer groups are the fingerprint's."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | RemoteKv | None:
+        """None when there are no such slots."""
 
 
 def encode_segment(segment: KvSegment) -> bytes:
@@ -48,7 +58,7 @@ def decode_segment(
     *,
     groups: Mapping[str, LayerGroupSpec],
     rows: Sequence[HandoffRow],
-    pool: MappedPool | None,
+    pool: ReadablePool | None,
 ) -> KvSegment:
     """The segment, with every bound and its checksum verified. Raises ProtocolError naming the field.
 
@@ -95,10 +105,10 @@ def decode_segment(
 
 
 def _shared(
-    message: prefill_pb2.PoolTicket, pool: MappedPool | None, group_name: str, layers: slice, *, num_tokens: int
-) -> SharedKv:
+    message: prefill_pb2.PoolTicket, pool: ReadablePool | None, group_name: str, layers: slice, *, num_tokens: int
+) -> SharedKv | RemoteKv:
     if pool is None:
-        raise ProtocolError("kv_segment.ticket", "is into shared memory that is not mapped")
+        raise ProtocolError("kv_segment.ticket", "is into memory that cannot be read")
     starts, lengths = message.run_starts, message.run_lengths
     require(len(starts) == len(lengths) and 0 not in lengths, "kv_segment.ticket", "has runs that are none")
     require(sum(lengths) == num_tokens, "kv_segment.ticket", f"has {sum(lengths)} slots instead of {num_tokens}")

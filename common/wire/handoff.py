@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import RowFailure
-from common.kv.shared_kv import SharedKv
+from common.kv.shared_kv import RemoteKv, SharedKv
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.telemetry.timeline import FLOW
 
@@ -57,7 +57,7 @@ class KvSegment:
     `payload` is [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, contiguous,
     at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more. With `shared` it is empty, and the KV lies
     in the sender's pool: it counts when it was still current after it was read, and its slots stay the row's until
-    the segment is released.
+    the segment is released. A transport fetches what is remote: an engine never sees it.
     """
 
     row: int
@@ -67,7 +67,7 @@ class KvSegment:
     token_start: int
     num_tokens: int
     payload: Payload
-    shared: SharedKv | None = None
+    shared: SharedKv | RemoteKv | None = None
 
     @property
     def num_bytes(self) -> int:

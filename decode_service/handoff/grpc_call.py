@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import grpc
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
+from common.kv.shared_kv import RemoteKv
 from common.kv.shared_pool import MappedPool
+from common.nixl.child import NixlError
 from common.telemetry.timeline import Track
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
@@ -19,6 +22,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
+from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.status_errors import error_of_status
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -47,11 +51,11 @@ class GrpcCall:
         timeouts: HandoffTimeouts,
         metadata: Metadata,
         num_steps: Callable[[], int],
-        pool: MappedPool | None,
+        pool: MappedPool | NixlPool | None,
         track: Track,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if mapped.
-        Frames are on `track`.
+        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if it
+        can be read. Frames are on `track`.
         """
         self._track = track
         self._call_id = command.call_id
@@ -84,9 +88,12 @@ class GrpcCall:
         stream: Stream = self._channel.stream_stream(_HANDOFF)(metadata=self._metadata)
         writer = asyncio.create_task(self._write_commands(stream, batch))
         try:
-            await self._read_frames(stream)
+            with self._pool.in_use() if isinstance(self._pool, NixlPool) else nullcontext():
+                await self._read_frames(stream)
         except grpc.aio.AioRpcError as failure:
             raise error_of_status(self.replica, failure) from failure
+        except NixlError as error:
+            raise PrefillUnavailable(f"{self.replica}: {error}") from error
         except ProtocolError as error:
             raise EngineFault(f"{self.replica} broke the protocol: {error}") from error
         finally:
@@ -144,9 +151,22 @@ class GrpcCall:
                     self._budget.give_back(num_taken)
                     num_taken = 0
                     await self._budget.take(self._call_id, frame.num_bytes)
+                if isinstance(frame.shared, RemoteKv):
+                    frame = await self._fetched(frame, frame.shared)
         finally:
             self._budget.give_back(num_taken)
         self._post(FrameArrived(self._call_id, frame))
+
+    async def _fetched(self, segment: KvSegment, remote: RemoteKv) -> KvSegment:
+        assert isinstance(self._pool, NixlPool)
+        is_here = False
+        try:
+            segment = replace(segment, shared=await self._pool.fetch(remote))
+            is_here = True
+        finally:
+            if not is_here:
+                self._budget.give_back(remote.num_bytes)
+        return segment
 
     async def _arrived(
         self, reading: asyncio.Future[object], timeout_s: float, num_steps: Callable[[], int] | None = None

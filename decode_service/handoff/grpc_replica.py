@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from itertools import cycle
 
 import grpc
@@ -17,12 +19,16 @@ from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.grpc_options import Metadata, Options
+from decode_service.handoff.nixl_pool import NixlPool
+from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.messages import Replica
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 _CHECK = "/grpc.health.v1.Health/Check"
 _GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
 _MAX_ANSWER_FIELDS = 1024
+_MAX_DOUBLINGS = 7
+"""Of the time until a pool that was lost is tried again: each loss costs the calls under way an attempt."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +48,7 @@ class GrpcReplica:
         options: Options,
         metadata: Metadata,
         num_channels: int,
+        timeouts: HandoffTimeouts,
     ) -> None:
         self.address = address
         self._fingerprint = fingerprint
@@ -57,8 +64,17 @@ class GrpcReplica:
         self._metadata = metadata
         self._known_instance_id: str | None = None
         self._mismatch: FingerprintMismatch | None = None
-        self.pool: MappedPool | None = None  # of the instance last looked at, where it can be mapped
+        self._timeouts = timeouts
+        self._pool: MappedPool | NixlPool | None = None  # of the instance last looked at
+        self._retired: list[NixlPool] = []  # calls may use them
+        self._num_lost_pools = 0
+        self._retry_pool_at_s = math.inf
         self.num_steps = 0  # of its engine, when last looked at
+
+    @property
+    def pool(self) -> MappedPool | NixlPool | None:
+        """The replica's, where it can be read from here."""
+        return None if isinstance(self._pool, NixlPool) and self._pool.is_lost else self._pool
 
     def next_channel(self) -> grpc.aio.Channel:
         return next(self._turns)
@@ -73,7 +89,9 @@ class GrpcReplica:
             load = await self._ask(
                 _GET_LOAD, prefill_pb2.GetPrefillLoadRequest(), prefill_pb2.GetPrefillLoadResponse, timeout_s
             )
-            if load.instance_id != self._known_instance_id:
+            if isinstance(self._pool, NixlPool) and self._pool.is_lost:
+                self._note_lost_pool("a read failed")
+            if load.instance_id != self._known_instance_id or time.monotonic() >= self._retry_pool_at_s:
                 await self._compare_fingerprints(timeout_s)
         except grpc.aio.AioRpcError as failure:
             reason = f"{self.address}: {failure.code().name}: {failure.details()}"
@@ -89,6 +107,9 @@ class GrpcReplica:
         return Replica(self.address, is_ready=True, num_outstanding=load.num_queued + load.num_computing)
 
     async def close(self) -> None:
+        self._let_go_of_pool()
+        for pool in self._retired:
+            await pool.close()
         for channel in (*self._channels, self._look_channel):
             await channel.close()
 
@@ -98,21 +119,44 @@ class GrpcReplica:
         )
         difference = first_difference(self._fingerprint, decode_fingerprint(response.fingerprint))
         self._mismatch = None if difference is None else FingerprintMismatch(*difference)
-        self._known_instance_id = response.instance_id
+        if response.instance_id != self._known_instance_id:
+            self._num_lost_pools = 0
+        self._known_instance_id, self._retry_pool_at_s = response.instance_id, math.inf
         if self._mismatch is not None:
             _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
         else:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
-        self.pool = None if self._mismatch is not None else self._mapped(response.kv_pool)
+        self._let_go_of_pool()
+        if self._mismatch is None:
+            self._pool = await self._opened(response)
+        if self._num_lost_pools and self._pool is None:
+            self._note_lost_pool("it is not there again")
 
-    def _mapped(self, name: str) -> MappedPool | None:
-        if not name:
-            return None
+    async def _opened(self, response: prefill_pb2.GetFingerprintResponse) -> MappedPool | NixlPool | None:
+        """None, too, when it cannot be read from here: KV comes over gRPC then."""
+        groups = self._fingerprint.layer_groups
         try:
-            return MappedPool(name, groups=self._fingerprint.layer_groups)
+            if response.kv_pool:
+                return MappedPool(response.kv_pool, groups=groups)
+            if response.HasField("nixl_pool"):
+                return await NixlPool.opened(response.nixl_pool, groups=groups, timeout_s=self._timeouts.nixl_timeout_s)
         except PoolUnusable as error:
-            _log.info("prefill replica %s shares no memory with this host: %s", self.address, error)
-            return None
+            _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
+        return None
+
+    def _note_lost_pool(self, reason: str) -> None:
+        """KV comes over gRPC until it is tried again, each time twice as long."""
+        self._let_go_of_pool()
+        wait_s = self._timeouts.nixl_retry_s * 2 ** min(self._num_lost_pools, _MAX_DOUBLINGS)
+        self._num_lost_pools += 1
+        self._retry_pool_at_s = time.monotonic() + wait_s
+        _log.warning("prefill replica %s: its KV comes over gRPC for %s s: NIXL: %s", self.address, wait_s, reason)
+
+    def _let_go_of_pool(self) -> None:
+        if isinstance(self._pool, NixlPool):
+            self._pool.retire()
+            self._retired = [pool for pool in (*self._retired, self._pool) if not pool.has_ended]
+        self._pool = None
 
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
         """The answer, parsed here: gRPC gives None for what it cannot parse. Raises ProtocolError."""
@@ -122,9 +166,11 @@ class GrpcReplica:
         return parse(kind, answer)
 
     def _not_ready(self, error: BatonError) -> Replica:
-        """The memory of a process that is gone is let go of; of one that is there again it is mapped anew."""
-        if self.pool is not None:
-            self.pool = None
+        """The memory of a process that is gone is let go of; of one that is there again it is mapped anew. What NIXL
+        reads is not touched: reads are under way of a replica that drains, or that one look has missed.
+        """
+        if isinstance(self._pool, MappedPool):
+            self._pool = None
             self._known_instance_id = None
             sweep()
         return Replica(self.address, is_ready=False, error=error)

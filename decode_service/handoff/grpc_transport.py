@@ -74,6 +74,7 @@ class GrpcTransport:
                 options=channel_options(max_receive_bytes=max_message_bytes, server_name=name),
                 metadata=metadata,
                 num_channels=num_channels_per_replica,
+                timeouts=timeouts,
             )
 
         self._replicas = GrpcReplicas(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from itertools import count
@@ -85,7 +85,9 @@ class PrefillServicer:
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
         shared_pool: SharedPool | None = None,
+        nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
     ) -> None:
+        """`shared_pool`: memory that receivers can read, by its name if it has one, or else through `nixl_offer`."""
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
         self._frame_track = timeline.track(HANDOFF)
@@ -98,6 +100,7 @@ class PrefillServicer:
         self._limits = limits
         self._tracer = tracer
         self._shared_pool = shared_pool
+        self._nixl_offer = nixl_offer
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, HandoffCall] = {}
         self._call_numbers = count()
@@ -136,6 +139,7 @@ class PrefillServicer:
             fingerprint=encode_fingerprint(self._fingerprint),
             instance_id=self._instance_id,
             kv_pool="" if self._shared_pool is None else self._shared_pool.name,
+            nixl_pool=self._nixl_offer(),
         )
 
     async def get_load(
@@ -171,7 +175,7 @@ class PrefillServicer:
                 call.call_id,
                 numbering.accepted,
                 frozenset(numbering.for_engine(sorted(traced))),
-                shares_memory=self._has_mapped_the_pool(batch),
+                shares_memory=self._can_read_the_pool(batch),
             )
         )
         commands = asyncio.create_task(self._follow_commands(context, call))
@@ -192,8 +196,11 @@ class PrefillServicer:
             if not is_complete:
                 self._engine.post(CloseCall(call.call_id))
 
-    def _has_mapped_the_pool(self, batch: PrefillBatch) -> bool:
-        return self._shared_pool is not None and compare_digest(batch.pool_secret, self._shared_pool.secret)
+    def _can_read_the_pool(self, batch: PrefillBatch) -> bool:
+        """What has no name can be read while it is offered."""
+        if self._shared_pool is None or not (self._shared_pool.name or self._nixl_offer()):
+            return False
+        return compare_digest(batch.pool_secret, self._shared_pool.secret)
 
     def _require_engine(self) -> None:
         if not self._engine.is_alive:

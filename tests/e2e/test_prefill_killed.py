@@ -43,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPa
         num_prefill=2,
         shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
         prefill_args=(
-            "--shared-memory",
+            "--kv-transport=shared_memory",
             "--max-segment-bytes=65536",
             "--send-budget-bytes=262144",
             "--chunk-tokens=64",

@@ -1,17 +1,20 @@
-"""The homes of the handoff that the contract suite runs in: one process, gRPC, gRPC with shared memory."""
+"""The homes of the handoff that the contract suite runs in: one process, gRPC, and gRPC with shared memory or NIXL."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
-from common.kv.shared_pool import SharedPool
+from common.kv.shared_pool import DIRECTORY, SharedPool
+from common.nixl.child import TransferProcess
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -31,6 +34,8 @@ from prefill_service.messages import (
     OpenCall,
     SegmentBytesSent,
 )
+from prefill_service.nixl_lender import NixlLender
+from tests.e2e.running import wait_until
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
@@ -112,16 +117,23 @@ class GrpcHome:
 
     shared_pool: SharedPool | None = None
     stall_timeout_s = 60.0
+    timeouts = FAST
     most_under_way = 4  # one read ahead, one window, and what both ends hold of one each
 
     def __init__(
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
     ) -> None:
-        self._loop = LoopThread()
+        self._loop = self._open_loop()
         self._server, port = self._loop.run(self._serve(prefill, fingerprint))
         self.address = f"127.0.0.1:{port}"
         self.transport: HandoffTransport = self._loop.run(self._connect(decode, fingerprint, receive_budget_bytes))
         decode.latest_replica(lambda replica: replica.is_ready)
+
+    def _open_loop(self) -> LoopThread:
+        return LoopThread()
+
+    def nixl_offer(self) -> prefill_pb2.NixlPool | None:
+        return None
 
     async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> tuple[PrefillServer, int]:
         servicer = PrefillServicer(
@@ -131,6 +143,7 @@ class GrpcHome:
             instance_id="instance",
             limits=HandoffLimits(stall_timeout_s=self.stall_timeout_s),
             shared_pool=self.shared_pool,
+            nixl_offer=self.nixl_offer,
         )
         prefill.deliver = servicer.deliver
         server = PrefillServer(servicer=servicer)
@@ -147,7 +160,7 @@ class GrpcHome:
             fingerprint=fingerprint,
             vocab_size=VOCAB_SIZE,
             receive_budget_bytes=receive_budget_bytes,
-            timeouts=FAST,
+            timeouts=self.timeouts,
         )
         await transport.open()
         return transport
@@ -161,17 +174,24 @@ class GrpcHome:
     def close(self) -> None:
         self.close_transport()
         self._loop.run(self._server.stop(0))
+        self._close_loop()
+
+    def _close_loop(self) -> None:
         self._loop.close()
 
 
 class LentSegments:
-    """A pool in shared memory, and segments put into slots of it that follow each other: one prefill engine's."""
+    """A pool in shared memory, and segments put into slots of it that follow each other: one prefill engine's. The
+    oldest are used again.
+    """
 
-    def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
-        self.pool = SharedPool(groups=groups, num_slots=num_slots)
+    def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
+        self.pool = SharedPool(groups=groups, num_slots=num_slots, directory=directory)
         self._next_slot = 1
 
     def lend(self, segment: KvSegment) -> KvSegment:
+        if self._next_slot + segment.num_tokens > self.pool.num_slots:
+            self._next_slot = 1
         slots = range(self._next_slot, self._next_slot + segment.num_tokens)
         self._next_slot = slots.stop
         layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
@@ -192,9 +212,15 @@ class SharedMemoryHome(GrpcHome):
     most_under_way = 64  # whatever a test sends
 
     def __init__(
-        self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
+        self,
+        prefill: ScriptedPrefill,
+        decode: RecordingDecode,
+        fingerprint: Fingerprint,
+        receive_budget_bytes: int,
+        lent: LentSegments | None = None,
     ) -> None:
-        self._lent = LentSegments(fingerprint.layer_groups, num_slots=4096)
+        self._lent = lent or LentSegments(fingerprint.layer_groups, num_slots=4096)
+        self._owns_pool = lent is None
         self.shared_pool = self._lent.pool
         self._record = decode.post
         decode.post = self._read  # type: ignore[method-assign]
@@ -204,7 +230,8 @@ class SharedMemoryHome(GrpcHome):
 
     def close(self) -> None:
         super().close()
-        self._lent.pool.close()
+        if self._owns_pool:
+            self._lent.pool.close()
 
     def _lend(self, events: Sequence[Event]) -> None:
         self._deliver([self._in_pool(event) for event in events])
@@ -217,8 +244,54 @@ class SharedMemoryHome(GrpcHome):
     def _read(self, report: TransportReport) -> None:
         if isinstance(report, FrameArrived) and isinstance(report.frame, KvSegment):
             shared = report.frame.shared
-            assert shared is not None and shared.is_current, "it came as a payload"
+            assert isinstance(shared, SharedKv) and shared.is_current, "it came as a payload"
             self._record(replace(report, frame=replace(report.frame, payload=read(shared), shared=None)))
             self.transport.landed(SegmentsLanded(report.call_id, 0, (shared.ticket.number,)))
         else:
             self._record(report)
+
+
+class NixlPeers:
+    """A lender's process, and a loop for it and for whoever reads there: they take half a second to start."""
+
+    def __init__(self, groups: Sequence[LayerGroupSpec]) -> None:
+        self.loop = LoopThread()
+        self.lent = LentSegments(groups, num_slots=4096, directory=None)
+        self.lender = NixlLender(self.lent.pool.file, restart_s=0.01)
+        self.loop.run(self.lender.open())
+        self.loop.call_soon(lambda: self.lender.follow(lambda: True))
+
+    def lender_now(self) -> TransferProcess:
+        """Once it was started again, if it has ended."""
+        wait_until(lambda: self.lender.offer is not None)
+        assert self.lender._process is not None
+        return self.lender._process
+
+    def close(self) -> None:
+        self.loop.run(self.lender.close())
+        self.loop.close()
+        self.lent.pool.close()
+
+
+class NixlHome(SharedMemoryHome):
+    """SharedMemoryHome whose segments are read through NIXL first."""
+
+    def __init__(
+        self,
+        prefill: ScriptedPrefill,
+        decode: RecordingDecode,
+        fingerprint: Fingerprint,
+        receive_budget_bytes: int,
+        peers: NixlPeers,
+    ) -> None:
+        self._peers = peers
+        super().__init__(prefill, decode, fingerprint, receive_budget_bytes, peers.lent)
+
+    def nixl_offer(self) -> prefill_pb2.NixlPool | None:
+        return self._peers.lender.offer
+
+    def _open_loop(self) -> LoopThread:
+        return self._peers.loop
+
+    def _close_loop(self) -> None:
+        """It is the peers'."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
 from common.wire.handoff import Accepted
+from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.messages import BreakCall, CancelHandoffRows, FrameArrived, SegmentsLanded, StartHandoff
 from prefill_service.messages import CancelCallRows, OpenCall
-from tests.handoff.homes import GrpcHome, Home, InProcessHome, SharedMemoryHome
+from tests.handoff.homes import GrpcHome, Home, InProcessHome, NixlHome, NixlPeers, SharedMemoryHome
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, SEGMENT_BYTES, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.wire.strategies import comparable
@@ -43,13 +46,39 @@ class Pair:
 MakePair = Callable[[int], Pair]
 
 
-@pytest.fixture(params=[InProcessHome, GrpcHome, SharedMemoryHome], ids=["in_process", "grpc", "shared_memory"])
+@pytest.fixture(scope="module")
+def nixl_peers() -> Iterator[NixlPeers]:
+    """One lender and one reader, which outlive the homes that use them."""
+    peers = NixlPeers(FINGERPRINT.layer_groups)
+    kept: list[NixlPool] = []
+    opened, close = NixlPool.opened, NixlPool.close
+
+    async def kept_open(offer: prefill_pb2.NixlPool, **options: Any) -> NixlPool:
+        if not kept:
+            kept.append(await opened(offer, **options))
+        return kept[0]
+
+    async def kept_closed(_pool: NixlPool) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NixlPool, "opened", kept_open)
+        patch.setattr(NixlPool, "retire", lambda _pool: None)
+        patch.setattr(NixlPool, "close", kept_closed)
+        yield peers
+    peers.loop.run(close(kept[0]))
+    peers.close()
+
+
+@pytest.fixture(
+    params=[InProcessHome, GrpcHome, SharedMemoryHome, NixlHome], ids=["in_process", "grpc", "shared_memory", "nixl"]
+)
 def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
     homes: list[Home] = []
+    peers = (request.getfixturevalue("nixl_peers"),) if request.param is NixlHome else ()
 
     def make(receive_budget_bytes: int) -> Pair:
         prefill, decode = ScriptedPrefill(), RecordingDecode()
-        homes.append(request.param(prefill, decode, FINGERPRINT, receive_budget_bytes))
+        homes.append(request.param(prefill, decode, FINGERPRINT, receive_budget_bytes, *peers))
         return Pair(homes[-1], prefill, decode)
 
     yield make

@@ -12,6 +12,7 @@ import pytest
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
 from common.kv.layer_group import LayerGroupSpec
+from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, MappedPool, PoolUnusable
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import decode_command, encode_release_segments
@@ -87,7 +88,8 @@ def test_a_ticket_leads_to_the_writers_own_memory(pair: Pair) -> None:
     frame = pair.lent.lend(segment(0, 3))
     pair.prefill.emit(call, frame)
     (arrived,) = pair.decode.frames("call", 1)
-    assert isinstance(arrived, KvSegment) and arrived.shared is not None and frame.shared is not None
+    assert isinstance(arrived, KvSegment) and isinstance(arrived.shared, SharedKv)
+    assert isinstance(frame.shared, SharedKv)
     assert len(arrived.payload) == 0 and arrived.num_bytes == SEGMENT_BYTES
     assert read(arrived.shared) == segment(0, 3).payload
     frame.shared.layers[:] = 9
@@ -193,9 +195,9 @@ def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair) -> None:
     data = codec.encode(frame)
     assert len(data) < 100, "slots that follow each other are a range"
     decoded = codec.decode(data, (row(),), mapped)
-    assert isinstance(decoded, KvSegment) and decoded.shared is not None
+    assert isinstance(decoded, KvSegment) and isinstance(decoded.shared, SharedKv)
     assert read(decoded.shared) == segment(0, 0).payload
-    with pytest.raises(ProtocolError, match=r"kv_segment\.ticket: is into shared memory that is not mapped"):
+    with pytest.raises(ProtocolError, match=r"kv_segment\.ticket: is into memory that cannot be read"):
         codec.decode(data, (row(),))
 
 

@@ -52,6 +52,7 @@ def test_the_code_keeps_every_contract(checkout: Path) -> None:
         ("decode_service/planted.py", "import prefill_service", "the services do not import each other"),
         ("prefill_service/planted.py", "import decode_service.messages", "the services do not import each other"),
         ("common/kv/planted.py", "import grpc", "the engine needs torch"),
+        ("common/nixl/planted.py", "import torch", "the process that NIXL lives in"),
         ("common/model/planted.py", "def late():\n    import structlog", "the engine needs torch"),
         ("common/device/planted.py", "import common.wire.codec_frames", "the engine needs torch"),
     ],

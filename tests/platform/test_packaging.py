@@ -40,8 +40,8 @@ def test_every_directory_of_modules_is_a_package(package: str) -> None:
     ("part", "extras"),
     [
         ("baton.client", ()),
-        ("prefill_service", ("engine", "gpu")),
-        ("decode_service", ("engine", "gpu")),
+        ("prefill_service", ("engine", "gpu", "nixl")),
+        ("decode_service", ("engine", "gpu", "nixl")),
         ("gateway", ("gateway",)),
         ("training", ("engine", "gpu", "training")),
     ],

@@ -50,7 +50,7 @@ class Setting:
     @property
     def prefill_args(self) -> tuple[str, ...]:
         """A ticket that is lost is missed when the receiver gives nothing back for so long."""
-        return ("--shared-memory", "--stall-timeout-s=2") if self.shares_memory else ()
+        return ("--kv-transport=shared_memory", "--stall-timeout-s=2") if self.shares_memory else ()
 
 
 SETTINGS = tuple(starmap(Setting, product((True, False), (False, True), (False, True))))

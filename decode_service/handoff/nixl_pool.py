@@ -1,0 +1,167 @@
+"""A prefill replica's KV pool, read through NIXL by a process of its own.
+
+ticket ─▶ ranges of the replica's memory ─read, stamps after it─▶ staging ─▶ the engine's landing copies, as from a
+mapped pool: what comes of it is SharedKv, current or not
+
+It is not read into the engine's own pool: a read that is given up may still write (`common.nixl.agent`) until its
+process has ended, and the slots would be another row's. The staging is of this pool alone, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.v1 import prefill_pb2
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv, SharedKv, runs_of
+from common.kv.shared_pool import HEADER_BYTES, NUMBER_BYTES, PoolLayout, PoolUnusable, split_header
+from common.nixl.child import NixlError, TransferProcess
+from common.wire.codec_checks import require
+from decode_service.handoff.staging import Staging
+
+_STAGING_BYTES = 2 * MAX_LENT_BYTES + (1 << 20)
+"""One segment is read while another lands; and their stamps."""
+
+
+class NixlPool:
+    """Event loop only. Reads take turns. The first that fails loses the pool."""
+
+    def __init__(
+        self,
+        *,
+        address: int,
+        header: bytes,
+        groups: Sequence[LayerGroupSpec],
+        process: TransferProcess,
+        staging: Staging,
+    ) -> None:
+        """`header`: what the replica's memory at `address` begins with. The process is the pool's from now on."""
+        self.secret, num_slots = split_header(header)
+        self.is_lost = False
+        self._address = address
+        self._layout = PoolLayout(groups, num_slots)
+        self._process = process
+        self._staging = staging
+        self._turn = asyncio.Lock()
+        self._num_users = 0
+        self._is_retired = False
+
+    @classmethod
+    async def opened(
+        cls, offer: prefill_pb2.NixlPool, *, groups: Sequence[LayerGroupSpec], timeout_s: float
+    ) -> NixlPool:
+        """`groups` are the writer's, by its fingerprint. Each read, too, has `timeout_s`.
+
+        Raises PoolUnusable when it cannot be read from here: what its memory begins with is read.
+        """
+        try:
+            staging = Staging(_STAGING_BYTES)
+        except OSError as error:
+            raise PoolUnusable(f"there is no memory to read into: {error}") from error
+        process = None
+        try:
+            process = await TransferProcess.started(staging.file, timeout_s=timeout_s)
+            await process.connect(offer.agent_metadata)
+            start, header = await staging.take(HEADER_BYTES)
+            await process.read(np.array([[offer.address, HEADER_BYTES]], np.uint64), start)
+            return cls(address=offer.address, header=header.tobytes(), groups=groups, process=process, staging=staging)
+        except NixlError as error:
+            raise PoolUnusable(str(error)) from error
+        except BaseException:
+            if process is not None:
+                await process.close()
+            raise
+        finally:
+            staging.close()
+
+    @property
+    def num_slots(self) -> int:
+        return self._layout.num_slots
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Meanwhile it can be read, even when it is retired."""
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            self._end_if_unused()
+
+    def retire(self) -> None:
+        """Nobody new will use it."""
+        self._is_retired = True
+        self._end_if_unused()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.has_ended
+
+    async def close(self) -> None:
+        """Nobody can use it any more."""
+        self.is_lost = True
+        await self._process.close()
+
+    def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> RemoteKv | None:
+        """Where the KV lies; None when there are no such slots. `layers` are some of the group's."""
+        if not all(0 < slot <= self.num_slots for slot in ticket.slots):
+            return None
+        starts, lengths = (np.array(runs, np.uint64) for runs in runs_of(ticket.slots))
+        _, num_planes, num_rows, row_bytes = self._layout.shapes[group_name]
+        planes = [
+            layer * num_planes + plane for layer, plane in product(range(layers.start, layers.stop), range(num_planes))
+        ]
+        bases = self._address + self._layout.starts[group_name] + np.array(planes, np.uint64) * num_rows * row_bytes
+        return RemoteKv(
+            ticket,
+            shape=(layers.stop - layers.start, num_planes, len(ticket.slots), row_bytes),
+            kv=_ranges(bases, starts, lengths, row_bytes),
+            stamps=_ranges(np.array([self._address + HEADER_BYTES], np.uint64), starts, lengths, NUMBER_BYTES),
+        )
+
+    async def fetch(self, remote: RemoteKv) -> SharedKv:
+        """The KV in memory of this process, with the stamps that its slots had afterwards. Raises NixlError, from then
+        on always; ProtocolError when it is more than one segment may lend.
+
+        A read under way goes on when its task is cancelled: what it writes into is nobody else's before it has ended.
+        """
+        num_bytes = remote.num_bytes
+        require(num_bytes <= MAX_LENT_BYTES, "kv_segment.ticket", f"is of {num_bytes} bytes, over {MAX_LENT_BYTES}")
+        return await asyncio.shield(asyncio.ensure_future(self._fetch(remote)))
+
+    async def _fetch(self, remote: RemoteKv) -> SharedKv:
+        async with self._turn:
+            if self.is_lost:
+                raise NixlError("NIXL: the replica's memory was let go of")
+            kv_bytes, num_tokens = remote.num_bytes, len(remote.ticket.slots)
+            stamps_at = -(-kv_bytes // NUMBER_BYTES) * NUMBER_BYTES
+            start, taken = await self._staging.take(stamps_at + num_tokens * NUMBER_BYTES)
+            try:
+                await self._process.read(remote.kv, start)
+                await self._process.read(remote.stamps, start + stamps_at)
+            except NixlError:
+                self.is_lost = True
+                raise
+        stamps = taken[stamps_at:].view(np.uint64)
+        ticket = PoolTicket(tuple(range(num_tokens)), remote.ticket.generation, remote.ticket.number)
+        return SharedKv(ticket, taken[:kv_bytes].reshape(remote.shape), stamps)
+
+    def _end_if_unused(self) -> None:
+        if self._is_retired and not self._num_users:
+            self.is_lost = True
+            self._process.kill()
+
+
+def _ranges(
+    bases: NDArray[np.uint64], starts: NDArray[np.uint64], lengths: NDArray[np.uint64], item_bytes: int
+) -> NDArray[np.uint64]:
+    """[bases * runs, 2]: the address and the bytes of each run of items behind each base."""
+    addresses = bases[:, None] + starts * np.uint64(item_bytes)
+    num_bytes = np.broadcast_to(lengths * np.uint64(item_bytes), addresses.shape)
+    return np.stack((addresses.ravel(), num_bytes.ravel()), axis=1)

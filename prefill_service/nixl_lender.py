@@ -1,0 +1,80 @@
+"""The prefill service's end of NIXL: a process that lets receivers read the KV pool, which it has mapped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+import structlog
+
+from baton.v1 import prefill_pb2
+from common.nixl.child import NixlError, TransferProcess
+
+_MAX_DOUBLINGS = 9
+"""Of the time until a process that has ended is started again: each end costs receivers' calls an attempt."""
+_TIMEOUT_S = 10.0
+_SERVING_INTERVAL_S = 0.0005
+_IDLE_INTERVAL_S = 0.02  # new receivers connect then
+
+_log = structlog.get_logger(__name__)
+
+
+class NixlLender:
+    """Event loop only. Nobody writes the memory through it."""
+
+    def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
+        """`file`: the pool's memory, open for as long as this. `restart_s`: see `follow`."""
+        self._file = file
+        self._restart_s = restart_s
+        self._process: TransferProcess | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def offer(self) -> prefill_pb2.NixlPool | None:
+        """What a receiver needs to read there; None while nobody can."""
+        if self._process is None or self._process.has_ended:
+            return None
+        return prefill_pb2.NixlPool(agent_metadata=self._process.metadata, address=self._process.address)
+
+    async def open(self) -> None:
+        """Raises NixlError."""
+        self._process = await TransferProcess.started(self._file, timeout_s=_TIMEOUT_S)
+
+    def follow(self, is_serving: Callable[[], bool]) -> None:
+        """Serve receivers, seldom while not `is_serving`. A process that ends is started again after `restart_s`, the
+        next time after twice as long.
+        """
+        self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
+
+    async def close(self) -> None:
+        """No receiver can read any more."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        if self._process is not None:
+            await self._process.close()
+
+    async def _follow(self, is_serving: Callable[[], bool]) -> None:
+        for num_doublings in count():
+            try:
+                if self.offer is None:
+                    await self.open()
+                assert self._process is not None
+                await _keep_pace(self._process, is_serving)
+            except NixlError as error:
+                wait_s = self._restart_s * 2 ** min(num_doublings, _MAX_DOUBLINGS)
+                _log.warning("kv_over_grpc", reason=str(error), seconds=wait_s)
+                await asyncio.sleep(wait_s)
+
+
+async def _keep_pace(process: TransferProcess, is_serving: Callable[[], bool]) -> None:
+    """Raises NixlError when the process has ended, which it does not by itself."""
+    told_s = 0.0
+    while not process.has_ended:
+        interval_s = _SERVING_INTERVAL_S if is_serving() else _IDLE_INTERVAL_S
+        if interval_s != told_s:
+            await process.serve(interval_s)
+            told_s = interval_s
+        await asyncio.sleep(_IDLE_INTERVAL_S)
+    raise NixlError("NIXL: its process ended")
