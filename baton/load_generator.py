@@ -57,8 +57,8 @@ class LoadReport:
     """What one workload measured. Rates count tokens of requests that succeeded.
 
     `decode_tokens_per_s` leaves out first tokens and counts from the earliest first token to the last token;
-    `full_load_tokens_per_s` counts only the `full_load_s` in which `concurrency` requests decode, none of them still in its
-    prefill.
+    `full_load_tokens_per_s` counts only the `full_load_s` in which `concurrency` requests decode, none of them still in
+    its prefill.
     `handoff_mb_per_s` is the KV of a request over its prefill and transfer seconds (KV leaves while the prompt is still
     being computed), the median over requests; `exposed_transfer_s` is what the transfer adds after the prefill's end.
     """

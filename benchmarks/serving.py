@@ -199,7 +199,8 @@ def render(
         whole_ratios = [b.tokens_per_s / whole for b, row in beside if (whole := peer_tokens_per_s(row, result))]
         lines.append(
             f"| Baton, {level} at a time | {median([b.decode_tokens_per_s for b in reports])} "
-            f"| {judged(ratios, LIMITS.get(level))} | {median([b.full_load_tokens_per_s for b in reports])}, {full_load_s:.1f} s "
+            f"| {judged(ratios, LIMITS.get(level))} "
+            f"| {median([b.full_load_tokens_per_s for b in reports])}, {full_load_s:.1f} s "
             f"| {judged(peer_ratios, PEER_LIMIT)} "
             f"| {median([b.tokens_per_s for b in reports])} | {statistics.median(end_ratios):.2f} "
             f"| {judged(whole_ratios, None)} "

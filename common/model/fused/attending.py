@@ -166,9 +166,9 @@ def _join(joined, part, num_queries, head_dim):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _attend_part(
+def _attend_part(  # type: ignore[no-untyped-def]
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
-):  # type: ignore[no-untyped-def]
+):
     """The `num_own` tokens from `begin` on, as if there were no other, to `part`."""
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_queries = num_new * fields[Field.NUM_HEADS]

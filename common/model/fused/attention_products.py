@@ -10,14 +10,14 @@ the address of the tokens' slots (int64); other arrays are float32, of `stride` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from common.model.cpu_kernel import jit
+from common.model.cpu_kernel import Kernel, jit
 from common.model.fused.memory import pointer
 from common.model.fused.numbers import read
 from common.model.fused.operations import array_at, elements, words
@@ -36,11 +36,11 @@ from common.model.fused.vectors import (
 
 _WIDE = 4 * LANES
 _QUERIES = 4  # of a pass, at most
-SCORES_TOGETHER = 4  # tokens; a query's scores have room for whole fours
+_SCORES_TOGETHER = 4  # tokens; a query's scores have room for whole fours
 _LINE_BYTES = 64
 TOKENS_AHEAD = 16
 
-_FOUR = ir.VectorType(FLOAT, SCORES_TOGETHER)
+_FOUR = ir.VectorType(FLOAT, _SCORES_TOGETHER)
 _PLACE = types.int64
 
 
@@ -53,20 +53,24 @@ def _prefetch(_context, address):  # type: ignore[no-untyped-def]
     return types.void(_PLACE), generate
 
 
+prefetch_at = cast("Kernel", _prefetch)
+"""`prefetch_at(address)`: ask for that cache line. Never faults."""
+
+
 @jit
 def ask_for_tokens(plane, token_bytes, slots, num_tokens):  # type: ignore[no-untyped-def]
     """All heads of them, before they are needed: they lie anywhere, which hardware cannot foresee."""
     places = words(slots, num_tokens)
     for t in range(num_tokens):
         for offset in range(0, token_bytes, _LINE_BYTES):
-            _prefetch(plane + places[t] * token_bytes + offset)
+            prefetch_at(plane + places[t] * token_bytes + offset)
 
 
 def _scores_of(num_vectors: int) -> Any:
     @intrinsic
-    def scores(
+    def scores(  # type: ignore[no-untyped-def]
         _context, plane, token_bytes, slots, num_tokens, num_near, x, head_dim, num_queries, out, stride, adds, like
-    ):  # type: ignore[no-untyped-def]
+    ):
         def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
             def generate_for(num: int) -> None:
                 _generate_scores(builder, arguments[:7] + arguments[8:11], num_vectors, num, like.dtype)
@@ -85,10 +89,10 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
     starts = [builder.add(queries, builder.mul(head_dim, WORD(4 * query))) for query in range(num_queries)]
     wanted = [load_floats(builder, start, num_vectors, types.float32) for start in starts]
     last = builder.sub(num_tokens, WORD(1))
-    zeros = ir.Constant(_FOUR, [0.0] * SCORES_TOGETHER)
+    zeros = ir.Constant(_FOUR, [0.0] * _SCORES_TOGETHER)
     first, loop, before = _begin_loop(builder)
     products: list[list[Any]] = [[] for _ in range(num_queries)]
-    for place in range(SCORES_TOGETHER):
+    for place in range(_SCORES_TOGETHER):
         token = builder.add(first, WORD(place))
         _ask_ahead(builder, plane, token_bytes, slots, token, num_near, num_vectors, element)
         token = builder.select(builder.icmp_signed("<", token, last), token, last)
@@ -106,14 +110,14 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
         old.align = 4
         base = builder.select(adds, old, zeros)
         builder.store(builder.fadd(base, sums_of_lanes(builder, vectors)), where).align = 4
-    _end_loop(builder, first, loop, before, SCORES_TOGETHER, num_tokens)
+    _end_loop(builder, first, loop, before, _SCORES_TOGETHER, num_tokens)
 
 
 def _sums_of(num_vectors: int) -> Any:
     @intrinsic
-    def sums(
+    def sums(  # type: ignore[no-untyped-def]
         _context, plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like
-    ):  # type: ignore[no-untyped-def]
+    ):
         def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
             def generate_for(num: int) -> None:
                 _generate_sums(builder, arguments[:7] + arguments[8:10], num_vectors, num, like.dtype)
