@@ -24,7 +24,8 @@ _MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
 _ALIGNMENT = 64
 _ITEMS_A_THREAD = 4  # of ATTEND, so that threads end together
-_MAX_PARTS_BYTES = 8 << 20
+_MOST_PARTS = 16  # of an item: a long request beside short ones is not one thread's
+_MAX_PARTS_BYTES = 64 << 20
 _COLUMNS = np.array(
     [
         Call.INPUT_IDS,
@@ -115,7 +116,7 @@ class FusedForward:
         self._buffers: list[Tensor] = []
         self._reserve(1)
         self._scratch, self._packed, self._parts = _Room(), _Room(), _Room()
-        self._groups_ended: NDArray[np.int64] = np.zeros(_ITEMS_A_THREAD * team.num_threads, np.int64)
+        self._groups_ended: NDArray[np.int64] = np.zeros(1, np.int64)
         self._captures = program.widths[STATES] > 1
         self._finds_largest = bool((program.operations[:, Field.KIND] == Kind.LARGEST).any())
         attends = np.flatnonzero(program.operations[:, Field.KIND] == Kind.ATTEND).tolist()
@@ -160,7 +161,9 @@ class FusedForward:
         thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens, batch.max_seq_len)
         scratch = self._scratch.of(thread_bytes * self._team.num_threads)
         packed = self._packed.of(self._packed_bytes(windows.chunks.num_tokens))
-        num_groups, parts_bytes = self._groups(num_tokens, num_rows, batch.max_seq_len)
+        num_groups, parts_bytes = self._groups(windows.extend_lens, batch.max_seq_len)
+        if self._groups_ended.shape[0] < num_rows:
+            self._groups_ended = np.zeros(2 * num_rows, np.int64)
         parts = self._parts.of(parts_bytes)
         columns = [
             column if column.dtype is torch.int64 and column.is_contiguous() else column.to(torch.int64).contiguous()
@@ -200,7 +203,7 @@ class FusedForward:
             assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
             beside = beside.contiguous()
             call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
-        addressed = (batch.kv, columns, beside, windows, scratch, packed, parts, self._buffers)
+        addressed = (batch.kv, columns, beside, windows, scratch, packed, parts, self._groups_ended, self._buffers)
 
         output = ProgramOutput(
             logits,
@@ -239,15 +242,17 @@ class FusedForward:
         addresses[: len(self._program.widths), 1] = self._program.widths
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
-    def _groups(self, num_tokens: int, num_rows: int, max_seq_len: int) -> tuple[int, int]:
-        """In how many each request's parts are taken, and the bytes that parts leave: few requests are shared."""
+    def _groups(self, extend_lens: tuple[int, ...], max_seq_len: int) -> tuple[int, int]:
+        """In how many each request's parts are taken, and the bytes that parts leave: threads share few requests, and
+        long ones.
+        """
         attention = self._program.attention
+        num_queries = attention.num_heads * sum(num for num in extend_lens if num <= MAX_QUERIES)
         num_parts = -(-max_seq_len // attending.PART_TOKENS)
-        num_groups = min(num_parts, _ITEMS_A_THREAD * self._team.num_threads // max(1, num_rows))
-        num_bytes = num_parts * attending.part_bytes(num_tokens * attention.num_heads, attention.head_dim)
-        if num_groups <= 1 or num_bytes > _MAX_PARTS_BYTES:
-            return 1, 0
-        return num_groups, num_bytes
+        num_wanted = _ITEMS_A_THREAD * self._team.num_threads // max(1, len(extend_lens))
+        num_groups = max(min(num_parts, num_wanted), -(-num_parts // _MOST_PARTS))
+        num_bytes = num_parts * attending.part_bytes(num_queries, attention.head_dim)
+        return (1, 0) if num_groups <= 1 or num_bytes > _MAX_PARTS_BYTES else (num_groups, num_bytes)
 
     def _packed_bytes(self, num_tokens: int) -> int:
         attention = self._program.attention
