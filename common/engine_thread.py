@@ -2,6 +2,8 @@
 
     edge (asyncio, main thread) ──post(command)──▶ inbox ──▶ engine.step(commands) ──▶ deliver(events) ──▶ edge
 
+An engine may be given the same `deliver`, and tell the edge within a step what need not wait for its end.
+
 The edge sees an engine only as an `EnginePort`; a test can call `Engine.step` directly, without this thread.
 """
 
@@ -30,7 +32,9 @@ class Engine(Protocol[_CommandT_contra, _EventT_co]):
     """A step is synchronous, free of network and wall clock."""
 
     def step(self, commands: Sequence[_CommandT_contra]) -> Sequence[_EventT_co]:
-        """Apply `commands`, then do one iteration's work. Returns what the edge must hear, in order."""
+        """Apply `commands`, then do one iteration's work. Returns what the edge must hear and has not been told, in
+        order; an engine that delivers events itself may keep them until its next step, `close` or failure.
+        """
 
     def idle_timeout_s(self) -> float:
         """How long the loop may wait for a command before it steps again; 0 while there is work to launch."""
@@ -38,7 +42,7 @@ class Engine(Protocol[_CommandT_contra, _EventT_co]):
     def load(self) -> EngineLoad: ...
 
     def close(self) -> None:
-        """Finish what is in flight (bounded) and stop the streams."""
+        """Deliver what was kept, finish what is in flight (bounded) and stop the streams."""
 
 
 class EnginePort(Protocol[_CommandT_contra]):
@@ -58,8 +62,9 @@ class EnginePort(Protocol[_CommandT_contra]):
 class EngineThread(EnginePort[CommandT]):
     """Runs an engine's loop on a thread of its own.
 
-    `deliver` is called on that thread with a step's events; it must only hand them over. `on_death` is called once when
-    the loop ends by an exception: the engine answers nothing any more. Steps and loads are on `timeline`.
+    `deliver` is called on that thread with the events that a step returns, behind those that the engine delivered
+    within it; it must only hand them over. `on_death` is called once when the loop ends by an exception: the engine
+    answers nothing any more. Steps and loads are on `timeline`.
     """
 
     def __init__(

@@ -22,8 +22,9 @@ class Outbox:
         self._events.append(event)
 
     def hand_over(self) -> None:
-        """To be called before a wait, so that nobody else waits with it; and not before: the edge's thread, once it has
-        something to do, keeps the engine's from the interpreter, while a forward is still to be launched.
+        """To be called before a wait, so that nobody else waits with it, and where the engine ends; and not before: the
+        edge's thread, once it has something to do, keeps the engine's from the interpreter, while a forward is still to
+        be launched.
         """
         if self._deliver is not None and self._events:
             with self._track.span("deliver", events=len(self._events)):

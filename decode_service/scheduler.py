@@ -64,8 +64,7 @@ class DecodeEngine:
     reserved, transferring and running together. `replays_forwards`: where the device can, steps' forwards are recorded
     when the engine is made, and replayed. `overlap=False` finishes each step before the next is scheduled, by the
     same code. `step_s` figures and time-outs use `clock` (monotonic seconds). `deliver` takes what the edge must hear
-    whenever the engine is about to wait for its stream, and a step returns what is left when it has nothing in flight.
-    Without it steps return everything.
+    whenever the engine is about to wait for its stream, or ends. Steps return it without, or with nothing in flight.
     """
 
     def __init__(
@@ -161,26 +160,30 @@ class DecodeEngine:
 
     def step(self, commands: Sequence[Command]) -> Sequence[Event]:
         """One overlap iteration: launch the next batch, then finish the previous one."""
-        for command in commands:
-            self._apply(command)
-        with self.track.span("collect"):
-            ready = self._dispatcher.collect()
-        self.pool.reclaim()
-        self._dispatcher.hand_off()
-        batch = self._next_batch(ready)
-        launched = self._launch(batch) if batch is not None else None
-        if launched is not None or self._in_flight is not None:
-            self._num_steps += 1
-        self._outbox.hand_over()
-        self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
-        self._in_flight = launched
-        if not self._overlap:
-            self._finish(self._in_flight)
-            self._in_flight = None
-        self.pool.reclaim()
-        if self._debug_checks:
-            self.pool.check_conservation()
-            self._running.check_lengths()
+        try:
+            for command in commands:
+                self._apply(command)
+            with self.track.span("collect"):
+                ready = self._dispatcher.collect()
+            self.pool.reclaim()
+            self._dispatcher.hand_off()
+            batch = self._next_batch(ready)
+            launched = self._launch(batch) if batch is not None else None
+            if launched is not None or self._in_flight is not None:
+                self._num_steps += 1
+            self._outbox.hand_over()
+            self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
+            self._in_flight = launched
+            if not self._overlap:
+                self._finish(self._in_flight)
+                self._in_flight = None
+            self.pool.reclaim()
+            if self._debug_checks:
+                self.pool.check_conservation()
+                self._running.check_lengths()
+        except BaseException:
+            self._outbox.hand_over()  # no step follows that would: who has ended is not lost with the engine
+            raise
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def idle_timeout_s(self) -> float:
@@ -204,10 +207,11 @@ class DecodeEngine:
         )
 
     def close(self) -> None:
-        """Finish the step in flight and stop the streams; requests still live get no event."""
+        """Deliver what is left, finish the step in flight and stop the streams; requests still live get no event."""
         with ExitStack() as streams:  # also when the step does not end
             streams.callback(self._forward_stream.close, _STEP_TIMEOUT_S)
             streams.callback(self._landing.close, _STEP_TIMEOUT_S)
+            self._outbox.hand_over()
             self._finish(self._in_flight)
             self._in_flight = None
 

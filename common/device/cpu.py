@@ -48,7 +48,7 @@ class CpuEvent(Event):
 
     def synchronize(self, timeout_s: float) -> None:
         if not self._is_done:
-            if not self._undone.acquire(timeout=timeout_s):
+            if not self._undone.acquire(timeout=max(0.0, timeout_s)):
                 raise DeviceTimeout(f"stream {self._stream_scope.name} did not reach an event within {timeout_s} s")
             self._undone.release()  # others may wait as well
         raise_failure(self._error, (self._scope or self._stream_scope).name)

@@ -198,6 +198,7 @@ class KvPool:
         assert self.rows.num_free + len(leases) == self.rows.max_rows, (
             f"rows: {self.rows.num_free} free + {len(leases)} held or quarantined != {self.rows.max_rows}"
         )
+        self._columns.check_counts()
         for lease in leases:
             table = self.rows.req_to_token[lease.row, : lease.num_tokens].tolist()
             assert table == lease.slots, f"row {lease.row}: the table disagrees with the lease"

@@ -42,7 +42,12 @@ class RowColumns:
 
     def rows_by_state(self) -> Sequence[int]:
         """In the order of LeaseState. The padding row counts as free."""
-        return self._num_rows
+        return tuple(self._num_rows)
+
+    def check_counts(self) -> None:
+        """The rows of each state are as many as was counted (AssertionError otherwise)."""
+        num_rows: list[int] = np.bincount(self._states, minlength=len(_NUMBERS)).tolist()
+        assert num_rows == self._num_rows, f"rows are counted wrongly: {self._num_rows} by state, {num_rows} there"
 
     def slots_by_state(self) -> Sequence[int]:
         sums: list[float] = np.bincount(self._states, weights=self.num_slots, minlength=len(_NUMBERS)).tolist()

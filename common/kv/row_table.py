@@ -45,6 +45,7 @@ class ReqToTokenPool:
 
     def write_each(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write slots[i] at positions[i] of rows[i]. Shapes: all [N]."""
-        device = self.req_to_token.device
-        places = upload_array(rows * self.req_to_token.shape[1] + positions, device)
+        device, width = self.req_to_token.device, self.req_to_token.shape[1]
+        assert positions.min(initial=0) >= 0 and positions.max(initial=0) < width, "written beside its row"
+        places = upload_array(rows * width + positions, device)
         self._places.index_copy_(0, places, upload_array(slots, device))

@@ -25,6 +25,10 @@ class OneWriterHistogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += num_times
         self._sum += value * num_times
 
+    def describe(self) -> Iterator[core.Metric]:
+        """So that the registry knows its names: it refuses a second of one, and finds it by any."""
+        yield core.HistogramMetricFamily(self._name, self._documentation)
+
     def collect(self) -> Iterator[core.Metric]:
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = [float(count) for count in accumulate(self._counts)]

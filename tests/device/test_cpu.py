@@ -94,6 +94,27 @@ def test_an_event_may_be_awaited_from_several_threads(device: CpuDevice, gate: t
     assert not any(waiter.is_alive() for waiter in waiters)
 
 
+@pytest.mark.parametrize("timeout_s", [-1.0, -0.5, 0.0])
+def test_a_bound_that_has_passed_already_does_not_wait(
+    timeout_s: float, device: CpuDevice, gate: threading.Event
+) -> None:
+    forward = device.new_stream("forward")
+    hold(forward, gate)
+    event = forward.record()
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            event.synchronize(timeout_s)
+        except BaseException as error:
+            raised.append(error)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    waiter.join(BOUND_S)
+    assert [type(error) for error in raised] == [DeviceTimeout]
+
+
 # --- a stream that ends early
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event as DeviceEvent
-from decode_service.messages import Event, StartHandoff, Tokens
+from decode_service.messages import Event, Finished, StartHandoff, Tokens
 from decode_service.schedule_batch import ScheduleBatch
 from decode_service.spec_info import SpecInfo
 from decode_service.step_in_flight import StepInFlight
@@ -74,3 +74,43 @@ def test_everything_is_delivered_once(spec_info: SpecInfo | None) -> None:
     scripted.run()
     first = scripted.outcomes["first"]
     assert (first.token_ids, second.token_ids) == (first.expected, second.expected)
+
+
+def ended_beside_another(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, list[Event]]:
+    """An engine that keeps the end of a request until its next step, as another's forward is in flight."""
+    scripted, heard = delivering(spec_info)
+    scripted.submit("second", [8, 9], 40)
+    scripted.step()
+    scripted.hand_over("second")
+    scripted.step()
+    scripted.landing.run_all()
+    for _ in range(20):
+        scripted.step()
+        if "first" not in scripted.engine._requests:
+            break
+    assert scripted.outcomes["first"].finished is None, "nothing is kept"
+    return scripted, heard
+
+
+@pytest.mark.parametrize("spec_info", SPEC_INFOS)
+def test_who_has_ended_hears_so_when_the_next_step_raises(
+    spec_info: SpecInfo | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted, heard = ended_beside_another(spec_info)
+
+    def fail() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(scripted.engine._dispatcher, "collect", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        scripted.step()
+    first = scripted.outcomes["first"]
+    assert first.token_ids == first.expected and isinstance(heard[-1], Finished)
+
+
+@pytest.mark.parametrize("spec_info", SPEC_INFOS)
+def test_who_has_ended_hears_so_when_the_engine_is_closed(spec_info: SpecInfo | None) -> None:
+    scripted, heard = ended_beside_another(spec_info)
+    scripted.engine.close()
+    first = scripted.outcomes["first"]
+    assert first.token_ids == first.expected and isinstance(heard[-1], Finished)

@@ -104,6 +104,18 @@ def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
     assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
 
 
+def check_a_row_at_its_limit_is_not_launched() -> None:
+    """The published lengths say that all its tokens are there, before its results are taken."""
+    for max_tokens in range(8, 14):  # with some of them the last step adds several
+        scripted = ScriptedEngine(spec_info=CHAIN)
+        outcome = scripted.submit("a", [1, 2], max_tokens)
+        lengths: list[int] = []
+        scripted.model.on_forward = lambda batch, seen=lengths: seen.extend(batch.prefix_lens or ())  # type: ignore[misc]
+        scripted.run()
+        assert lengths and max(lengths) + 1 < 2 + max_tokens, f"a row at its limit was launched: {lengths}"
+        assert_drafted_as_expected(outcome)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -268,6 +280,7 @@ CHECKS = [
     check_speculated_tokens_are_the_oracles,
     check_the_next_step_is_launched_before_draft_extend,
     check_lengths_of_a_step_without_drafts_are_not_waited_for,
+    check_a_row_at_its_limit_is_not_launched,
     check_seeds_reach_the_next_forward_by_stream_order,
     check_seeds_are_read_at_forward_entry,
     check_a_verified_step_that_was_not_stashed_is_noticed,
@@ -308,6 +321,11 @@ def test_holds(check: Check) -> None:
             check_lengths_of_a_step_without_drafts_are_not_waited_for,
             relay.fence_covers_draft_extend,
             "waits a step",
+        ),
+        (
+            check_a_row_at_its_limit_is_not_launched,
+            speculation.rows_at_their_limit_are_launched,
+            "at its limit was launched",
         ),
         (
             check_seeds_reach_the_next_forward_by_stream_order,

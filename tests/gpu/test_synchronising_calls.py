@@ -27,10 +27,10 @@ def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProc
     """From then on a synchronising call in a decode step is an error, except behind `publish_ready`."""
     resolve = FutureMap.resolve_seq_lens
 
-    def resolve_seq_lens(self: FutureMap, batch: ScheduleBatch) -> None:
+    def resolve_seq_lens(self: FutureMap, batch: ScheduleBatch) -> bool:
         torch.cuda.set_sync_debug_mode("default")
         try:
-            resolve(self, batch)
+            return resolve(self, batch)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 

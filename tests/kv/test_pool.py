@@ -182,6 +182,31 @@ def test_a_slot_held_twice_is_found() -> None:
         pool.check_conservation()
 
 
+def test_a_row_counted_in_another_state_is_found() -> None:
+    pool = make_pool()
+    lease = pool.reserve(1)
+    assert lease is not None
+    pool._columns._states[lease.row] = pool._columns._states[0]
+    with pytest.raises(AssertionError, match="rows are counted wrongly"):
+        pool.check_conservation()
+
+
+def test_counts_that_were_asked_for_stay_as_they_were() -> None:
+    pool = make_pool()
+    before = pool._columns.rows_by_state()
+    assert list(before) == [0, 0, 0, 0, MAX_ROWS + 1]
+    pool.reserve(1)
+    assert list(before) == [0, 0, 0, 0, MAX_ROWS + 1]
+
+
+@pytest.mark.parametrize("position", [-1, MAX_TOKENS])
+def test_nothing_is_written_beside_its_row(position: int) -> None:
+    table = make_pool().rows
+    with pytest.raises(AssertionError, match="beside its row"):
+        table.write_each(np.array([2, 2]), np.array([0, position]), np.array([5, 6]))
+    assert not table.req_to_token.any()
+
+
 def test_a_table_that_lost_an_entry_is_found() -> None:
     pool = make_pool()
     lease = pool.reserve(3)

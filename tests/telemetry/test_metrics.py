@@ -86,6 +86,15 @@ def test_a_histogram_counts_what_came_at_once_in_its_bucket_and_those_above() ->
     assert registry.get_sample_value("seconds_sum") == 6.75
 
 
+def test_a_histogram_is_found_by_any_of_its_names_and_registered_once(registry: CollectorRegistry) -> None:
+    registry.register(OneWriterHistogram("seconds", "Between tokens.", buckets=(0.5,)))
+    for name in ("seconds_bucket", "seconds_sum", "seconds_count"):
+        (found,) = registry.restricted_registry([name]).collect()
+        assert {sample.name for sample in found.samples} == {name}
+    with pytest.raises(ValueError, match="seconds"):
+        registry.register(OneWriterHistogram("seconds", "Another's.", buckets=(1.0,)))
+
+
 def test_a_speculative_steps_rows_are_counted_by_what_they_committed(registry: CollectorRegistry) -> None:
     metrics = SpeculationMetrics(registry)
     for num_levels, accept_lens in ((4, (1, 3, 3, 5)), (0, (1, 1))):

@@ -100,7 +100,8 @@ def lengths_changed_in_place_under_the_forward(patch: pytest.MonkeyPatch) -> Non
 
 
 def resolve_always_waits(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: FutureMap, batch: ScheduleBatch) -> None:
+    def mutant(self: FutureMap, batch: ScheduleBatch) -> bool:
         self._forward_stream.record().synchronize(1.0)
+        return False
 
     patch.setattr(FutureMap, "resolve_seq_lens", mutant)

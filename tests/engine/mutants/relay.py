@@ -113,8 +113,9 @@ def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def lengths_read_without_waiting(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: FutureMap, batch: ScheduleBatch) -> None:
+    def mutant(self: FutureMap, batch: ScheduleBatch) -> bool:
         batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
+        return True
 
     patch.setattr(FutureMap, "resolve_seq_lens", mutant)
 
@@ -207,9 +208,9 @@ def empty_batch_stashes(patch: pytest.MonkeyPatch) -> None:
 def empty_batch_resolves(patch: pytest.MonkeyPatch) -> None:
     resolve = FutureMap.resolve_seq_lens
 
-    def mutant(self: FutureMap, batch: ScheduleBatch) -> None:
+    def mutant(self: FutureMap, batch: ScheduleBatch) -> bool:
         if self.publish_ready is not None:
             self.publish_ready.synchronize(1.0)
-        resolve(self, batch)
+        return resolve(self, batch)
 
     patch.setattr(FutureMap, "resolve_seq_lens", mutant)

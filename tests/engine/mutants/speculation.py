@@ -10,7 +10,7 @@ from common.device.cell import Cell
 from common.device.stream import Scope
 from decode_service.future_map import FutureMap, RelayPayload
 from decode_service.landing import LandingZone, _LandingRow
-from decode_service.running_rows import Rows
+from decode_service.running_rows import Rows, RunningRows
 from decode_service.schedule_batch import ScheduleBatch
 from decode_service.scheduler import DecodeEngine
 from decode_service.step_in_flight import StepInFlight
@@ -46,6 +46,11 @@ def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 def an_earlier_steps_fence_stays_armed(patch: pytest.MonkeyPatch) -> None:
     """Where a step without drafts is launched."""
     patch.setattr(FutureMap, "publish_nothing", lambda self: None)
+
+
+def rows_at_their_limit_are_launched(patch: pytest.MonkeyPatch) -> None:
+    """Once more, before the results that end their requests are taken."""
+    patch.setattr(RunningRows, "have_room_after", lambda self, rows, seq_lens: np.ones(len(rows), dtype=np.bool_))
 
 
 def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
