@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 class NixlLender:
-    """Event loop only. Nobody writes the memory through it."""
+    """Event loop only. Receivers of ours only read; the library cannot be told that others must not write."""
 
     def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
         """`file`: the pool's memory, open for as long as this. `restart_s`: see `follow`."""

@@ -4,6 +4,7 @@ runs the way that NIXL chooses; here it is TCP.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
