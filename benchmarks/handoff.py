@@ -152,9 +152,9 @@ async def handoff_rate(shape: HandoffShape, num_prompts: int) -> float:
         await peer.hand_over(shape.num_prompts)  # connections, and pages that were never touched
         rate = await peer.hand_over(num_prompts)
         await peer.close()
-    num_bytes = 0 if shape.kv_transport == "grpc" else (shape.num_prompts + num_prompts) * shape.prompt_bytes
-    if peer.lent_bytes != num_bytes:
-        raise RuntimeError(f"{peer.lent_bytes} bytes of KV came by {shape.kv_transport}, not {num_bytes}")
+        num_bytes = 0 if shape.kv_transport == "grpc" else (shape.num_prompts + num_prompts) * shape.prompt_bytes
+        if peer.lent_bytes != num_bytes:
+            raise RuntimeError(f"{peer.lent_bytes} bytes of KV came by {shape.kv_transport}, not {num_bytes}")
         return rate
 
 
