@@ -33,6 +33,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.grpc_options import MAX_SEGMENT_BYTES, channel_options
+from common.wire.handoff import KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.messages import (
@@ -40,6 +41,7 @@ from decode_service.messages import (
     Event,
     Failed,
     Finished,
+    FrameArrived,
     ReplicasChanged,
     SegmentsLanded,
     StartHandoff,
@@ -68,6 +70,8 @@ class DecodePeer:
         self._ended = asyncio.Event()
         self._ready = asyncio.Event()
         self._error: BaseException | None = None
+        self.lent_bytes = 0
+        """Of KV that came otherwise than in frames."""
         engine = DecodeEngine(
             model=cast(TargetModel, model),
             device=open_device("cpu", num_threads=1),
@@ -115,6 +119,8 @@ class DecodePeer:
     def _post(self, report: Command) -> None:
         if isinstance(report, ReplicasChanged) and report.replicas[0].is_ready:
             self._ready.set()
+        if isinstance(report, FrameArrived) and isinstance(report.frame, KvSegment) and report.frame.shared is not None:
+            self.lent_bytes += report.frame.num_bytes
         self._thread.post(report)
 
     def _deliver(self, events: Sequence[Event]) -> None:
@@ -146,6 +152,9 @@ async def handoff_rate(shape: HandoffShape, num_prompts: int) -> float:
         await peer.hand_over(shape.num_prompts)  # connections, and pages that were never touched
         rate = await peer.hand_over(num_prompts)
         await peer.close()
+        num_bytes = 0 if shape.kv_transport == "grpc" else (shape.num_prompts + num_prompts) * shape.prompt_bytes
+        if peer.lent_bytes != num_bytes:
+            raise RuntimeError(f"{peer.lent_bytes} bytes of KV came by {shape.kv_transport}, not {num_bytes}")
         return rate
 
 
@@ -166,11 +175,15 @@ async def bare_rate(num_messages: int) -> float:
 @contextmanager
 def over_tcp() -> Iterator[None]:
     """NIXL's processes that start meanwhile have no other way."""
+    before = os.environ.get("UCX_TLS")
     os.environ["UCX_TLS"] = "tcp"
     try:
         yield
     finally:
-        del os.environ["UCX_TLS"]
+        if before is None:
+            del os.environ["UCX_TLS"]
+        else:
+            os.environ["UCX_TLS"] = before
 
 
 def copy_rate() -> float:

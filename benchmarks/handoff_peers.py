@@ -19,6 +19,7 @@ import grpc
 import structlog
 import torch
 
+from common.config.settings import KvTransport
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
@@ -33,7 +34,7 @@ from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.lent_memory import KvTransport, LentMemory
+from prefill_service.lent_memory import LentMemory
 from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 

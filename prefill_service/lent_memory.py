@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import structlog
 
 from baton.v1 import prefill_pb2
+from common.config.settings import KvTransport
 from common.errors import StartupError
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_pool import DIRECTORY, SharedPool, sweep
@@ -15,8 +15,6 @@ from common.nixl.child import NixlError
 from prefill_service.nixl_lender import NixlLender
 
 _log = structlog.get_logger(__name__)
-
-KvTransport = Literal["grpc", "shared_memory", "nixl"]
 
 
 class LentMemory:
@@ -55,7 +53,7 @@ class LentMemory:
         return cls(pool, lender)
 
     def nixl_offer(self) -> prefill_pb2.NixlPool | None:
-        """What receivers need to read it through NIXL, while they can."""
+        """What receivers need to read it through NIXL; empty while they cannot, None where they never can."""
         return None if self._lender is None else self._lender.offer
 
     def follow(self, is_serving: Callable[[], bool]) -> None:

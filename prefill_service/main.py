@@ -120,7 +120,7 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
     )
     with termination_signals() as terminated:
         thread.start()
-        if settings.kv_transport == "nixl" and settings.tls_cert is not None:
+        if settings.kv_transport == "nixl" and (settings.tls_cert or settings.auth_token_file):
             _log.warning("kv_in_plain_text", kv_transport=settings.kv_transport)
         lent.follow(lambda: servicer.num_calls > 0)
         port = await server.start(settings.listen)

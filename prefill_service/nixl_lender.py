@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 
 import structlog
 
 from baton.v1 import prefill_pb2
+from common.nixl.backoff import Backoff
 from common.nixl.child import NixlError, TransferProcess
 
 _MAX_DOUBLINGS = 9
@@ -21,29 +21,30 @@ _log = structlog.get_logger(__name__)
 
 
 class NixlLender:
-    """Event loop only. Nobody writes the memory through it."""
+    """Event loop only. Receivers of ours only read; the library cannot be told that others must not write."""
 
     def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
         """`file`: the pool's memory, open for as long as this. `restart_s`: see `follow`."""
         self._file = file
-        self._restart_s = restart_s
+        self._backoff = Backoff(first_s=restart_s, max_doublings=_MAX_DOUBLINGS)
         self._process: TransferProcess | None = None
         self._following: asyncio.Task[None] | None = None
 
     @property
-    def offer(self) -> prefill_pb2.NixlPool | None:
-        """What a receiver needs to read there; None while nobody can."""
-        if self._process is None or self._process.has_ended:
-            return None
+    def offer(self) -> prefill_pb2.NixlPool:
+        """What a receiver needs to read there; empty while nobody can."""
+        if self._process is None or not self._process.is_usable:
+            return prefill_pb2.NixlPool()
         return prefill_pb2.NixlPool(agent_metadata=self._process.metadata, address=self._process.address)
 
     async def open(self) -> None:
         """Raises NixlError."""
         self._process = await TransferProcess.started(self._file, timeout_s=_TIMEOUT_S)
+        self._backoff.succeeded()
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
         """Serve receivers, seldom while not `is_serving`. A process that ends is started again after `restart_s`, the
-        next time after twice as long.
+        next time after twice as long, unless it has lasted longer than that.
         """
         self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
 
@@ -56,14 +57,14 @@ class NixlLender:
             await self._process.close()
 
     async def _follow(self, is_serving: Callable[[], bool]) -> None:
-        for num_doublings in count():
+        while True:
             try:
-                if self.offer is None:
+                if self._process is None or not self._process.is_usable:
                     await self.open()
                 assert self._process is not None
                 await _keep_pace(self._process, is_serving)
             except NixlError as error:
-                wait_s = self._restart_s * 2 ** min(num_doublings, _MAX_DOUBLINGS)
+                wait_s = self._backoff.next_wait_s()
                 _log.warning("kv_over_grpc", reason=str(error), seconds=wait_s)
                 await asyncio.sleep(wait_s)
 
@@ -71,7 +72,7 @@ class NixlLender:
 async def _keep_pace(process: TransferProcess, is_serving: Callable[[], bool]) -> None:
     """Raises NixlError when the process has ended, which it does not by itself."""
     told_s = 0.0
-    while not process.has_ended:
+    while process.is_usable:
         interval_s = _SERVING_INTERVAL_S if is_serving() else _IDLE_INTERVAL_S
         if interval_s != told_s:
             await process.serve(interval_s)

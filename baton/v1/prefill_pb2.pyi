@@ -646,7 +646,7 @@ class GetFingerprintResponse(_message.Message):
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     @_builtins.property
     def nixl_pool(self) -> Global___NixlPool:
-        """absent unless the KV pool can be read through NIXL"""
+        """of a KV pool for NIXL; empty while it cannot be read"""
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ from common.config.fields import (
 from common.config.process_settings import ProcessSettings
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
+KvTransport = Literal["grpc", "shared_memory", "nixl"]
+
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
@@ -67,7 +69,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
-    kv_transport: Literal["grpc", "shared_memory", "nixl"] = "grpc"
+    kv_transport: KvTransport = "grpc"
     max_queued_rows: Positive = 1024
     early_sending: bool = True
     stall_timeout_s: Seconds = 30.0

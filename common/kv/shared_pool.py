@@ -1,7 +1,8 @@
 """Shared memory that a KV pool lies in, so that a decode service copies from there into its own.
 
-The prefill service makes it, and alone writes. A decode service on the same host maps it for reading: it is a file in
-memory that only its own user may open. Or NIXL reads it: its process inherits memory without a name.
+The prefill service makes it, and alone is to write. A decode service on the same host maps it for reading: it is a file
+in memory that only its own user may open. Or NIXL reads it: its process inherits memory without a name, and registers
+it as UCX does, so that a peer that is no decode service of ours could write, too (docs/security.md).
 Each slot has a stamp: the number of the row, of all rows there ever were, that it belongs to.
 
     | secret | number of slots | stamp of each slot ... | layer group | layer group ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -14,18 +15,26 @@ from numpy.typing import NDArray
 
 from common.nixl import transfer_process as protocol
 
+_END_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
 
 class NixlError(Exception):
-    """NIXL is not installed, or what was asked of it failed. The process has ended: it writes nothing any more."""
+    """NIXL is not installed, or what was asked of it failed. The process has ended: it writes nothing any more. Or it
+    does not end, stuck in the kernel: what it may write into is to be nobody else's, ever.
+    """
 
 
 class TransferProcess:
     """Event loop only, one task at a time. What it is asked raises NixlError when it fails, always from then on."""
 
-    def __init__(self, process: Process, timeout_s: float) -> None:
-        """Not yet ready: see `started`."""
+    def __init__(self, process: Process, timeout_s: float, end_timeout_s: float = _END_TIMEOUT_S) -> None:
+        """Not yet ready: see `started`. Once killed it has `end_timeout_s` to end."""
         self._process = process
         self._timeout_s = timeout_s
+        self._end_timeout_s = end_timeout_s
+        self._is_killed = False
         self.address = 0
         """Of the memory, in the process."""
         self.metadata = b""
@@ -53,6 +62,10 @@ class TransferProcess:
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
+    @property
+    def is_usable(self) -> bool:
+        return not (self._is_killed or self.has_ended)
+
     async def connect(self, metadata: bytes) -> None:
         """The peer whose memory is read from now on."""
         await self._ask(protocol.CONNECT, metadata)
@@ -67,14 +80,19 @@ class TransferProcess:
 
     def kill(self) -> None:
         """Idempotent."""
+        self._is_killed = True
         if not self.has_ended:
             with suppress(ProcessLookupError):  # not `Process.kill`, which takes the status away from who waits for it
                 os.kill(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Returns when it has ended."""
+        """Returns when it has ended, or, which is logged, does not end."""
         self.kill()
-        await self._process.wait()
+        try:
+            async with asyncio.timeout(self._end_timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            _log.error("the process %s, which NIXL lives in, was killed and has not ended", self.pid)
 
     async def _ask(self, kind: int, content: bytes) -> None:
         await self._exchange(protocol.LENGTH.pack(1 + len(content)) + bytes([kind]) + content)
@@ -98,5 +116,6 @@ class TransferProcess:
             if not is_done:
                 await self.close()
         if not is_done:
-            raise NixlError(f"NIXL: {failure} (status {self._process.returncode})")
+            end = f"status {self._process.returncode}" if self.has_ended else f"process {self.pid} does not end"
+            raise NixlError(f"NIXL: {failure} ({end})")
         return answer[1:]

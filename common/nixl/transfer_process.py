@@ -22,6 +22,7 @@ import select
 import signal
 import struct
 import sys
+from contextlib import suppress
 
 import numpy as np
 
@@ -47,8 +48,10 @@ def main() -> None:
         _write(answers, DONE, START.pack(memory.ctypes.data) + agent.metadata)
         _serve(agent, answers, timeout_s)
     except Exception as error:  # NIXL's have no base of their own
-        _write(answers, FAILED, str(error).encode())
-    os._exit(0)  # what the library does at its end is nobody's to wait for
+        with suppress(OSError):  # the service may be gone
+            _write(answers, FAILED, str(error).encode())
+    finally:
+        os._exit(0)  # what the library does at its end is nobody's to wait for
 
 
 def _serve(agent: NixlAgent, answers: int, timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from baton.v1 import prefill_pb2
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
+from common.nixl.backoff import Backoff
 from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields
@@ -67,7 +69,10 @@ class GrpcReplica:
         self._timeouts = timeouts
         self._pool: MappedPool | NixlPool | None = None  # of the instance last looked at
         self._retired: list[NixlPool] = []  # calls may use them
-        self._num_lost_pools = 0
+        self._opening: asyncio.Task[NixlPool] | None = None
+        self._given_up: set[asyncio.Task[NixlPool]] = set()  # openings that are about to end
+        self._is_first_opening = False  # of the instance
+        self._backoff = self._new_backoff()
         self._retry_pool_at_s = math.inf
         self.num_steps = 0  # of its engine, when last looked at
 
@@ -89,8 +94,7 @@ class GrpcReplica:
             load = await self._ask(
                 _GET_LOAD, prefill_pb2.GetPrefillLoadRequest(), prefill_pb2.GetPrefillLoadResponse, timeout_s
             )
-            if isinstance(self._pool, NixlPool) and self._pool.is_lost:
-                self._note_lost_pool("a read failed")
+            self._follow_pool()
             if load.instance_id != self._known_instance_id or time.monotonic() >= self._retry_pool_at_s:
                 await self._compare_fingerprints(timeout_s)
         except grpc.aio.AioRpcError as failure:
@@ -104,10 +108,14 @@ class GrpcReplica:
         self.num_steps = load.num_steps
         if self._mismatch is not None:
             return self._not_ready(self._mismatch)
+        if self._opening is not None and self._is_first_opening:
+            return self._not_ready(PrefillUnavailable(f"{self.address}: NIXL is being connected"))
         return Replica(self.address, is_ready=True, num_outstanding=load.num_queued + load.num_computing)
 
     async def close(self) -> None:
         self._let_go_of_pool()
+        if self._given_up:
+            await asyncio.wait(self._given_up)
         for pool in self._retired:
             await pool.close()
         for channel in (*self._channels, self._look_channel):
@@ -119,8 +127,9 @@ class GrpcReplica:
         )
         difference = first_difference(self._fingerprint, decode_fingerprint(response.fingerprint))
         self._mismatch = None if difference is None else FingerprintMismatch(*difference)
-        if response.instance_id != self._known_instance_id:
-            self._num_lost_pools = 0
+        self._is_first_opening = response.instance_id != self._known_instance_id
+        if self._is_first_opening:
+            self._backoff = self._new_backoff()
         self._known_instance_id, self._retry_pool_at_s = response.instance_id, math.inf
         if self._mismatch is not None:
             _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
@@ -128,31 +137,53 @@ class GrpcReplica:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
         self._let_go_of_pool()
         if self._mismatch is None:
-            self._pool = await self._opened(response)
-        if self._num_lost_pools and self._pool is None:
-            self._note_lost_pool("it is not there again")
+            self._open_pool(response)
 
-    async def _opened(self, response: prefill_pb2.GetFingerprintResponse) -> MappedPool | NixlPool | None:
-        """None, too, when it cannot be read from here: KV comes over gRPC then."""
+    def _open_pool(self, response: prefill_pb2.GetFingerprintResponse) -> None:
+        """Map it, or begin to open it, which later looks follow. KV comes over gRPC where neither can be."""
         groups = self._fingerprint.layer_groups
-        try:
-            if response.kv_pool:
-                return MappedPool(response.kv_pool, groups=groups)
-            if response.HasField("nixl_pool"):
-                return await NixlPool.opened(response.nixl_pool, groups=groups, timeout_s=self._timeouts.nixl_timeout_s)
-        except PoolUnusable as error:
-            _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
-        return None
+        if response.kv_pool:
+            try:
+                self._pool = MappedPool(response.kv_pool, groups=groups)
+            except PoolUnusable as error:
+                _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
+        elif response.nixl_pool.agent_metadata:
+            opening = NixlPool.opened(response.nixl_pool, groups=groups, timeout_s=self._timeouts.nixl_timeout_s)
+            self._opening = asyncio.create_task(opening, name="nixl")
+        elif response.HasField("nixl_pool"):
+            self._retry_pool_later("NIXL: its process is not there now")
 
-    def _note_lost_pool(self, reason: str) -> None:
-        """KV comes over gRPC until it is tried again, each time twice as long."""
+    def _follow_pool(self) -> None:
+        """Take the pool that was opened since the last look, and let go of one that is lost."""
+        if self._opening is not None and self._opening.done():
+            opening, self._opening = self._opening, None
+            if (error := opening.exception()) is None:
+                self._pool = opening.result()
+                self._backoff.succeeded()
+            else:
+                self._retry_pool_later(str(error) if isinstance(error, PoolUnusable) else repr(error))
+        if isinstance(self._pool, NixlPool) and self._pool.is_lost:
+            self._retry_pool_later("NIXL: a read failed, or its process ended")
+
+    def _retry_pool_later(self, reason: str) -> None:
         self._let_go_of_pool()
-        wait_s = self._timeouts.nixl_retry_s * 2 ** min(self._num_lost_pools, _MAX_DOUBLINGS)
-        self._num_lost_pools += 1
+        wait_s = self._backoff.next_wait_s()
         self._retry_pool_at_s = time.monotonic() + wait_s
-        _log.warning("prefill replica %s: its KV comes over gRPC for %s s: NIXL: %s", self.address, wait_s, reason)
+        _log.warning("prefill replica %s: its KV comes over gRPC for %s s: %s", self.address, wait_s, reason)
+
+    def _new_backoff(self) -> Backoff:
+        return Backoff(first_s=self._timeouts.nixl_retry_s, max_doublings=_MAX_DOUBLINGS)
 
     def _let_go_of_pool(self) -> None:
+        """Of one that is being opened, too."""
+        if (opening := self._opening) is not None:
+            self._opening = None
+            if not opening.done():
+                self._given_up.add(opening)
+                opening.add_done_callback(self._given_up.discard)
+                opening.cancel()
+            elif opening.exception() is None:
+                self._pool = opening.result()
         if isinstance(self._pool, NixlPool):
             self._pool.retire()
             self._retired = [pool for pool in (*self._retired, self._pool) if not pool.has_ended]

@@ -43,7 +43,7 @@ class NixlPool:
     ) -> None:
         """`header`: what the replica's memory at `address` begins with. The process is the pool's from now on."""
         self.secret, num_slots = split_header(header)
-        self.is_lost = False
+        self._has_failed = False
         self._address = address
         self._layout = PoolLayout(groups, num_slots)
         self._process = process
@@ -100,12 +100,16 @@ class NixlPool:
         self._end_if_unused()
 
     @property
+    def is_lost(self) -> bool:
+        """It cannot be read any more."""
+        return self._has_failed or not self._process.is_usable
+
+    @property
     def has_ended(self) -> bool:
         return self._process.has_ended
 
     async def close(self) -> None:
         """Nobody can use it any more."""
-        self.is_lost = True
         await self._process.close()
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> RemoteKv | None:
@@ -130,31 +134,38 @@ class NixlPool:
         on always; ProtocolError when it is more than one segment may lend.
 
         A read under way goes on when its task is cancelled: what it writes into is nobody else's before it has ended.
+        One whose turn has not come is not begun.
         """
         num_bytes = remote.num_bytes
         require(num_bytes <= MAX_LENT_BYTES, "kv_segment.ticket", f"is of {num_bytes} bytes, over {MAX_LENT_BYTES}")
-        return await asyncio.shield(asyncio.ensure_future(self._fetch(remote)))
-
-    async def _fetch(self, remote: RemoteKv) -> SharedKv:
-        async with self._turn:
+        stamps_at = -(-num_bytes // NUMBER_BYTES) * NUMBER_BYTES
+        await self._turn.acquire()
+        try:
             if self.is_lost:
                 raise NixlError("NIXL: the replica's memory was let go of")
-            kv_bytes, num_tokens = remote.num_bytes, len(remote.ticket.slots)
-            stamps_at = -(-kv_bytes // NUMBER_BYTES) * NUMBER_BYTES
-            start, taken = await self._staging.take(stamps_at + num_tokens * NUMBER_BYTES)
-            try:
-                await self._process.read(remote.kv, start)
-                await self._process.read(remote.stamps, start + stamps_at)
-            except NixlError:
-                self.is_lost = True
-                raise
+            start, taken = await self._staging.take(stamps_at + len(remote.ticket.slots) * NUMBER_BYTES)
+        except BaseException:
+            self._turn.release()
+            raise
+        return await asyncio.shield(asyncio.ensure_future(self._read(remote, start, taken, stamps_at)))
+
+    async def _read(self, remote: RemoteKv, start: int, taken: NDArray[np.uint8], stamps_at: int) -> SharedKv:
+        """Ends the turn."""
+        kv_bytes, num_tokens = remote.num_bytes, len(remote.ticket.slots)
+        try:
+            await self._process.read(remote.kv, start)
+            await self._process.read(remote.stamps, start + stamps_at)
+        except NixlError:
+            self._has_failed = True
+            raise
+        finally:
+            self._turn.release()
         stamps = taken[stamps_at:].view(np.uint64)
         ticket = PoolTicket(tuple(range(num_tokens)), remote.ticket.generation, remote.ticket.number)
         return SharedKv(ticket, taken[:kv_bytes].reshape(remote.shape), stamps)
 
     def _end_if_unused(self) -> None:
         if self._is_retired and not self._num_users:
-            self.is_lost = True
             self._process.kill()
 
 

@@ -198,7 +198,9 @@ class PrefillServicer:
 
     def _can_read_the_pool(self, batch: PrefillBatch) -> bool:
         """What has no name can be read while it is offered."""
-        if self._shared_pool is None or not (self._shared_pool.name or self._nixl_offer()):
+        if self._shared_pool is None:
+            return False
+        if not self._shared_pool.name and ((offer := self._nixl_offer()) is None or not offer.agent_metadata):
             return False
         return compare_digest(batch.pool_secret, self._shared_pool.secret)
 

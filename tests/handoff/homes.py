@@ -136,7 +136,7 @@ class GrpcHome:
         return None
 
     async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> tuple[PrefillServer, int]:
-        servicer = PrefillServicer(
+        self.servicer = servicer = PrefillServicer(
             engine=prefill,
             fingerprint=fingerprint,
             model_limits=LIMITS,
@@ -263,7 +263,7 @@ class NixlPeers:
 
     def lender_now(self) -> TransferProcess:
         """Once it was started again, if it has ended."""
-        wait_until(lambda: self.lender.offer is not None)
+        wait_until(lambda: self.lender.offer.agent_metadata != b"")
         assert self.lender._process is not None
         return self.lender._process
 

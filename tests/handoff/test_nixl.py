@@ -1,250 +1,33 @@
-"""KV read through NIXL, by real processes over TCP, where a peer must do its part: what is read, what is given up, what
-a process that dies costs, and that gRPC takes over where it must. The contract suite runs the way that NIXL chooses.
+"""The handoff through NIXL: what a process that dies costs, and that gRPC takes over where it must. The contract suite
+runs the way that NIXL chooses; here it is TCP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from baton.v1 import prefill_pb2
+from common.config.settings import KvTransport
 from common.errors import EngineFault, PrefillUnavailable, StartupError
-from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv
 from common.kv.shared_pool import PoolUnusable
-from common.nixl.child import NixlError, TransferProcess
-from common.wire.codec_checks import ProtocolError
-from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.nixl_pool import NixlPool
-from decode_service.messages import BreakCall, StartHandoff
-from prefill_service.lent_memory import KvTransport, LentMemory
-from prefill_service.messages import OpenCall
+from decode_service.messages import BreakCall
+from prefill_service.lent_memory import LentMemory
+from prefill_service.nixl_lender import NixlLender
 from tests.e2e.running import wait_until
-from tests.handoff.homes import FAST, LentSegments, NixlHome, NixlPeers
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, TARGET, failed, prebuilt, row, segment
-from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
+from tests.handoff.homes import NixlPeers
+from tests.handoff.nixl_pair import GROUPS, Pair, is_reading, stopped
+from tests.handoff.samples import prebuilt, segment
 from tests.wire.strategies import comparable
-
-GROUPS = (TARGET,)
-
-
-class Pair(NixlHome):
-    def __init__(self, peers: NixlPeers, retry_s: float = 600.0) -> None:
-        self.timeouts = replace(FAST, nixl_retry_s=retry_s)
-        self.prefill, self.decode = ScriptedPrefill(), RecordingDecode()
-        super().__init__(self.prefill, self.decode, FINGERPRINT, ROOMY_BUDGET_BYTES, peers)
-
-    def start(self, call_id: str = "call") -> OpenCall:
-        num_opened = len(self._opened())
-        self.transport.start(StartHandoff(call_id, self.address, (row(),)))
-        return self.prefill.opened(num_opened + 1)[-1]
-
-    def hand_over(self, call_id: str) -> bool:
-        """Whether a whole call came through NIXL: not one that is refused, lost or to be served over gRPC."""
-        num_opened = len(self._opened())
-        self.transport.start(StartHandoff(call_id, self.address, (row(),)))
-        wait_until(lambda: len(self._opened()) > num_opened or self.decode.num_ends(call_id) == 1)
-        if len(self._opened()) == num_opened:
-            return False
-        call = self._opened()[-1]
-        if call.shares_memory:
-            self.emit(call, prebuilt(0))
-        else:
-            self.prefill.emit(call.call_id, failed(0))
-        self.prefill.finish(call.call_id)
-        if self.decode.ended(call_id).error is not None or not call.shares_memory:
-            return False
-        arrived, _ = self.decode.frames(call_id, 2)
-        assert comparable(arrived) == comparable(segment(0, 3))
-        return True
-
-    def emit(self, call: OpenCall, *others: object) -> None:
-        """One segment, and what follows it."""
-        self.prefill.emit(call.call_id, segment(0, 3), *others)  # type: ignore[arg-type]
-
-    def _opened(self) -> list[OpenCall]:
-        return [command for command in self.prefill.commands.all() if isinstance(command, OpenCall)]
-
-    @property
-    def reader(self) -> NixlPool:
-        replica = self.transport._replicas.get(self.address)  # type: ignore[attr-defined]
-        assert isinstance(replica, GrpcReplica) and isinstance(replica._pool, NixlPool)
-        return replica._pool
-
-
-@contextmanager
-def stopped(process: TransferProcess) -> Iterator[None]:
-    """Reads of its memory are under way until it goes on."""
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGCONT)
-
-
-def is_reading(pool: NixlPool) -> bool:
-    return pool._turn.locked()
-
-
-@contextmanager
-def peers_over_tcp() -> Iterator[NixlPeers]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        peers = NixlPeers(GROUPS)
-        yield peers
-        peers.close()
-
-
-@pytest.fixture(scope="module")
-def peers() -> Iterator[NixlPeers]:
-    """For tests in which no process ends while it reads: over TCP that may end the lender's, too."""
-    with peers_over_tcp() as peers:
-        yield peers
-
-
-@pytest.fixture
-def own_peers() -> Iterator[NixlPeers]:
-    with peers_over_tcp() as peers:
-        yield peers
-
-
-@pytest.fixture(scope="module")
-def opened(peers: NixlPeers) -> Iterator[NixlPool]:
-    """For tests that do not lose it."""
-    pool = peers.loop.run(open_pool(peers))
-    yield pool
-    peers.loop.run(pool.close())
-
-
-@pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
-
-    def make(peers: NixlPeers, **options: float) -> Pair:
-        pairs.append(Pair(peers, **options))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
-
-
-async def open_pool(peers: NixlPeers) -> NixlPool:
-    offer = peers.lender.offer
-    assert offer is not None
-    return await NixlPool.opened(offer, groups=GROUPS, timeout_s=BOUND_S)
-
-
-def remote(pool: NixlPool, lent: LentSegments, slots: tuple[int, ...]) -> RemoteKv:
-    """Two layers."""
-    shared = lent.pool.lend("target", slice(1, 3), slots, lent.pool.stamp(slots))
-    remote = pool.read("target", slice(1, 3), shared.ticket)
-    assert remote is not None
-    return remote
-
-
-# ---- reads ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slots", [(5, 6, 7), (9, 3, 4, 64, 1)], ids=["in a row", "scattered"])
-def test_what_is_read_is_the_writers_kv_in_the_order_of_its_tokens(
-    peers: NixlPeers, opened: NixlPool, slots: tuple[int, ...]
-) -> None:
-    kv = peers.lent.pool.groups["target"]
-    kv[:, :, :100] = np.random.default_rng(0).integers(0, 256, kv[:, :, :100].shape, np.uint8)
-    assert (opened.secret, opened.num_slots) == (peers.lent.pool.secret, peers.lent.pool.num_slots)
-    shared = peers.loop.run(opened.fetch(remote(opened, peers.lent, slots)))
-    assert shared.layers.tobytes() == kv[1:3, :, list(slots)].tobytes()
-    assert shared.is_current
-
-
-def test_what_another_row_has_by_now_is_not_current(peers: NixlPeers, opened: NixlPool) -> None:
-    stale = remote(opened, peers.lent, (5, 6, 7))
-    peers.lent.pool.stamp((7,))
-    assert not peers.loop.run(opened.fetch(stale)).is_current
-
-
-def test_slots_that_are_not_the_pools_and_more_than_a_segment_may_lend_are_not_read(
-    peers: NixlPeers, opened: NixlPool
-) -> None:
-    for slots in ((0,), (opened.num_slots + 1,), (1, 2**32 - 1)):
-        assert opened.read("target", slice(0, 1), PoolTicket(slots, 1, 1)) is None
-    huge = replace(remote(opened, peers.lent, (1,)), shape=(1, 2, 1, MAX_LENT_BYTES))
-    with pytest.raises(ProtocolError, match=r"kv_segment\.ticket"):
-        peers.loop.run(opened.fetch(huge))
-
-
-def test_what_was_read_stays_as_it_is_while_it_is_held(peers: NixlPeers, opened: NixlPool) -> None:
-    kv, staging = peers.lent.pool.groups["target"], opened._staging
-    wait_until(lambda: not staging._held)
-    kv[1:3, :, 1] = 1
-    first = peers.loop.run(opened.fetch(remote(opened, peers.lent, (1,))))
-    kv[1:3, :, 1] = 2
-    second = peers.loop.run(opened.fetch(remote(opened, peers.lent, (1,))))
-    layers = first.layers
-    del first
-    assert set(layers.ravel()) == {1} and set(second.layers.ravel()) == {2}
-    assert len(staging._held) == 2
-    del layers, second
-    wait_until(lambda: not staging._held)
-
-
-async def test_what_is_no_agents_metadata_makes_the_pool_unusable(peers: NixlPeers) -> None:
-    offer = prefill_pb2.NixlPool(agent_metadata=b"not an agent")
-    with pytest.raises(PoolUnusable, match="NIXL"):
-        await NixlPool.opened(offer, groups=GROUPS, timeout_s=BOUND_S)
-
-
-def test_a_read_that_passes_its_bound_ends_the_process_and_writes_nothing_any_more(
-    own_peers: NixlPeers,
-) -> None:
-    peers, lender = own_peers, own_peers.lender_now()
-
-    async def give_up() -> None:
-        pool = await open_pool(peers)
-        _header = await pool._staging.take(8)
-        pool._process._timeout_s = 0.2
-        kv = remote(pool, peers.lent, (1, 2))
-        with stopped(lender):
-            reading = asyncio.ensure_future(pool.fetch(kv))
-            for _ in range(4):  # until it is asked
-                await asyncio.sleep(0)
-            start = max(pool._staging._held)
-            with pytest.raises(NixlError, match=r"did not answer within 0\.2 s"):
-                await reading
-            assert pool.is_lost and pool.has_ended, "before its memory may be anybody else's"
-        await asyncio.sleep(0)
-        assert not any(pool._staging._memory[start : start + kv.num_bytes])
-        with pytest.raises(NixlError, match="let go of"):
-            await pool.fetch(kv)
-        await pool.close()
-
-    peers.loop.run(give_up())
-
-
-def test_a_pool_that_is_retired_is_read_until_no_call_uses_it(peers: NixlPeers) -> None:
-    async def retire() -> None:
-        pool = await open_pool(peers)
-        with pool.in_use():
-            pool.retire()
-            assert (await pool.fetch(remote(pool, peers.lent, (1, 2)))).is_current
-        assert pool.is_lost
-        await pool._process._process.wait()
-
-    peers.loop.run(retire())
-
 
 # ---- the handoff ---------------------------------------------------------------------------------------------------
 
@@ -315,9 +98,9 @@ def test_a_way_that_fails_again_and_again_is_tried_less_and_less_often(
     pair = make_pair(peers, retry_s=0.001)
 
     async def not_there(*_: object, **__: object) -> NixlPool:
-        raise PoolUnusable("no way to it")
+        raise PoolUnusable("NIXL: no way to it")
 
-    pair.reader.is_lost = True
+    pair.reader._has_failed = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NixlPool, "opened", not_there)
         wait_until(lambda: "gRPC for 0.008 s: NIXL" in caplog.text)
@@ -326,7 +109,55 @@ def test_a_way_that_fails_again_and_again_is_tried_less_and_less_often(
     assert waits[:4] == ["0.001", "0.002", "0.004", "0.008"]
 
 
+def test_a_look_is_answered_while_the_way_is_opened_which_ends_with_its_instance_and_with_the_service(
+    peers: NixlPeers, make_pair: Callable[..., Pair]
+) -> None:
+    pair = make_pair(peers, retry_s=0.0)
+    steps: list[str] = []
+
+    async def hang(*_: object, **__: object) -> NixlPool:
+        steps.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            steps.append("ended")
+        raise AssertionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NixlPool, "opened", hang)
+        pair.reader._has_failed = True
+        wait_until(lambda: steps == ["begun"])
+        for is_ready in (False, True):
+            peers.loop.run(pair._server.set_ready(is_ready))
+            pair.decode.latest_replica(lambda replica, want=is_ready: replica.is_ready == want)  # type: ignore[misc]
+        assert not pair.start().shares_memory
+        pair.servicer._instance_id = "another"
+        wait_until(lambda: sorted(steps) == ["begun", "begun", "ended"])
+        pair.decode.latest_replica(lambda replica: "NIXL is being connected" in str(replica.error))
+        pair.close_transport()
+        assert steps[-1] == "ended" and steps.count("ended") == 2
+
+
 # ---- where it is not there -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["not there now", "no way to it"])
+def test_what_cannot_be_had_at_first_is_asked_for_again(
+    peers: NixlPeers, make_pair: Callable[..., Pair], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def not_there(*_: object, **__: object) -> NixlPool:
+        raise PoolUnusable("NIXL: no way to it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if reason == "not there now":
+            patch.setattr(NixlLender, "offer", prefill_pb2.NixlPool())
+        else:
+            patch.setattr(NixlPool, "opened", not_there)
+        pair = make_pair(peers, retry_s=0.01)
+        assert not pair.start("over gRPC").shares_memory
+        assert re.search(f"its KV comes over gRPC for 0.01 s: NIXL: .*{reason}", caplog.text)
+    call_ids = (f"try {number}" for number in count())
+    wait_until(lambda: pair.hand_over(next(call_ids)))
 
 
 @pytest.fixture(params=["raise ImportError('no such file')", "import os; os.abort()"], ids=["missing", "aborting"])
@@ -344,14 +175,13 @@ async def test_a_service_that_is_to_offer_it_and_cannot_does_not_start(bad_libra
         await LentMemory.opened("nixl", groups=GROUPS, num_slots=64, is_on_host=True)
 
 
-def test_a_receiver_without_it_gets_kv_over_grpc_and_says_so_once(
+def test_a_receiver_without_it_gets_kv_over_grpc_and_says_so_and_when_it_tries_again(
     peers: NixlPeers, bad_library: str, make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-    pair = make_pair(peers, retry_s=0.0)
+    pair = make_pair(peers)
     assert not pair.start().shares_memory
     assert not pair.start("next").shares_memory
-    assert sum("its KV comes over gRPC: NIXL: " in record.message for record in caplog.records) == 1
+    assert sum("its KV comes over gRPC for 600.0 s: NIXL: " in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""How long to wait before the next attempt at what keeps failing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Backoff:
+    """Each wait is twice the one before. What has lasted longer than the wait before it begins anew."""
+
+    def __init__(self, *, first_s: float, max_doublings: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._first_s = first_s
+        self._max_doublings = max_doublings
+        self._clock_s = clock_s
+        self._num_waits = 0
+        self._wait_s = 0.0
+        self._succeeded_at_s: float | None = None
+
+    def succeeded(self) -> None:
+        """The attempt."""
+        self._succeeded_at_s = self._clock_s()
+
+    def next_wait_s(self) -> float:
+        """The attempt failed, or what it led to has ended."""
+        if self._succeeded_at_s is not None and self._clock_s() - self._succeeded_at_s > self._wait_s:
+            self._num_waits = 0
+        self._succeeded_at_s = None
+        self._wait_s = self._first_s * 2 ** min(self._num_waits, self._max_doublings)
+        self._num_waits += 1
+        return self._wait_s

@@ -1,0 +1,36 @@
+"""Processes for NIXL, and pairs that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.handoff.homes import NixlPeers
+from tests.handoff.nixl_pair import Pair, peers_over_tcp
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[NixlPeers]:
+    """For tests in which no process ends while it reads: over TCP that may end the lender's, too."""
+    with peers_over_tcp() as peers:
+        yield peers
+
+
+@pytest.fixture
+def own_peers() -> Iterator[NixlPeers]:
+    with peers_over_tcp() as peers:
+        yield peers
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(peers: NixlPeers, **options: float) -> Pair:
+        pairs.append(Pair(peers, **options))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
