@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +15,12 @@ from torch import Tensor
 from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
 from common.model.forward_program import AttentionSize, ForwardProgram, FusedDecoder
-from common.model.fused import forward as forward_module
 from common.model.fused.attending import PART_TOKENS
 from common.model.fused.builder import ProgramBuilder
 from common.model.fused.start import new_forwards
 from common.model.loader import load_target
 
-_VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS = 90, 600, 4096
+_VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS, _GUARD_BYTES = 90, 600, 4096, 1 << 20
 _SIZES = [(16, 4, 2), (24, 3, 1), (64, 9, 3), (64, 4, 4), (80, 5, 1), (128, 8, 2), (144, 2, 2), (8, 7, 1)]
 """head_dim, heads, KV heads: vectors of 64 and of 16 and what is left, passes of one to four queries."""
 
@@ -155,6 +156,31 @@ def test_of_what_a_query_does_not_attend_nothing_is_read(before: int) -> None:
     assert states[attends_broken].isnan().all()
 
 
+def test_nothing_is_written_past_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that threads share beside chunks, which leave no parts."""
+    from common.model.fused import forward as forward_module  # its kernel is looked for where it is imported first
+
+    made: list[np.ndarray[Any, Any]] = []
+
+    class Guarded(forward_module._Memory):
+        def __init__(self, num_bytes: int) -> None:
+            super().__init__(num_bytes + _GUARD_BYTES)
+            self.num_bytes = num_bytes
+            start = self.address - self._bytes.ctypes.data + num_bytes
+            guard = self._bytes[start : start + _GUARD_BYTES]
+            guard[:] = 7
+            made.append(guard)
+
+    monkeypatch.setattr(forward_module, "_Memory", Guarded)
+    attention = Attention.of(64, 9, 3)
+    batch = attention.batch([(0, 200), (70, 3), (0, 100), (200, 2)])
+    with attention.program() as program:
+        _, states, _ = program.forward(batch)
+    assert states is not None
+    torch.testing.assert_close(states, attention.expected(batch), rtol=1e-5, atol=1e-5)
+    assert [(guard == 7).all() for guard in made] == [True] * len(made)
+
+
 @pytest.mark.parametrize("num_new", [1, 5])
 def test_the_numbers_are_the_same_bits_whoever_computes_them(num_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = Attention.of(64, 9, 3)
@@ -169,7 +195,7 @@ def test_the_numbers_are_the_same_bits_whoever_computes_them(num_new: int, monke
                 _, states, _ = program.forward(batch)
                 assert states is not None
                 seen.append(states[:num_new])
-    monkeypatch.setattr(forward_module, "_MAX_PARTS_BYTES", 0)
+    monkeypatch.setattr("common.model.fused.forward._MAX_PARTS_BYTES", 0)
     with attention.program() as program:
         _, states, _ = program.forward(alone)
     assert states is not None

@@ -16,7 +16,6 @@ from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram
-from common.model.fused import forward as forward_module
 from common.model.fused.attending import PART_TOKENS
 from common.model.fused.start import difference, new_forwards, with_capture
 from common.model.loader import load_target
@@ -182,7 +181,7 @@ def test_comparing_the_two_shows_no_progress_of_the_model(model: TargetModel, pr
 
 def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.decoder is not None
-    monkeypatch.setattr(forward_module, "_MAX_BUFFERS", 0)
+    monkeypatch.setattr("common.model.fused.forward._MAX_BUFFERS", 0)
     before = set(threading.enumerate())
     with pytest.raises(AssertionError):
         new_forwards([model.decoder], num_threads=2, max_tokens=1)

@@ -215,6 +215,16 @@ def _attend_part(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _few_tokens_before(starts, b):  # type: ignore[no-untyped-def]
+    """New tokens of the requests before `b` that attend here, and not as chunks: what they leave lies before."""
+    total = np.int64(0)
+    for other in range(b):
+        num_new = starts[other + 1] - starts[other]
+        total += num_new if num_new <= MAX_QUERIES else np.int64(0)
+    return total
+
+
+@jit
 def _num_unmasked(call, b):  # type: ignore[no-untyped-def]
     """Of the request's tokens: those that all its queries attend."""
     num_rows = call[Call.NUM_ROWS]
@@ -248,7 +258,7 @@ def attend(call, fields, epsilon, scaling, item, scratch, like):  # type: ignore
     is_shared = num_groups > 1
     if is_shared:
         max_parts = (call[Call.MAX_SEQ_LEN] + PART_TOKENS - 1) // PART_TOKENS
-        parts = call[Call.PARTS] + first * num_heads * (head_dim + 2) * 4 * max_parts
+        parts = call[Call.PARTS] + _few_tokens_before(starts, b) * num_heads * (head_dim + 2) * 4 * max_parts
     else:
         _clear(joined, num_queries, head_dim)
     end = min(num_tokens, end_part * PART_TOKENS)

@@ -111,7 +111,7 @@ class Call(IntEnum):
     LARGEST = 31  # [NUM_SELECTED], as Largest has them; the second are bytes
     NOT_FINITE = 32
     NUM_GROUPS = 33  # of a request's parts, in ATTEND
-    PARTS = 34  # what they leave, with more than one group: [new tokens, parts of MAX_SEQ_LEN, ...] float32
+    PARTS = 34  # what they leave, with more than one group: of each request in turn, [parts of MAX_SEQ_LEN, ...]
     GROUPS_ENDED = 35  # [NUM_ROWS], 0 between two operations
     NUM_THREADS = 36
     BUFFERS = 37  # address and elements of a row, of each
