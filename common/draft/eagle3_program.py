@@ -65,7 +65,8 @@ def _write(checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, dtype: t
     output, given = builder.buffer(size), builder.buffer(captured_size)
     assert (logits, output, given) == (LOGITS, _OUTPUT, _INPUT)
     both, heads = builder.buffer(2 * size), builder.buffer(heads_size + 2 * kv_size)
-    attended, gated = builder.buffer(heads_size), builder.buffer(block.intermediate_size)
+    attended = builder.buffer(heads_size, is_input=True)
+    gated = builder.buffer(block.intermediate_size, is_input=True)
 
     captured = given
     if spec.norm_before_fc:

@@ -61,7 +61,8 @@ def test_ready_servers_take_turns_and_one_that_is_not_gets_nothing(servers: dict
 async def test_the_async_client_does_so_too_and_resumes_at_the_other(servers: dict[str, ScriptedServer]) -> None:
     lost = failure(UNAVAILABLE, "Socket closed")
     set_ready(servers["b"], False)
-    servers["a"].inference.script = [started("a", seed=7), delta([5], "x"), lost]
+    servers["a"].inference.scripts.append([started("a", seed=7), delta([5], "x"), lost])
+    servers["a"].inference.script = [lost]  # who asks it before the news that it is not ready has come
     servers["b"].inference.script = [started("b", seed=7), delta([6], "y"), finished(num_completion_tokens=2)]
     async with AsyncClient(address(servers), resume=True) as client:
         events: list[Any] = []

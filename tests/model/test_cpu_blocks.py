@@ -96,7 +96,7 @@ def test_a_block_that_the_library_changed_is_left_alone(
     model = attention_block(dtype)
     model[0].__class__ = Changed
     model[0].change = change
-    assert fuse_blocks(model) == num_fused
+    assert fuse_blocks(model) == num_fused * can_pack(torch.ones(2, 2, dtype=dtype))
 
 
 def test_blocks_of_other_classes_with_the_same_parts_are_left_alone() -> None:
@@ -123,7 +123,7 @@ def test_an_mlp_with_another_activation_is_left_alone(
     model.to(dtype)
     x = torch.randn(1, 5, 32).to(dtype)
     expected = model(x)
-    assert fuse_blocks(model) == num_fused
+    assert fuse_blocks(model) == num_fused * can_pack(torch.ones(2, 2, dtype=dtype))
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(model(x), expected, atol=tolerance * float(expected.abs().max()), rtol=tolerance)
 

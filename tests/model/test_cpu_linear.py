@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from common.model.cpu_linear import PackedLinear, pack_linears
+from common.model.cpu_linear import PackedLinear, can_pack, pack_linears
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (64,), (2, 5), (1, 1)], ids=str)
@@ -19,9 +19,12 @@ def test_a_packed_layer_agrees_with_a_plain_one(
     torch.manual_seed(0)
     plain = nn.Linear(48, 33, bias=bias, dtype=dtype).requires_grad_(False)
     x = torch.randn(*shape, 48, dtype=dtype)
-    packed = PackedLinear(plain)(x)
+    expected = plain(x)
+    model = nn.Sequential(plain)
+    assert pack_linears(model) == isinstance(model[0], PackedLinear) == can_pack(plain.weight)
+    packed = model(x)
     assert (packed.shape, packed.dtype) == ((*shape, 33), dtype)
-    torch.testing.assert_close(packed, plain(x), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(packed, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -51,7 +51,7 @@ class Attention:
         size, builder = self.size, ProgramBuilder(torch.float32)
         _, states, _ = (
             builder.buffer(1, is_float=True),
-            builder.buffer(size.num_heads * size.head_dim),
+            builder.buffer(size.num_heads * size.head_dim, is_input=True),
             builder.buffer(1),
         )
         qkv = builder.buffer(self.table.shape[1])

@@ -13,7 +13,7 @@ from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, largest
 from common.model.cpu_kernel import exp, jit
 from common.model.fused.attention_products import TOKENS_AHEAD, ask_for_tokens, make_scores, sum_values
 from common.model.fused.memory import add_to_word, pointer, store_word
-from common.model.fused.numbers import read, rounded
+from common.model.fused.numbers import input_like, kept, read, rounded
 from common.model.fused.operations import Call, Field, array_at, buffer_row, elements, words
 from common.model.fused.vectors import fused_multiply_add
 
@@ -315,12 +315,12 @@ def _clear(joined, num_queries, head_dim):  # type: ignore[no-untyped-def]
 def _give_out(call, fields, first, num_new, joined, like):  # type: ignore[no-untyped-def]
     num_heads, head_dim = fields[Field.NUM_HEADS], fields[Field.HEAD_DIM]
     num_shared = num_heads // fields[Field.NUM_KV_HEADS]
-    num_queries = num_new * num_heads
+    num_queries, inputs = num_new * num_heads, input_like(like)
     totals = array_at(pointer(joined + 4 * num_queries * (head_dim + 1)), (num_queries,), np.float32)
     for q in range(num_queries):
         h, m, g = q // (num_new * num_shared), q // num_shared % num_new, q % num_shared
         sums = array_at(pointer(joined + 4 * q * head_dim), (head_dim,), np.float32)
         share = np.float32(1) / totals[q]
-        target = buffer_row(call, fields[Field.TARGET], first + m, head_dim, (h * num_shared + g) * head_dim, like)
+        target = buffer_row(call, fields[Field.TARGET], first + m, head_dim, (h * num_shared + g) * head_dim, inputs)
         for d in range(head_dim):
-            target[d] = rounded(sums[d] * share, like)
+            target[d] = kept(sums[d] * share, target, like)

@@ -21,7 +21,7 @@ from common.model.cpu_kernel import exp, jit
 from common.model.fused.attending import rotate
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
-from common.model.fused.numbers import rounded
+from common.model.fused.numbers import input_like, kept, rounded
 from common.model.fused.operations import Call, Field, array_at, buffer_row, elements, words
 
 QUERY_TOKENS = 64
@@ -42,12 +42,12 @@ def packed_numbers(num_packed_tokens: int, num_kv_heads: int, head_dim: int) -> 
     return num_packed_tokens * num_kv_heads * (head_dim + packed_tokens(head_dim))
 
 
-def scratch_bytes(num_shared: int, head_dim: int, itemsize: int) -> int:
+def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
     """Of a thread that attends, for `num_shared` query heads a KV head."""
     num_queries = num_shared * QUERY_TOKENS
     width = packed_tokens(head_dim)
     floats = num_queries * (width + 2) + MAX_ROWS * (BLOCK_KEYS + PANEL_WIDTH) + head_dim
-    return 4 * floats + itemsize * (num_queries * head_dim + MAX_ROWS * BLOCK_KEYS)
+    return 4 * floats + input_itemsize * (num_queries * head_dim + MAX_ROWS * BLOCK_KEYS)
 
 
 @jit
@@ -158,7 +158,7 @@ def _weigh(scores, num_panels, highest, scaling, weights, like):  # type: ignore
         target = weights[p * PANEL_WIDTH : (p + 1) * PANEL_WIDTH]
         for i in range(PANEL_WIDTH):
             weight = exp((panel[i] - highest) * scaling)
-            target[i] = rounded(weight, like)
+            target[i] = kept(weight, target, like)
             total += weight
     return total
 
@@ -167,7 +167,7 @@ def _weigh(scores, num_panels, highest, scaling, weights, like):  # type: ignore
 def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type: ignore[no-untyped-def]
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
-    size = like.itemsize
+    size, inputs = like.itemsize, input_like(like)
     scale = np.float32(scaling)
     part, h = words(call[Call.QUERY_PARTS] + item // num_kv_heads * 16, 2), item % num_kv_heads
     b, begin = part[0], part[1]
@@ -184,15 +184,15 @@ def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type:
     outputs_address = scores_address + MAX_ROWS * BLOCK_KEYS * 4
     highest_address = outputs_address + num_rows * width * 4
     queries_address = highest_address + 2 * num_rows * 4 + head_dim * 4
-    weights_address = queries_address + num_rows * head_dim * size
+    weights_address = queries_address + num_rows * head_dim * inputs.itemsize
     products = array_at(pointer(products_address), (MAX_ROWS * PANEL_WIDTH,), np.float32)
     scores = array_at(pointer(scores_address), (MAX_ROWS * BLOCK_KEYS,), np.float32)
     outputs = array_at(pointer(outputs_address), (num_rows, width), np.float32)
     highest = array_at(pointer(highest_address), (num_rows,), np.float32)
     totals = array_at(pointer(highest_address + num_rows * 4), (num_rows,), np.float32)
     token = array_at(pointer(highest_address + 2 * num_rows * 4), (head_dim,), np.float32)
-    queries = elements(queries_address, num_rows * head_dim, like)
-    weights = elements(weights_address, MAX_ROWS * BLOCK_KEYS, like)
+    queries = elements(queries_address, num_rows * head_dim, inputs)
+    weights = elements(weights_address, MAX_ROWS * BLOCK_KEYS, inputs)
     positions = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])
     for m in range(num_queries):
         angles = positions[first + m] * head_dim * size
@@ -205,7 +205,7 @@ def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type:
             q = g * num_queries + m
             target = queries[q * head_dim : (q + 1) * head_dim]
             for d in range(head_dim):
-                target[d] = rounded(token[d], like)
+                target[d] = kept(token[d], target, like)
             outputs[q, :] = 0
             highest[q] = -np.inf
             totals[q] = 0
@@ -218,11 +218,11 @@ def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type:
             num_panels = (min(num_keys, BLOCK_KEYS) + PANEL_WIDTH - 1) // PANEL_WIDTH
             if num_keys <= 0:
                 continue
-            x = queries_address + start * head_dim * size
+            x, x_stride = queries_address + start * head_dim * inputs.itemsize, head_dim * inputs.itemsize
             for p in range(num_panels):
                 panel = keys + (block + p * PANEL_WIDTH) * head_dim * size
                 out = scores_address + p * MAX_ROWS * PANEL_WIDTH * 4
-                panel_products(panel, x, head_dim * size, head_dim * size // 4, num_block_rows, out, like)
+                panel_products(panel, x, x_stride, head_dim * size // 4, num_block_rows, out, like)
             for r in range(num_block_rows):
                 q = start + r
                 num_visible = num_before + q % num_queries + 1 - block
@@ -234,18 +234,16 @@ def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type:
                 _mask(row, num_panels, num_visible)
                 seen = _highest(row, num_panels, products)
                 if seen > highest[q]:
-                    kept = exp((highest[q] - seen) * scale)
+                    decay = exp((highest[q] - seen) * scale)
                     highest[q] = seen
-                    totals[q] *= kept
+                    totals[q] *= decay
                     for d in range(width):
-                        outputs[q, d] *= kept
+                        outputs[q, d] *= decay
                 totals[q] += _weigh(row, num_panels, highest[q], scale, row_weights, like)
-            num_steps = num_panels * PANEL_WIDTH * size // 4
+            num_steps, stride = num_panels * PANEL_WIDTH * size // 4, BLOCK_KEYS * inputs.itemsize
             for p in range(num_value_panels):
                 panel = values + (p * num_packed + block) * PANEL_WIDTH * size
-                panel_products(
-                    panel, weights_address, BLOCK_KEYS * size, num_steps, num_block_rows, products_address, like
-                )
+                panel_products(panel, weights_address, stride, num_steps, num_block_rows, products_address, like)
                 for r in range(num_block_rows):
                     output = outputs[start + r, p * PANEL_WIDTH : (p + 1) * PANEL_WIDTH]
                     sums = products[r * PANEL_WIDTH : (r + 1) * PANEL_WIDTH]
@@ -253,7 +251,7 @@ def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type:
                         output[d] += sums[d]
     for q in range(num_rows):
         start = (h * num_shared + q // num_queries) * head_dim
-        target = buffer_row(call, fields[Field.TARGET], first + q % num_queries, head_dim, start, like)
+        target = buffer_row(call, fields[Field.TARGET], first + q % num_queries, head_dim, start, inputs)
         share = np.float32(1) / totals[q]
         for d in range(head_dim):
-            target[d] = rounded(outputs[q, d] * share, like)
+            target[d] = kept(outputs[q, d] * share, target, like)

@@ -1,7 +1,8 @@
 """Products of a request's queries with the keys, and of their weights with the values, of a run of its tokens.
 
-A token's numbers are read where they lie in the pool, in vectors, once for a pass of up to four queries; nothing is
-gathered. A pass takes 64 numbers of each head, or 16 where there are no more, and the rest of a head one by one.
+A token's numbers are read where they lie in the pool, in vectors, once for a pass of a few queries; nothing is
+gathered. A pass takes as many numbers of each head as registers allow, or a vector of them where there are no more,
+and the rest of a head one by one.
 
 Of all functions: `plane` is the address of slot 0's numbers of one KV head, slots lie `token_bytes` apart; `slots` is
 the address of the tokens' slots (int64); other arrays are float32, of `stride` or `head_dim` a query.
@@ -9,7 +10,6 @@ the address of the tokens' slots (int64); other arrays are float32, of `stride` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +24,9 @@ from common.model.fused.operations import array_at, elements, words
 from common.model.fused.vectors import (
     FLOAT,
     FLOATS,
+    HAS_WIDE_REGISTERS,
     LANES,
+    LINE_BYTES,
     WORD,
     load_floats,
     multiply_add,
@@ -32,12 +34,13 @@ from common.model.fused.vectors import (
     spread,
     store_floats,
     sums_of_lanes,
+    switch,
 )
 
-_WIDE = 4 * LANES
-_QUERIES = 4  # of a pass, at most
+_OF_SCORES = 64  # numbers of a head in a pass
+_OF_SUMS = 64 if HAS_WIDE_REGISTERS else 32
+_QUERIES = 4 if HAS_WIDE_REGISTERS else 3  # of a pass, at most
 _SCORES_TOGETHER = 4  # tokens; a query's scores have room for whole fours
-_LINE_BYTES = 64
 TOKENS_AHEAD = 16
 
 _FOUR = ir.VectorType(FLOAT, _SCORES_TOGETHER)
@@ -62,7 +65,7 @@ def ask_for_tokens(plane, token_bytes, slots, num_tokens):  # type: ignore[no-un
     """All heads of them, before they are needed: they lie anywhere, which hardware cannot foresee."""
     places = words(slots, num_tokens)
     for t in range(num_tokens):
-        for offset in range(0, token_bytes, _LINE_BYTES):
+        for offset in range(0, token_bytes, LINE_BYTES):
             prefetch_at(plane + places[t] * token_bytes + offset)
 
 
@@ -75,7 +78,7 @@ def _scores_of(num_vectors: int) -> Any:
             def generate_for(num: int) -> None:
                 _generate_scores(builder, arguments[:7] + arguments[8:11], num_vectors, num, like.dtype)
 
-            _switch(builder, arguments[7], generate_for)
+            switch(builder, arguments[7], _QUERIES, generate_for)
             return target.get_dummy_value()
 
         return types.void(*(_PLACE,) * 10, types.boolean, like), generate
@@ -83,7 +86,7 @@ def _scores_of(num_vectors: int) -> Any:
     return scores
 
 
-def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: types.Type) -> None:
+def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
     """Four tokens at a time, the last of them again where there are no four."""
     plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, out, stride, adds = arguments
     starts = [builder.add(queries, builder.mul(head_dim, WORD(4 * query))) for query in range(num_queries)]
@@ -91,18 +94,19 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
     last = builder.sub(num_tokens, WORD(1))
     zeros = ir.Constant(_FOUR, [0.0] * _SCORES_TOGETHER)
     first, loop, before = _begin_loop(builder)
-    products: list[list[Any]] = [[] for _ in range(num_queries)]
+    addresses = []
     for place in range(_SCORES_TOGETHER):
         token = builder.add(first, WORD(place))
         _ask_ahead(builder, plane, token_bytes, slots, token, num_near, num_vectors, element)
         token = builder.select(builder.icmp_signed("<", token, last), token, last)
-        address = _token_address(builder, plane, token_bytes, slots, token)
-        keys = load_floats(builder, address, num_vectors, element)
-        for query, numbers in enumerate(wanted):
-            total = builder.fmul(keys[0], numbers[0])
-            for key, number in zip(keys[1:], numbers[1:], strict=True):
-                total = multiply_add(builder, key, number, total)
-            products[query].append(total)
+        addresses.append(_token_address(builder, plane, token_bytes, slots, token))
+    products = [[ir.Constant(FLOATS, [0.0] * LANES)] * _SCORES_TOGETHER for _ in range(num_queries)]
+    for vector in range(num_vectors):  # of all tokens and queries in turn: what is loaded is soon done with
+        offset = WORD(vector * LANES * element.bitwidth // 8)
+        for place, address in enumerate(addresses):
+            (key,) = load_floats(builder, builder.add(address, offset), 1, element)
+            for query, numbers in enumerate(wanted):
+                products[query][place] = multiply_add(builder, key, numbers[vector], products[query][place])
     for query, vectors in enumerate(products):
         place = builder.add(builder.mul(stride, WORD(query)), first)
         where = builder.inttoptr(builder.add(out, builder.mul(place, WORD(4))), _FOUR.as_pointer())
@@ -122,7 +126,7 @@ def _sums_of(num_vectors: int) -> Any:
             def generate_for(num: int) -> None:
                 _generate_sums(builder, arguments[:7] + arguments[8:10], num_vectors, num, like.dtype)
 
-            _switch(builder, arguments[7], generate_for)
+            switch(builder, arguments[7], _QUERIES, generate_for)
             return target.get_dummy_value()
 
         return types.void(*(_PLACE,) * 10, like), generate
@@ -130,21 +134,24 @@ def _sums_of(num_vectors: int) -> Any:
     return sums
 
 
-def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: types.Type) -> None:
+def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
     """The sums of all tokens stay in registers."""
     plane, token_bytes, slots, num_tokens, num_near, weights, stride, out, head_dim = arguments
     token, loop, before = _begin_loop(builder)
     totals = [builder.phi(FLOATS) for _ in range(num_queries * num_vectors)]
     _ask_ahead(builder, plane, token_bytes, slots, token, num_near, num_vectors, element)
     address = _token_address(builder, plane, token_bytes, slots, token)
-    values = load_floats(builder, address, num_vectors, element)
-    new = []
+    own_weights = []
     for query in range(num_queries):
         place = builder.add(builder.mul(stride, WORD(query)), token)
         weight = builder.load(builder.gep(builder.inttoptr(weights, FLOAT.as_pointer()), [place]))
-        everywhere = spread(builder, weight, FLOATS)
-        for number, value in enumerate(values):
-            new.append(multiply_add(builder, value, everywhere, totals[query * num_vectors + number]))
+        own_weights.append(spread(builder, weight, FLOATS))
+    new = list(totals)
+    for vector in range(num_vectors):
+        offset = WORD(vector * LANES * element.bitwidth // 8)
+        (value,) = load_floats(builder, builder.add(address, offset), 1, element)
+        for place in range(vector, len(new), num_vectors):
+            new[place] = multiply_add(builder, value, own_weights[place // num_vectors], totals[place])
     for total, number in zip(totals, new, strict=True):
         total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
         total.add_incoming(number, loop)
@@ -153,19 +160,6 @@ def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: 
         query, vector = divmod(place, num_vectors)
         offset = builder.add(builder.mul(head_dim, WORD(query)), WORD(vector * LANES))
         store_floats(builder, number, builder.add(out, builder.mul(offset, WORD(4))))
-
-
-def _switch(builder: Any, num_queries: Any, generate_for: Callable[[int], None]) -> None:
-    """Code for each number of queries up to _QUERIES, of which one runs."""
-    cases = [builder.append_basic_block("queries") for _ in range(_QUERIES)]
-    after = builder.append_basic_block("after")
-    choice = builder.switch(num_queries, cases[-1])
-    for num, case in enumerate(cases, 1):
-        choice.add_case(WORD(num), case)
-        builder.position_at_end(case)
-        generate_for(num)
-        builder.branch(after)
-    builder.position_at_end(after)
 
 
 def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
@@ -190,7 +184,7 @@ def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: An
     later, last = builder.add(token, WORD(TOKENS_AHEAD)), builder.sub(num_near, WORD(1))
     later = builder.select(builder.icmp_signed("<", later, last), later, last)
     address = _token_address(builder, plane, token_bytes, slots, later)
-    for offset in range(0, num_vectors * LANES * element.bitwidth // 8, _LINE_BYTES):
+    for offset in range(0, num_vectors * LANES * element.bitwidth // 8, LINE_BYTES):
         where = builder.add(address, WORD(offset))
         prefetch_line(builder, builder.inttoptr(where, ir.IntType(8).as_pointer()))
 
@@ -200,8 +194,8 @@ def _token_address(builder: Any, plane: Any, token_bytes: Any, slots: Any, token
     return builder.add(plane, builder.mul(slot, token_bytes))
 
 
-_wide_scores, _narrow_scores = _scores_of(_WIDE // LANES), _scores_of(1)
-_wide_sums, _narrow_sums = _sums_of(_WIDE // LANES), _sums_of(1)
+_wide_scores, _narrow_scores = _scores_of(_OF_SCORES // LANES), _scores_of(1)
+_wide_sums, _narrow_sums = _sums_of(_OF_SUMS // LANES), _sums_of(1)
 
 
 @jit
@@ -213,9 +207,9 @@ def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_d
         d = np.int64(0)
         while d < head_dim:
             x, keys, adds = queries + (q * head_dim + d) * 4, plane + d * size, d > 0
-            if d + _WIDE <= head_dim:
+            if d + _OF_SCORES <= head_dim:
                 _wide_scores(keys, token_bytes, slots, num_tokens, num_near, x, head_dim, num, y, stride, adds, like)
-                d += _WIDE
+                d += _OF_SCORES
             elif d + LANES <= head_dim:
                 _narrow_scores(keys, token_bytes, slots, num_tokens, num_near, x, head_dim, num, y, stride, adds, like)
                 d += LANES
@@ -248,9 +242,9 @@ def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride,
         d = np.int64(0)
         while d < head_dim:
             y, values = out + (q * head_dim + d) * 4, plane + d * size
-            if d + _WIDE <= head_dim:
+            if d + _OF_SUMS <= head_dim:
                 _wide_sums(values, token_bytes, slots, num_tokens, num_near, x, stride, num, y, head_dim, like)
-                d += _WIDE
+                d += _OF_SUMS
             elif d + LANES <= head_dim:
                 _narrow_sums(values, token_bytes, slots, num_tokens, num_near, x, stride, num, y, head_dim, like)
                 d += LANES

@@ -12,6 +12,7 @@ from torch import Tensor
 from common.model.capture import HiddenCapture
 from common.model.forward_program import AttentionSize, Program
 from common.model.fused.dot_products import PANEL_WIDTH, packed
+from common.model.fused.numbers import input_dtype
 from common.model.fused.operations import Field, Kind, Store
 from common.model.fused.weight_memory import WeightMemory
 
@@ -59,6 +60,7 @@ class ProgramBuilder:
         self._numbers: list[tuple[float, float]] = []
         self._widths: list[int] = []
         self._float_buffers: set[int] = set()
+        self._inputs: set[int] = set()
         self._kept: list[Tensor] = []
         self._normed_width = 0
         self._normed: dict[int, int] = {}  # buffers of normed inputs, by width
@@ -68,12 +70,17 @@ class ProgramBuilder:
     def num_operations(self) -> int:
         return len(self._operations)
 
-    def buffer(self, width: int, *, is_float: bool = False) -> int:
-        """A buffer with a row of `width` for each token, in the model's dtype or float32."""
+    def buffer(self, width: int, *, is_float: bool = False, is_input: bool = False) -> int:
+        """A buffer with a row of `width` for each token, in the model's dtype, float32, or as a LINEAR reads its input:
+        what ATTEND and a gate leave.
+        """
+        number = len(self._widths)
         self._widths.append(width)
-        if is_float:
-            self._float_buffers.add(len(self._widths) - 1)
-        return len(self._widths) - 1
+        if is_input:
+            self._inputs.add(number)
+        if is_float or (is_input and input_dtype(self._dtype) == torch.float32):
+            self._float_buffers.add(number)
+        return number
 
     def embed(self, weight: Tensor, target: int) -> None:
         self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
@@ -105,10 +112,12 @@ class ProgramBuilder:
         num_outputs, width = weight.shape
         num_panels = -(-num_outputs // PANEL_WIDTH)
         normed = 0
-        if norm is not None or selected_rows:
+        is_copied = norm is not None or (source not in self._inputs and input_dtype(self._dtype) != self._dtype)
+        assert not (source in self._inputs and (is_copied or selected_rows)), "is read as it is"
+        if is_copied or selected_rows:
             self._normed_width = max(self._normed_width, width)
-        if norm is not None and not selected_rows:
-            normed = self._normed[width] = self._normed.get(width) or self.buffer(width)
+        if is_copied and not selected_rows:
+            normed = self._normed[width] = self._normed.get(width) or self.buffer(width, is_input=True)
             norming = {Field.SOURCE: source, Field.TARGET: normed, Field.WIDTH: width}
             self._add(Kind.INPUT_NORM, {**norming, Field.NORM: self._address(norm)}, epsilon=epsilon)
         fields = {
@@ -124,6 +133,7 @@ class ProgramBuilder:
             Field.SELECTED_ROWS: selected_rows,
             Field.SHOWS_LAYER: shows_layer,
             Field.NORMED: normed,
+            Field.COPIED: is_copied,
         }
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
 
@@ -133,6 +143,7 @@ class ProgramBuilder:
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
         """silu(gate(x)) * up(x): each panel has half a panel of either."""
         half = PANEL_WIDTH // 2
+        assert target in self._inputs
         both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
         self.linear(source, target, both.flatten(0, 2), norm=norm, epsilon=epsilon, store=Store.GATE)
 
@@ -147,6 +158,7 @@ class ProgramBuilder:
         key_norm: Tensor | None = None,
         epsilon: float = 0.0,
     ) -> None:
+        assert target in self._inputs
         assert self._attention in (None, size), "the layers' attention is of one size"
         self._attention = size
         fields = {

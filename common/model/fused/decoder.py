@@ -69,8 +69,8 @@ def _program(model: nn.Module) -> Program:
     assert (logits, states, stream) == (LOGITS, STATES, STREAM)
     size = _attention_size(base.layers[0].self_attn)
     heads = builder.buffer((size.num_heads + 2 * size.num_kv_heads) * size.head_dim)
-    attended = builder.buffer(size.num_heads * size.head_dim)
-    gated = builder.buffer(base.layers[0].mlp.gate_proj.out_features)
+    attended = builder.buffer(size.num_heads * size.head_dim, is_input=True)
+    gated = builder.buffer(base.layers[0].mlp.gate_proj.out_features, is_input=True)
     builder.embed(base.embed_tokens.weight.detach(), stream)
     for number, layer in enumerate(base.layers):
         attention, mlp = layer.self_attn, layer.mlp

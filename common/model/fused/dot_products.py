@@ -1,15 +1,17 @@
 """Products of few rows with a panel of a packed weight: the one loop in which a decode step spends its time.
 
-    packed weight   [panels, steps, PANEL_WIDTH, step]   a step is what one instruction takes of a row: two bfloat16 or
-                                                         one float32
+    packed weight   [panels, steps, PANEL_WIDTH, step]   a step: two bfloat16 or one float32, 4 bytes of a row
     out [rows, PANEL_WIDTH] float32 = x [rows, steps * step] times one panel
 
-Each number of a panel is read once, in the order of memory, for up to MAX_ROWS rows, whose sums stay in registers.
-Where the CPU has no products of bfloat16 pairs they are made of float32 ones.
+A pass takes as many of a panel's outputs and rows of x as the CPU's vector registers hold sums of: with AVX-512 whole
+panels, each number of which is read once and in the order of memory, else half of each step and then the other.
+Where the CPU has no products of bfloat16 pairs they are made of float32 ones, and x is float32 (`input_like`).
+A sum is taken in the order of the steps whatever the pass, so that it does not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,21 +25,25 @@ from common.model.fused.numbers import Bfloat16, has_bfloat16
 from common.model.fused.vectors import (
     FLOAT,
     FLOATS,
-    INT,
+    HAS_WIDE_REGISTERS,
     INTS,
     LANES,
+    LINE_BYTES,
     WORD,
     declared,
+    hidden,
     multiply_add,
     prefetch_line,
     spread,
+    switch,
 )
 from common.model.fused.weight_memory import WeightMemory
 
 PANEL_WIDTH = 32
-MAX_ROWS = 8
-_LINES_AHEAD = 16  # of the panel, asked for before they are needed
+MAX_ROWS, _MAX_WHOLE_ROWS = (8, 8) if HAS_WIDE_REGISTERS else (5, 2)
+_BYTES_AHEAD = 1024  # of the panel, asked for before they are needed
 
+_PANEL_VECTORS = PANEL_WIDTH // LANES
 _BFLOATS = ir.VectorType(Bfloat16(), 2 * LANES)
 
 
@@ -62,46 +68,79 @@ def packed(weight: Tensor, memory: WeightMemory) -> Tensor:
     return panels
 
 
-def _kernel_of(num_rows: int) -> Any:
+def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -> Any:
+    """An intrinsic as `panel_products` is: for 1 to `max_rows` rows, of whole steps for up to `max_whole_rows`."""
+
     @intrinsic
-    def products(_context, panel, x, x_stride, num_steps, out, like):  # type: ignore[no-untyped-def]
-        make_step = _bfloat16_step if like.dtype == types.uint16 else _float32_step
+    def products(_context, panel, x, x_stride, num_steps, num_rows, out, like):  # type: ignore[no-untyped-def]
+        if like.dtype == types.uint16:
+            multiply = _multiply_pairs if multiplies_pairs else _multiply_halves
+        else:
+            multiply = _multiply_floats
 
         def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-            _generate(builder, arguments, num_rows, make_step)
+            def generate_for(num_rows: int) -> None:
+                num_vectors = _PANEL_VECTORS if num_rows <= max_whole_rows else _PANEL_VECTORS // 2
+                for first in range(0, _PANEL_VECTORS, num_vectors):
+                    outputs = range(first, first + num_vectors)
+                    _generate_pass(builder, arguments[:4] + arguments[5:6], num_rows, outputs, multiply)
+
+            switch(builder, arguments[4], max_rows, generate_for)
             return target.get_dummy_value()
 
         word = types.int64
-        return types.void(word, word, word, word, word, like), generate
+        return types.void(word, word, word, word, word, word, like), generate
 
     return products
 
 
-def _generate(builder: Any, arguments: Any, num_rows: int, make_step: Any) -> None:
-    panel, x, x_stride, num_steps, out, _ = arguments
+class _Step:
+    """What one step of a pass reads."""
+
+    def __init__(self, builder: Any, vectors: Any, rows: list[Any], outputs: range, number: Any) -> None:
+        self._builder, self._vectors, self._rows, self._outputs, self._number = builder, vectors, rows, outputs, number
+
+    def weights(self) -> list[Any]:
+        first = self._builder.mul(self._number, WORD(_PANEL_VECTORS))
+        loaded = []
+        for vector in self._outputs:
+            place = self._builder.add(first, WORD(vector))
+            loaded.append(self._builder.load(self._builder.gep(self._vectors, [place])))
+            loaded[-1].align = 4 * LANES
+        return loaded
+
+    def numbers(self, kind: ir.Type, *, size: int = 1, place: int = 0) -> Iterator[Any]:
+        """Of each row, in every lane: number `place` of the step's `size`. Loaded just before it is wanted: few
+        registers are left for it.
+        """
+        place = self._builder.add(self._builder.mul(self._number, WORD(size)), WORD(place))
+        for row in self._rows:
+            start = self._builder.inttoptr(row, kind.element.as_pointer())
+            yield spread(self._builder, self._builder.load(self._builder.gep(start, [place])), kind)
+
+    def again(self) -> _Step:
+        """The same, to be loaded once more."""
+        return _Step(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
+
+
+def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, multiply: Any) -> None:
+    """`outputs`: which vectors of each step."""
+    panel, x, x_stride, num_steps, out = arguments
     vectors = builder.inttoptr(panel, INTS.as_pointer())
-    starts = [builder.add(x, builder.mul(x_stride, WORD(row))) for row in range(num_rows)]
-    rows = [builder.inttoptr(start, INT.as_pointer()) for start in starts]
+    rows = [builder.add(x, builder.mul(x_stride, WORD(row))) for row in range(num_rows)]
     before, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("end")
     builder.branch(loop)
     builder.position_at_end(loop)
     number = builder.phi(WORD)
     number.add_incoming(WORD(0), before)
-    sums = [builder.phi(FLOATS) for _ in range(num_rows * 2)]
+    sums = [builder.phi(FLOATS) for _ in range(num_rows * len(outputs))]
     for total in sums:
         total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
-    place = builder.mul(number, WORD(2))
-    weights = []
-    for half in range(2):
-        address = builder.gep(vectors, [builder.add(place, WORD(half))])
-        prefetch_line(builder, builder.gep(vectors, [builder.add(place, WORD(half + _LINES_AHEAD))]))
-        weight = builder.load(address)
-        weight.align = 64
-        weights.append(weight)
-    multiply = make_step(builder, weights)
-    new: list[Any] = []
-    for row in range(num_rows):
-        new += multiply(builder.load(builder.gep(rows[row], [number])), sums[2 * row : 2 * row + 2])
+    if outputs[0] == 0:
+        for offset in range(0, 4 * PANEL_WIDTH, LINE_BYTES):  # what the other pass reads, too
+            ahead = builder.add(builder.mul(number, WORD(4 * PANEL_WIDTH)), WORD(offset + _BYTES_AHEAD))
+            prefetch_line(builder, builder.inttoptr(builder.add(panel, ahead), INTS.as_pointer()))
+    new = multiply(builder, _Step(builder, vectors, rows, outputs, number), sums)
     following = builder.add(number, WORD(1))
     number.add_incoming(following, loop)
     for total, value in zip(sums, new, strict=True):
@@ -110,75 +149,51 @@ def _generate(builder: Any, arguments: Any, num_rows: int, make_step: Any) -> No
     builder.position_at_end(after)
     results = builder.inttoptr(out, FLOAT.as_pointer())
     for place_of, value in enumerate(new):
-        address = builder.bitcast(builder.gep(results, [WORD(place_of * LANES)]), FLOATS.as_pointer())
+        row, vector = divmod(place_of, len(outputs))
+        place = WORD((row * _PANEL_VECTORS + outputs[vector]) * LANES)
+        address = builder.bitcast(builder.gep(results, [place]), FLOATS.as_pointer())
         builder.store(value, address).align = 4
 
 
-def _bfloat16_step(builder: Any, weights: list[Any]) -> Any:
-    if not has_bfloat16():
-        return _bfloat16_step_of_float32(builder, weights)
+def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
+    """New sums, of each row's vectors in turn."""
     name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
     function = declared(builder, name, kind)
-    pairs = [builder.bitcast(weight, _BFLOATS) for weight in weights]
-
-    def multiply(pair: Any, sums: list[Any]) -> list[Any]:
-        everywhere = builder.bitcast(spread(builder, pair, INTS), _BFLOATS)
-        return [builder.call(function, [total, weight, everywhere]) for total, weight in zip(sums, pairs, strict=True)]
-
-    return multiply
+    weights, old = [builder.bitcast(weight, _BFLOATS) for weight in step.weights()], iter(sums)
+    pairs = (builder.bitcast(pair, _BFLOATS) for pair in step.numbers(INTS))
+    return [builder.call(function, [next(old), weight, pair]) for pair in pairs for weight in weights]
 
 
-def _bfloat16_step_of_float32(builder: Any, weights: list[Any]) -> Any:
-    def halves(bits: Any, kind: ir.Type, floats: ir.Type) -> list[Any]:
-        def constant(number: int) -> Any:
-            return ir.Constant(kind, [number] * LANES) if isinstance(kind, ir.VectorType) else kind(number)
-
-        low, high = builder.shl(bits, constant(16)), builder.and_(bits, constant(0xFFFF0000))
-        return [builder.bitcast(low, floats), builder.bitcast(high, floats)]
-
-    split = [halves(weight, INTS, FLOATS) for weight in weights]
-
-    def multiply(pair: Any, sums: list[Any]) -> list[Any]:
-        everywhere = [spread(builder, number, FLOATS) for number in halves(pair, INT, FLOAT)]
-        for place, parts in enumerate(split):
-            for part, number in zip(parts, everywhere, strict=True):
-                sums[place] = multiply_add(builder, part, number, sums[place])
-        return sums
-
-    return multiply
+def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
+    """Weights are loaded twice: registers that kept them from one half to the other would be too many."""
+    for place, half in enumerate((_lower, _upper)):
+        weights, old = [half(builder, weight) for weight in step.weights()], iter(sums)
+        numbers = step.numbers(FLOATS, size=2, place=place)
+        sums = [multiply_add(builder, weight, number, next(old)) for number in numbers for weight in weights]
+        step = step.again()
+    return sums
 
 
-def _float32_step(builder: Any, weights: list[Any]) -> Any:
-    floats = [builder.bitcast(weight, FLOATS) for weight in weights]
-
-    def multiply(number: Any, sums: list[Any]) -> list[Any]:
-        everywhere = spread(builder, builder.bitcast(number, FLOAT), FLOATS)
-        return [multiply_add(builder, part, everywhere, total) for part, total in zip(floats, sums, strict=True)]
-
-    return multiply
+def _multiply_floats(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
+    weights, old = [builder.bitcast(weight, FLOATS) for weight in step.weights()], iter(sums)
+    numbers = step.numbers(FLOATS)
+    return [multiply_add(builder, weight, number, next(old)) for number in numbers for weight in weights]
 
 
-_one, _two, _three, _four, _five, _six, _seven, _eight = (_kernel_of(num_rows) for num_rows in range(1, MAX_ROWS + 1))
+def _lower(builder: Any, pairs: Any) -> Any:
+    return builder.bitcast(builder.shl(pairs, ir.Constant(INTS, [16] * LANES)), FLOATS)
+
+
+def _upper(builder: Any, pairs: Any) -> Any:
+    return builder.bitcast(builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES)), FLOATS)
+
+
+_products = products_of(MAX_ROWS, _MAX_WHOLE_ROWS, multiplies_pairs=has_bfloat16())
 
 
 @jit
 def panel_products(panel, x, x_stride, num_steps, num_rows, out, like):  # type: ignore[no-untyped-def]
-    """Of addresses: `x_stride` bytes from one row of x to the next, 1 .. MAX_ROWS rows. `like` is an array of the
-    weights' bits: uint16 for bfloat16, or float32.
+    """Of addresses: `x_stride` bytes from one row of x to the next, 1 .. MAX_ROWS rows, of `input_like` numbers.
+    `like` is an array of the weights' bits: uint16 for bfloat16, or float32.
     """
-    if num_rows == 8:
-        _eight(panel, x, x_stride, num_steps, out, like)
-    elif num_rows == 1:
-        _one(panel, x, x_stride, num_steps, out, like)
-    elif num_rows == 2:
-        _two(panel, x, x_stride, num_steps, out, like)
-    elif num_rows == 3:
-        _three(panel, x, x_stride, num_steps, out, like)
-    elif num_rows == 4:
-        _four(panel, x, x_stride, num_steps, out, like)
-    elif num_rows == 5:
-        _five(panel, x, x_stride, num_steps, out, like)
-    elif num_rows == 6:
-        _six(panel, x, x_stride, num_steps, out, like)
-    else:
-        _seven(panel, x, x_stride, num_steps, out, like)
+    _products(panel, x, x_stride, num_steps, num_rows, out, like)

@@ -16,6 +16,7 @@ from common.model.forward_program import FusedDecoder, Largest, OnLayerKv, Progr
 from common.model.fused import attending, attending_chunks
 from common.model.fused.chunk_parts import ChunkParts
 from common.model.fused.decoder import LOGITS, STATES, STREAM
+from common.model.fused.numbers import input_dtype
 from common.model.fused.operations import MANY_TOKENS, Call, Field, Kind
 from common.model.fused.program import SUMS_BYTES
 from common.model.fused.team import Team
@@ -263,7 +264,7 @@ class FusedForward:
 
     def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
         """Of each thread; a multiple of 64."""
-        attention, itemsize = self._program.attention, self._program.dtype.itemsize
+        attention, itemsize = self._program.attention, input_dtype(self._program.dtype).itemsize
         num_few = max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
         wanted = attending.scratch_bytes(
             num_few * attention.num_heads, num_few * attention.num_heads // attention.num_kv_heads, attention.head_dim

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any, cast
 
 import llvmlite.binding
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from common.model.cpu_kernel import Kernel, exp, jit
+from common.model.fused.memory import pointer
 
 DTYPES = (torch.bfloat16, torch.float32)
 
+_array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
 _HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
@@ -34,6 +37,11 @@ class Bfloat16(ir.Type):  # type: ignore[misc]
 def has_bfloat16() -> bool:
     """Whether the CPU multiplies pairs of bfloat16, and rounds to them."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+
+
+def input_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the rows that meet weights of `dtype`: float32 where they would be made that for each product."""
+    return dtype if has_bfloat16() else torch.float32
 
 
 @intrinsic
@@ -65,10 +73,41 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
     return builder.trunc(builder.select(is_number, nearest, _BITS(0x7FC0)), _HALF)
 
 
+@intrinsic
+def _kept(_context, number, target, like):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        if like.dtype == types.float32:
+            return arguments[0]
+        half = _to_bfloat16(builder, arguments[0])
+        return (
+            half
+            if target.dtype == like.dtype
+            else builder.bitcast(builder.shl(builder.zext(half, _BITS), _BITS(16)), _FLOAT)
+        )
+
+    return target.dtype(types.float32, target, like), generate
+
+
+def _input_like(like: Any) -> Any:
+    raise NotImplementedError("in kernels only")
+
+
+@overload(_input_like)
+def _inputs_like(like):  # type: ignore[no-untyped-def]
+    dtype = like.dtype if has_bfloat16() else types.float32
+    return lambda like: _array_at(pointer(0), (0,), dtype)
+
+
 read = cast("Kernel", _read)
 """`read(element)` is its float32."""
 rounded = cast("Kernel", _rounded)
 """`rounded(number, like)` is the element that an array like `like` keeps of a float32."""
+
+
+kept = cast("Kernel", _kept)
+"""`kept(number, target, like)` is the element of array `target` for a float32 that is rounded to `like`'s dtype."""
+input_like = cast("Kernel", _input_like)
+"""`input_like(like)`: an array without elements, of `input_dtype`."""
 
 
 @jit

@@ -10,6 +10,9 @@
 What a LINEAR norms of few tokens each thread norms for itself: that is faster than one more wait for each other. From
 MANY_TOKENS on INPUT_NORM does it for all. Requests of more than MAX_QUERIES new tokens attend as chunks.
 
+Where the CPU has no products of bfloat16 pairs, what a LINEAR reads is float32 (`input_like`): norms, attention and
+gates leave it so, rounded to bfloat16, and rows of other buffers are made so on the way in.
+
 Numbers are rounded to the model's dtype where the model's own layers round them: after a norm, a linear layer, a sum.
 """
 
@@ -25,7 +28,7 @@ from numba.extending import overload
 from common.model.cpu_kernel import Kernel, jit
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
-from common.model.fused.numbers import read, rounded, silu
+from common.model.fused.numbers import input_like, kept, read, rounded, silu
 
 
 class Kind(IntEnum):
@@ -72,6 +75,7 @@ class Field(IntEnum):
     HEAD_DIM = 16
     SHOWS_LAYER = 17
     NORMED = 18  # the buffer that INPUT_NORM fills
+    COPIED = 19  # whether the source's rows are normed, or made `input_like`, on the way in
 
 
 class Call(IntEnum):
@@ -157,7 +161,7 @@ def _normalise(source, weight, epsilon, target, like):  # type: ignore[no-untype
         total += number * number
     factor = np.float32(1) / np.sqrt(total / np.float32(source.shape[0]) + np.float32(epsilon))
     for i in range(source.shape[0]):
-        target[i] = rounded(read(weight[i]) * read(rounded(read(source[i]) * factor, like)), like)
+        target[i] = kept(read(weight[i]) * read(rounded(read(source[i]) * factor, like)), target, like)
 
 
 @jit
@@ -177,32 +181,39 @@ def embed(call, fields, item, like):  # type: ignore[no-untyped-def]
 
 
 @jit
-def norm(call, fields, epsilon, item, like):  # type: ignore[no-untyped-def]
+def _copy(source, target, like):  # type: ignore[no-untyped-def]
+    for i in range(source.shape[0]):
+        target[i] = kept(read(source[i]), target, like)
+
+
+@jit
+def norm(call, fields, epsilon, item, target_like, like):  # type: ignore[no-untyped-def]
+    """To a buffer of elements like `target_like`."""
     width = fields[Field.WIDTH]
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
         source = buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
-        target = buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], like)
+        target = buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], target_like)
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
-            target[:] = source
+            _copy(source, target, like)
 
 
 @jit
 def normalise_input(call, fields, epsilon, scratch, like):  # type: ignore[no-untyped-def]
-    """The rows that a LINEAR reads, where they are normed or selected, to `scratch`."""
-    width = fields[Field.WIDTH]
+    """The rows that a LINEAR reads, where they are normed or selected or not yet its input, to `scratch`."""
+    width, inputs = fields[Field.WIDTH], input_like(like)
     num_rows = call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
     selected = words(call[Call.SELECTED], num_rows)
     is_selected = fields[Field.SELECTED_ROWS] and call[Call.SELECTED]
     for row in range(num_rows):
         token = selected[row] if is_selected else row
         source = buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
-        target = elements(scratch + row * width * like.itemsize, width, like)
+        target = elements(scratch + row * width * inputs.itemsize, width, inputs)
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
-            target[:] = source
+            _copy(source, target, like)
 
 
 @jit
@@ -229,12 +240,12 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):  # type: i
     base = call[Call.BUFFERS + 2 * fields[Field.TARGET]]
     length = call[Call.BUFFERS + 2 * fields[Field.TARGET] + 1]
     if store == Store.GATE:
-        half = PANEL_WIDTH // 2
+        half, inputs = PANEL_WIDTH // 2, input_like(like)
         place = row * length + panel * half
-        target = elements(base + place * like.itemsize, half, like)
+        target = elements(base + place * inputs.itemsize, half, inputs)
         for i in range(half):
             gate = read(rounded(silu(sums[i]), like))
-            target[i] = rounded(gate * sums[half + i], like)
+            target[i] = kept(gate * sums[half + i], target, like)
         return
     first = panel * PANEL_WIDTH
     num = min(PANEL_WIDTH, num_outputs - first)

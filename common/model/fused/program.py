@@ -8,6 +8,7 @@ from common.model.cpu_kernel import jit, jit_cached
 from common.model.fused.attending import attend
 from common.model.fused.attending_chunks import attend_chunks, prepare_chunks
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH
+from common.model.fused.numbers import input_like
 from common.model.fused.operations import (
     ITEM_ROWS,
     ITEM_TOKENS,
@@ -101,13 +102,15 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
         width, num_rows, x, x_stride = fields[Field.WIDTH], np.int64(0), np.int64(0), np.int64(0)
         if item >= 0 and kind == Kind.LINEAR:
             num_rows = _num_rows(call, fields)
+            item_bytes = input_like(like).itemsize
             is_normed = fields[Field.NORMED] and call[Call.NUM_TOKENS] >= MANY_TOKENS
             source = fields[Field.NORMED] if is_normed else fields[Field.SOURCE]
             x = call[Call.BUFFERS + 2 * source]
-            x_stride = call[Call.BUFFERS + 2 * source + 1] * like.itemsize
-            if not is_normed and (fields[Field.NORM] or (fields[Field.SELECTED_ROWS] and call[Call.SELECTED])):
+            x_stride = call[Call.BUFFERS + 2 * source + 1] * item_bytes
+            is_chosen = fields[Field.SELECTED_ROWS] and call[Call.SELECTED]
+            if not is_normed and (fields[Field.COPIED] or is_chosen):
                 normalise_input(call, fields, epsilon, inputs, like)
-                x, x_stride = inputs, width * like.itemsize
+                x, x_stride = inputs, width * item_bytes
         while item >= 0:
             for place in range(item, item + num_taken):
                 if kind == Kind.LINEAR:
@@ -122,8 +125,10 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
                     embed(call, fields, place, like)
                 elif kind == Kind.LARGEST:
                     largest(call, fields, place)
+                elif kind == Kind.INPUT_NORM:
+                    norm(call, fields, epsilon, place, input_like(like), like)
                 else:
-                    norm(call, fields, epsilon, place, like)
+                    norm(call, fields, epsilon, place, like, like)
             end_items(board, operation, num_taken)
             num_turns += 1
             offer_core(num_turns)

@@ -1,16 +1,21 @@
-"""Vector code that kernels of this package generate themselves: of LANES float32, whatever the CPU's registers hold."""
+"""Vector code that kernels of this package generate themselves: of LANES float32, as the CPU's registers hold."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from common.model.cpu_kernel import Kernel
 
-LANES = 16
+HAS_WIDE_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+"""Whether there are 32 of 16 float32 each. Else of 8 there are 16, by AVX2's count, as with NEON's 32 of 4."""
+LANES = 16 if HAS_WIDE_REGISTERS else 8
+LINE_BYTES = 64
 FLOAT, INT, WORD = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
@@ -38,6 +43,11 @@ def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
 def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
     kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
     return builder.call(declared(builder, f"llvm.fmuladd.v{LANES}f32", kind), [left, right, total])
+
+
+def hidden(builder: Any, word: Any) -> Any:
+    """`word`, of which the compiler does not know that it is the same."""
+    return builder.asm(ir.FunctionType(WORD, [WORD]), "", "=r,0", [word], False)
 
 
 def load_floats(builder: Any, address: Any, num_vectors: int, element: types.Type) -> list[Any]:
@@ -80,10 +90,24 @@ def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
     ab = folded(a, b, [0, LANES, 1, LANES + 1], [2, LANES + 2, 3, LANES + 3])
     cd = folded(c, d, [0, LANES, 1, LANES + 1], [2, LANES + 2, 3, LANES + 3])
     sums = folded(ab, cd, [0, 1, LANES, LANES + 1], [2, 3, LANES + 2, LANES + 3])
-    for length in (LANES // 2, LANES // 4):
-        halves = [shuffled(sums, sums, list(range(start, start + length))) for start in (0, length)]
-        sums = builder.fadd(*halves)
+    length = LANES // 2
+    while length >= 4:
+        sums = builder.fadd(*(shuffled(sums, sums, list(range(start, start + length))) for start in (0, length)))
+        length //= 2
     return sums
+
+
+def switch(builder: Any, number: Any, most: int, generate_for: Callable[[int], None]) -> None:
+    """Code for each number from 1 to `most`, of which one runs."""
+    cases = [builder.append_basic_block("case") for _ in range(most)]
+    after = builder.append_basic_block("after")
+    choice = builder.switch(number, cases[-1])
+    for num, case in enumerate(cases, 1):
+        choice.add_case(WORD(num), case)
+        builder.position_at_end(case)
+        generate_for(num)
+        builder.branch(after)
+    builder.position_at_end(after)
 
 
 @intrinsic

@@ -1,0 +1,79 @@
+"""Products with a panel: the same sums in passes for registers of either size, and by halves of bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, packed, panel_products, products_of, step_of
+from common.model.fused.numbers import has_bfloat16, input_dtype
+from common.model.fused.weight_memory import WeightMemory
+
+_BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+_WIDTHS = (2, 6, 64, 190)
+_GUARD = np.float32(12345)
+
+
+def compiled(max_rows: int, max_whole_rows: int) -> Any:
+    products = products_of(max_rows, max_whole_rows, multiplies_pairs=False)
+    return numba.njit(lambda *arguments: products(*arguments))
+
+
+WIDE, NARROW, HALVES = compiled(8, 8), compiled(6, 2), compiled(4, 0)
+
+
+def run(products: Any, panel: Tensor, x: Tensor) -> NDArray[np.float32]:
+    """[rows, PANEL_WIDTH]; what lies behind stays as it was."""
+    num_rows = x.shape[0]
+    out = np.full((num_rows + 1) * PANEL_WIDTH, _GUARD)
+    num_steps = panel.shape[0]
+    like = np.zeros(1, _BITS[panel.dtype])
+    stride = x.stride(0) * x.itemsize
+    products(panel.data_ptr(), x.data_ptr(), stride, num_steps, num_rows, out.ctypes.data, like)
+    assert (out[num_rows * PANEL_WIDTH :] == _GUARD).all()
+    return out.reshape(num_rows + 1, PANEL_WIDTH)[:num_rows]
+
+
+def panel_and_rows(width: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A panel, rows whose numbers `dtype` holds, as float32 and not next to each other, and their products."""
+    generator = torch.Generator().manual_seed(width * 10 + num_rows)
+    weight = torch.randn((PANEL_WIDTH, width), generator=generator).to(dtype)
+    x = torch.randn((num_rows, width + 5), generator=generator).to(dtype)[:, :width]
+    (panel,) = packed(weight, WeightMemory())
+    return panel, x, x.double() @ weight.double().T
+
+
+@pytest.mark.parametrize("dtype", list(_BITS), ids=str)
+@pytest.mark.parametrize("width", _WIDTHS)
+def test_each_number_of_rows_in_each_kind_of_pass_gives_the_same_sums(width: int, dtype: torch.dtype) -> None:
+    for num_rows in range(1, 9):
+        panel, x, expected = panel_and_rows(width, num_rows, dtype)
+        seen = run(WIDE, panel, x.float())
+        torch.testing.assert_close(torch.from_numpy(seen).double(), expected, atol=1e-4, rtol=1e-4)
+        if num_rows <= 6:
+            assert np.array_equal(run(NARROW, panel, x.float()), seen)
+        if num_rows <= 4:
+            assert np.array_equal(run(HALVES, panel, x.float()), seen)
+
+
+@pytest.mark.parametrize("dtype", list(_BITS), ids=str)
+def test_this_cpu_s_products_are_those_and_a_row_s_do_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
+    panel, x, expected = panel_and_rows(190, MAX_ROWS, dtype)
+    x = x.to(input_dtype(dtype))
+    together = run(numba.njit(lambda *arguments: panel_products(*arguments)), panel, x)
+    torch.testing.assert_close(torch.from_numpy(together).double(), expected, atol=1e-3, rtol=1e-3)
+    for row in range(MAX_ROWS):
+        alone = run(numba.njit(lambda *arguments: panel_products(*arguments)), panel, x[row : row + 1])
+        assert np.array_equal(alone[0], together[row])
+
+
+def test_inputs_are_bfloat16_only_where_the_cpu_multiplies_it() -> None:
+    assert step_of(torch.bfloat16) == 2
+    assert input_dtype(torch.bfloat16) == (torch.bfloat16 if has_bfloat16() else torch.float32)
+    assert input_dtype(torch.float32) == torch.float32
