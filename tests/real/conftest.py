@@ -15,6 +15,8 @@ from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
 from tests.support.drafted import Drafted, load_drafted
 
 NEW_TOKENS = 64
+MAX_TOKENS = 512
+"""Of a forward, in one process."""
 ONE_THREAD = ("--num-threads=1",)
 """For services: the other test process has the other core, and threads that wait for each other need one each."""
 Prompts = list[tuple[str, list[int]]]

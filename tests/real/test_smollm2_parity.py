@@ -22,14 +22,12 @@ from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from tests.conftest import MakePair
 from tests.parity.reference import Reference
-from tests.real.conftest import NEW_TOKENS, ONE_THREAD, SIZES, Prompts, check
+from tests.real.conftest import MAX_TOKENS, NEW_TOKENS, ONE_THREAD, SIZES, Prompts, check
 from tests.support.drafted import Counts, Drafted
 from tests.support.fused import assert_all_fused, forwards, fused
 from tests.support.pair import PairOptions
 
 MIN_TOKENS_PER_FORWARD = 1.5
-MAX_TOKENS = 512
-"""Of a forward, in one process."""
 FUSED_BOUND_S = 180.0
 
 

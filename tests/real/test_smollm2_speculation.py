@@ -1,6 +1,7 @@
 """SmolLM2 with the head that comes with Baton: sampled tokens are those without drafts.
 
-Float32, so that a wider forward of the target cannot turn a choice. Greedy ones are in test_smollm2_parity.py.
+Float32, and fused, so that a wider forward of the target cannot turn a choice. Greedy ones are in
+test_smollm2_parity.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import pytest
 
 from common.model.sampling_params import ResolvedSampling
 from tests.conftest import MakePair
-from tests.real.conftest import SIZES, Prompts
+from tests.real.conftest import MAX_TOKENS, SIZES, Prompts
 from tests.support.drafted import Counts, Drafted, assert_same
+from tests.support.fused import fused
 from tests.support.pair import InProcessPair, PairOptions
 
 NUM_SAMPLED = 20
@@ -37,12 +39,16 @@ def test_a_seed_gives_the_same_output_with_and_without_drafts(
         pair.run(bound_s=300)
         return pair
 
-    plain = run(make_pair(drafted.target, PairOptions(**SIZES)))
-    trees = PairOptions(draft_topk=3, num_draft_steps=3, num_draft_tokens=9, **SIZES)
-    for options in (PairOptions(num_draft_tokens=4, **SIZES), trees):
-        pair = run(make_pair(drafted.target, options, draft=drafted.head))
-        for name, expected in plain.outcomes.items():
-            assert_same(pair.outcomes[name], expected)
-        counts = Counts.of(pair.outcomes.values())
-        print(f"{options.spec_info}: {counts.num_accepted} drafts accepted, {counts.num_rejected} not")
-        assert counts.num_accepted > 50 and counts.num_rejected > 50
+    models = drafted.target, drafted.head
+    with fused(*models, max_tokens=MAX_TOKENS) as decode, fused(*models, max_tokens=MAX_TOKENS) as prefill:
+        plain = run(make_pair(decode[0], PairOptions(**SIZES), prefill_model=prefill[0]))
+        trees = PairOptions(draft_topk=3, num_draft_steps=3, num_draft_tokens=9, **SIZES)
+        for options in (PairOptions(num_draft_tokens=4, **SIZES), trees):
+            pair = run(
+                make_pair(decode[0], options, draft=decode[1], prefill_model=prefill[0], prefill_draft=prefill[1])
+            )
+            for name, expected in plain.outcomes.items():
+                assert_same(pair.outcomes[name], expected)
+            counts = Counts.of(pair.outcomes.values())
+            print(f"{options.spec_info}: {counts.num_accepted} drafts accepted, {counts.num_rejected} not")
+            assert counts.num_accepted > 50 and counts.num_rejected > 50
