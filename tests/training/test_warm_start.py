@@ -27,7 +27,7 @@ Prepare = Callable[..., Trainer]
 def head_dir(tmp_path_factory: pytest.TempPathFactory, last_token_model_dir: Path, sampled_data: Path) -> Path:
     """A head that was trained for a while."""
     out = tmp_path_factory.mktemp("first")
-    config = tiny_config(max_tokens=6000, batch_tokens=128)
+    config = tiny_config(max_tokens=9000, batch_tokens=128)
     prepare_training(last_token_model_dir, [sampled_data], out, config=config, progress=quiet()).run(lambda: False)
     return out / "head"
 
