@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from common.model.cpu_linear import can_pack
+
 READ_BYTES = 1 << 29
 MATRIX_SIZE = 2048
 NUM_TRIES = 7
@@ -20,7 +22,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`flops_per_s` by dtype: two for each multiplication and addition."""
+    """`flops_per_s` by dtype: two for each multiplication and addition. Where a CPU multiplies no bfloat16, products of
+    it are made of float32 ones.
+    """
 
     read_bytes_per_s: float
     flops_per_s: dict[str, float]
@@ -31,7 +35,8 @@ class Ceilings:
         """The best of several tries each: what others do on the machine meanwhile counts as little as it can."""
         num_threads = len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
-        return cls(_read_bytes_per_s(device), {name: _flops_per_s(device, name) for name in DTYPES}, num_threads)
+        rates = {name: _flops_per_s(device, dtype) for name, dtype in DTYPES.items() if _has_kernel(device, dtype)}
+        return cls(_read_bytes_per_s(device), {name: rates.get(name, rates["float32"]) for name in DTYPES}, num_threads)
 
     def bound_s(self, *, num_bytes: float, num_flops: float, dtype: str) -> float:
         """The least time in which that much can be read and computed, the one beside the other."""
@@ -48,8 +53,13 @@ def _read_bytes_per_s(device: str) -> float:
     return READ_BYTES / min(_best_s(device, values.amax), _best_s(device, lambda: torch.dot(values, values)))
 
 
-def _flops_per_s(device: str, dtype: str) -> float:
-    matrix = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device).to(DTYPES[dtype])
+def _has_kernel(device: str, dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies `dtype` there by more than a loop for every number."""
+    return device != "cpu" or can_pack(torch.ones((2, 2), dtype=dtype))
+
+
+def _flops_per_s(device: str, dtype: torch.dtype) -> float:
+    matrix = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device).to(dtype)
     return 2 * MATRIX_SIZE**3 / _best_s(device, lambda: matrix @ matrix)
 
 
