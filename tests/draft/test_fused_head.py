@@ -16,6 +16,7 @@ from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
+from common.model.fused.start import relative
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME
@@ -24,33 +25,44 @@ from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
 _NUM_SLOTS, _NUM_TOKENS = 96, 48
 _WRITTEN = ["midlayer", "speculators", "norm-before-fc", "norm-output", "norm-before-residual", "narrow", "wide"]
 _WRITTEN += ["full-vocabulary", "tied-lm-head", "qkv-bias"]
-New = Callable[[str], tuple[TargetModel, PagedHead]]
+_IN_BFLOAT16 = ["midlayer", "norm-before-fc", "norm-output"]
+"""Each reads other rows with no norm on the way in."""
+New = Callable[..., tuple[TargetModel, PagedHead]]
 
 
 @pytest.fixture(scope="module")
 def new(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> New:
-    def make(case: str) -> tuple[TargetModel, PagedHead]:
+    def make(case: str, dtype: str = "float32") -> tuple[TargetModel, PagedHead]:
         directory = BY_NAME[f"eagle3-{case}"].save(tmp_path_factory.mktemp(case) / "head", target_dir=target_dir)
-        target = load_target(target_dir, device="cpu", dtype="float32", fuses=True)
-        return target, load_draft(directory, target=target, device="cpu", dtype="float32", fuses=True)
+        target = load_target(target_dir, device="cpu", dtype=dtype, fuses=True)
+        return target, load_draft(directory, target=target, device="cpu", dtype=dtype, fuses=True)
 
     return make
 
 
-@pytest.fixture(scope="module", params=_WRITTEN)
+@pytest.fixture(
+    scope="module",
+    params=[*((case, "float32") for case in _WRITTEN), *((case, "bfloat16") for case in _IN_BFLOAT16)],
+    ids="-".join,
+)
 def head(request: pytest.FixtureRequest, new: New) -> Iterator[PagedHead]:
-    target, head = new(request.param)
+    target, head = new(*request.param)
     fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS)
     assert head._program is not None
     yield head
     assert target._program is not None and target._program.close(5.0), "a thread of the team did not end"
 
 
+def _dtype(head: PagedHead) -> torch.dtype:
+    assert head.programs is not None
+    return head.programs.extend.program.dtype
+
+
 def _batch(head: PagedHead, *, prefix_lens: list[int], num_new: list[int]) -> ForwardInput:
     """Rows in slots at random places; the logits of each one's last token are wanted."""
     generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
     group = head.layer_group
-    kv = torch.randn((1, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator)
+    kv = torch.randn((1, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator).to(_dtype(head))
     slots = torch.randperm(_NUM_SLOTS - 1, generator=generator) + 1
     tables = torch.zeros((len(num_new) + 1, _NUM_TOKENS), dtype=torch.int64)
     seq_lens = [before + new for before, new in zip(prefix_lens, num_new, strict=True)]
@@ -75,7 +87,7 @@ def _batch(head: PagedHead, *, prefix_lens: list[int], num_new: list[int]) -> Fo
 
 def _captured(head: PagedHead, num_tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(num_tokens)
-    return torch.randn((num_tokens, head.capture.num_states * 64), generator=generator)
+    return torch.randn((num_tokens, head.capture.num_states * 64), generator=generator).to(_dtype(head))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +130,7 @@ def test_a_tree_attends_as_its_mask_says(head: PagedHead) -> None:
     batch = _batch(head, prefix_lens=[5, 2], num_new=[3, 3])
     mask = torch.eye(3, dtype=torch.bool).repeat(2, 1)
     beams = replace(batch, positions=torch.tensor([5, 5, 5, 2, 2, 2]), tree_mask=mask, logits_rows=None)
-    hidden = torch.randn((6, head.hidden_size), generator=torch.Generator().manual_seed(3))
+    hidden = torch.randn((6, head.hidden_size), generator=torch.Generator().manual_seed(3)).to(_dtype(head))
     _assert_same(head, beams, lambda batch: head.step(batch, hidden))
 
 
@@ -174,6 +186,8 @@ def _assert_same(head: PagedHead, batch: ForwardInput, compute: Callable[[Forwar
         expected = compute(batch)
     finally:
         head.run_program(program)
-    torch.testing.assert_close(seen.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(seen.logits, expected.logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(mine.kv, batch.kv, rtol=1e-4, atol=1e-4)
+    for own, wanted in ((seen.hidden, expected.hidden), (seen.logits, expected.logits), (mine.kv, batch.kv)):
+        if batch.kv.dtype == torch.float32:
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+        else:
+            assert own.dtype == wanted.dtype and relative(own, wanted) < 0.03

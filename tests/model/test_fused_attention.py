@@ -21,8 +21,19 @@ from common.model.fused.start import new_forwards
 from common.model.loader import load_target
 
 _VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS, _GUARD_BYTES = 90, 600, 4096, 1 << 20
-_SIZES = [(16, 4, 2), (24, 3, 1), (64, 9, 3), (64, 4, 4), (80, 5, 1), (128, 8, 2), (144, 2, 2), (8, 7, 1)]
-"""head_dim, heads, KV heads: vectors of 64 and of 16 and what is left, passes of one to four queries."""
+_SIZES = [
+    (16, 4, 2),
+    (24, 3, 1),
+    (64, 9, 3),
+    (64, 4, 4),
+    (80, 5, 1),
+    (128, 8, 2),
+    (144, 2, 2),
+    (8, 7, 1),
+    (20, 3, 1),
+    (12, 2, 2),
+]
+"""head_dim, heads, KV heads: passes of many numbers, of a vector and what is left; of one query to several."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,6 +16,9 @@ from common.model.fused.numbers import input_dtype
 from common.model.fused.operations import Field, Kind, Store
 from common.model.fused.weight_memory import WeightMemory
 
+_LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND)
+"""As gates do: their target is a LINEAR's input."""
+
 
 def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: int) -> Program:
     """The same, keeping the states of `capture`, side by side, of buffer `stream` in buffer `states`.
@@ -143,7 +146,6 @@ class ProgramBuilder:
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
         """silu(gate(x)) * up(x): each panel has half a panel of either."""
         half = PANEL_WIDTH // 2
-        assert target in self._inputs
         both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
         self.linear(source, target, both.flatten(0, 2), norm=norm, epsilon=epsilon, store=Store.GATE)
 
@@ -158,7 +160,6 @@ class ProgramBuilder:
         key_norm: Tensor | None = None,
         epsilon: float = 0.0,
     ) -> None:
-        assert target in self._inputs
         assert self._attention in (None, size), "the layers' attention is of one size"
         self._attention = size
         fields = {
@@ -188,6 +189,9 @@ class ProgramBuilder:
         )
 
     def _add(self, kind: Kind, fields: dict[Field, int], *, epsilon: float = 0.0, scaling: float = 0.0) -> None:
+        leaves_input = kind in _LEAVE_INPUT or fields.get(Field.STORE) == Store.GATE
+        assert kind == Kind.LINEAR or fields.get(Field.SOURCE) not in self._inputs, "only a LINEAR reads inputs"
+        assert Field.TARGET not in fields or (fields[Field.TARGET] in self._inputs) == leaves_input, "of another dtype"
         row = [0] * len(Field)
         row[Field.KIND] = int(kind)
         for field, value in fields.items():

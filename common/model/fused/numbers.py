@@ -88,6 +88,16 @@ def _kept(_context, number, target, like):  # type: ignore[no-untyped-def]
     return target.dtype(types.float32, target, like), generate
 
 
+@intrinsic
+def _copied(_context, element, target):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        if element == target.dtype:
+            return arguments[0]
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], _BITS), _BITS(16)), _FLOAT)
+
+    return target.dtype(element, target), generate
+
+
 def _input_like(like: Any) -> Any:
     raise NotImplementedError("in kernels only")
 
@@ -106,6 +116,8 @@ rounded = cast("Kernel", _rounded)
 
 kept = cast("Kernel", _kept)
 """`kept(number, target, like)` is the element of array `target` for a float32 that is rounded to `like`'s dtype."""
+copied = cast("Kernel", _copied)
+"""`copied(element, target)` is the element of array `target` that holds the same number, of the same bits or wider."""
 input_like = cast("Kernel", _input_like)
 """`input_like(like)`: an array without elements, of `input_dtype`."""
 

@@ -28,7 +28,7 @@ from numba.extending import overload
 from common.model.cpu_kernel import Kernel, jit
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
-from common.model.fused.numbers import input_like, kept, read, rounded, silu
+from common.model.fused.numbers import copied, input_like, kept, read, rounded, silu
 
 
 class Kind(IntEnum):
@@ -181,9 +181,9 @@ def embed(call, fields, item, like):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _copy(source, target, like):  # type: ignore[no-untyped-def]
+def _copy(source, target):  # type: ignore[no-untyped-def]
     for i in range(source.shape[0]):
-        target[i] = kept(read(source[i]), target, like)
+        target[i] = copied(source[i], target)
 
 
 @jit
@@ -196,7 +196,7 @@ def norm(call, fields, epsilon, item, target_like, like):  # type: ignore[no-unt
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
-            _copy(source, target, like)
+            _copy(source, target)
 
 
 @jit
@@ -213,7 +213,7 @@ def normalise_input(call, fields, epsilon, scratch, like):  # type: ignore[no-un
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
-            _copy(source, target, like)
+            _copy(source, target)
 
 
 @jit
