@@ -28,8 +28,8 @@ class AttentionSize:
 @dataclass(frozen=True, slots=True)
 class Program:
     """`operations` [n, fields] and `numbers` [n, 2] are what the kernel reads; `widths` are the buffers' rows, in
-    elements, `float_buffers` those of float32; `normed_width` is the widest input that is normed on the way in; `kept`
-    holds what `operations` has addresses of.
+    elements, `float_buffers` those of float32; `normed_width` is the widest input that is normed, converted or selected
+    on the way in; `kept` holds what `operations` has addresses of.
     """
 
     operations: NDArray[np.int64]

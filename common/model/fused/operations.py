@@ -75,7 +75,7 @@ class Field(IntEnum):
     HEAD_DIM = 16
     SHOWS_LAYER = 17
     NORMED = 18  # the buffer that INPUT_NORM fills
-    COPIED = 19  # whether the source's rows are normed, or made `input_like`, on the way in
+    COPIED = 19  # whether the source's rows are no input yet: to be normed, or made `input_like`
 
 
 class Call(IntEnum):
