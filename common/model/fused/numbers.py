@@ -49,7 +49,7 @@ def _read(_context, number):  # type: ignore[no-untyped-def]
     def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
         if number == types.float32:
             return arguments[0]
-        return builder.bitcast(builder.shl(builder.zext(arguments[0], _BITS), _BITS(16)), _FLOAT)
+        return _widened(builder, arguments[0])
 
     return types.float32(number), generate
 
@@ -60,6 +60,11 @@ def _rounded(_context, number, like):  # type: ignore[no-untyped-def]
         return arguments[0] if like.dtype == types.float32 else _to_bfloat16(builder, arguments[0])
 
     return like.dtype(types.float32, like), generate
+
+
+def _widened(builder: Any, half: Any) -> Any:
+    """The float32 of a bfloat16's bits."""
+    return builder.bitcast(builder.shl(builder.zext(half, _BITS), _BITS(16)), _FLOAT)
 
 
 def _to_bfloat16(builder: Any, number: Any) -> Any:
@@ -79,11 +84,7 @@ def _kept(_context, number, target, like):  # type: ignore[no-untyped-def]
         if like.dtype == types.float32:
             return arguments[0]
         half = _to_bfloat16(builder, arguments[0])
-        return (
-            half
-            if target.dtype == like.dtype
-            else builder.bitcast(builder.shl(builder.zext(half, _BITS), _BITS(16)), _FLOAT)
-        )
+        return half if target.dtype == like.dtype else _widened(builder, half)
 
     return target.dtype(types.float32, target, like), generate
 
@@ -91,9 +92,7 @@ def _kept(_context, number, target, like):  # type: ignore[no-untyped-def]
 @intrinsic
 def _copied(_context, element, target):  # type: ignore[no-untyped-def]
     def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        if element == target.dtype:
-            return arguments[0]
-        return builder.bitcast(builder.shl(builder.zext(arguments[0], _BITS), _BITS(16)), _FLOAT)
+        return arguments[0] if element == target.dtype else _widened(builder, arguments[0])
 
     return target.dtype(element, target), generate
 
