@@ -17,7 +17,7 @@ from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
-from common.model_cache import default_cache_dir, make_once, run_python
+from common.model_cache import kernels_cache_dir, make_once, run_python
 from common.openmp import set_own_num_threads
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -27,14 +27,18 @@ _log = structlog.get_logger(__name__)
 
 
 class Fusing:
-    """The thread beside serving. It is to be stopped before the process ends: the interpreter's end breaks the operator
-    that a thread is in, and with it the process.
+    """The thread beside serving; before, it would take the interpreter's lock from what serving waits for.
+
+    It is to be stopped before the process ends: the interpreter's end breaks the operator that a thread is in, and with
+    it the process.
     """
 
     def __init__(self, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
         self._stopping = threading.Event()
         arguments = (model, draft, num_threads, max_tokens, self._check)
         self._thread = threading.Thread(target=_fuse_logged, args=arguments, name="fusing", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -42,7 +46,8 @@ class Fusing:
         end within `timeout_s`.
         """
         self._stopping.set()
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _check(self) -> None:
@@ -54,10 +59,10 @@ class _Stopped(Exception):
     """The service ends."""
 
 
-def start_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> Fusing | None:
-    """Let `model`, and `draft` with it, run their forwards of up to `max_tokens` tokens by one kernel, on `num_threads`
-    threads, as soon as that is compiled and seen to agree. None where the model has no program. What goes wrong is
-    logged, and both go on as they were.
+def new_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> Fusing | None:
+    """What, once started, lets `model`, and `draft` with it, run their forwards of up to `max_tokens` tokens by one
+    kernel, on `num_threads` threads, as soon as that is compiled and seen to agree. What goes wrong is logged, and both
+    go on as they were. None where the model has no program.
     """
     if model.decoder is None:
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
@@ -118,10 +123,11 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
 
 def _load_kernels(dtype: torch.dtype, on_wait: Callable[[], None]) -> None:
     """From the user's cache, once they are there; what is damaged there is made anew. Raises StartupError."""
-    from common.model.fused.start import kernels_key, load_kernels
+    from common.model.fused.start import load_kernels
+    from common.model.kernel_cache import kernels_key
 
     name = str(dtype).removeprefix("torch.")
-    directory = default_cache_dir() / "kernels" / f"{kernels_key()}-{name}"
+    directory = kernels_cache_dir() / f"{kernels_key()}-{name}"
     give_up_s = time.monotonic() + _COMPILE_TIMEOUT_S
 
     def check() -> None:

@@ -38,6 +38,10 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("baton"))
 
 
+def kernels_cache_dir() -> Path:
+    return default_cache_dir() / "kernels"
+
+
 def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
     """`path`, a directory; when it is not there, `make(scratch, out)` first fills `out`, with `scratch` to work in.
 

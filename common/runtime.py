@@ -18,15 +18,15 @@ from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
-from common.fused_forwards import Fusing, start_fusing
+from common.fused_forwards import Fusing, new_fusing
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from common.model_cache import kernels_cache_dir
 from common.model_digest import LoadedDraft, compute_fingerprint
 from common.model_source import resolve_model
 from common.openmp import num_compute_threads
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
-from common.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 
 _FUSED_SHARE_OF_CORES = 1.0
@@ -39,13 +39,15 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """`max_context_tokens` is the least of what the model, the settings and the KV pool allow one request."""
+    """`directory` is the model's. `max_context_tokens` is the least of what the model, the settings and the KV pool
+    allow one request.
+    """
 
+    directory: Path
     model: TargetModel
     draft: PagedHead | None
     device: Device
     timeline: Timeline
-    tokenizer: TextTokenizer
     fingerprint: Fingerprint
     architecture: str
     max_context_tokens: int
@@ -56,6 +58,11 @@ class Runtime:
         """Of the target and of the draft head, where there is one."""
         counts = {"target": self.model.forward_counts}
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
+
+    def start_fusing(self) -> None:
+        """Fuse forwards beside serving, where settings and model allow it. To be called once it serves."""
+        if self.fusing is not None:
+            self.fusing.start()
 
     def close(self) -> None:
         """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
@@ -71,6 +78,10 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     timeline = Timeline()
     num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
+    if device.torch_device.type == "cpu":
+        from common.model.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
+
+        keep_kernels(kernels_cache_dir())
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     try:
@@ -81,26 +92,25 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             attention=settings.attention,
             fuses=settings.fused_forward,
         )
-        tokenizer = TextTokenizer.from_directory(directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
     head, draft = _load_draft(settings, model) if settings.draft else (None, None)
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     fingerprint, architecture = compute_fingerprint(directory, model, draft=draft), _architecture(directory)
     fusing = None
-    if settings.fused_forward and model.torch_device.type == "cpu":  # last: what fails to start leaves no thread
-        fusing = start_fusing(
+    if settings.fused_forward and model.torch_device.type == "cpu":
+        fusing = new_fusing(
             model,
             head,
             num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),
             max_tokens=settings.max_fused_tokens,
         )
     return Runtime(
+        directory=directory,
         model=model,
         draft=head,
         device=device,
         timeline=timeline,
-        tokenizer=tokenizer,
         fingerprint=fingerprint,
         architecture=architecture,
         fusing=fusing,

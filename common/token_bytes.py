@@ -19,7 +19,7 @@ class TokenBytes:
         self._special_ids = special_ids
         self._byte_of_char = _byte_of_char() if "ByteLevel" in stages else {}
         self._byte_of = _byte_fallback(backend) if "ByteFallback" in stages else {}
-        self._context = self._some_word()
+        self._context = [] if self._byte_of_char else self._some_word()
 
     @property
     def byte_of(self) -> Mapping[int, int]:
@@ -65,7 +65,9 @@ def _decoder_stages(backend: Any) -> frozenset[str]:
         for stage in decoder.get("decoders", ()):
             yield from kinds(stage)
 
-    return frozenset(kinds(json.loads(backend.to_str()).get("decoder") or {}))
+    if backend.decoder is None:
+        return frozenset()
+    return frozenset(kinds(json.loads(backend.decoder.__getstate__())))  # `to_str` would write the vocabulary too
 
 
 def _byte_fallback(backend: Any) -> dict[int, int]:

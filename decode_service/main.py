@@ -20,7 +20,7 @@ from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
 from common.engine_thread import EngineThread
-from common.errors import Draining, EngineLost, EngineStalled, StartupError
+from common.errors import Draining, EngineLost, EngineStalled, StartupError, UnsupportedModel
 from common.name_lookup import look_up
 from common.service_main import Process
 from common.serving import (
@@ -37,6 +37,7 @@ from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
 from common.timeline_rpc import TimelineServicer
+from common.tokenizer import TextTokenizer
 from common.watchdog import Watchdog
 from common.wire.grpc_options import Metadata
 from decode_service.edge.event_router import EventRouter
@@ -68,6 +69,10 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     Raises EngineLost when the engine died or hangs: every request has then been failed.
     """
     runtime = process.runtime
+    try:
+        tokenizer = TextTokenizer.from_directory(runtime.directory)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{settings.model}: {error}") from error
     engine_metrics = EngineMetrics(process.registry)
     speculation_metrics = SpeculationMetrics(process.registry) if runtime.draft else None
     observer = RequestObserver(RequestMetrics(process.registry, finish_reasons=FinishReason))
@@ -133,7 +138,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         servicer = InferenceServicer(
             engine=thread,
             live_requests=live_requests,
-            tokenizer=runtime.tokenizer,
+            tokenizer=tokenizer,
             limits=ModelLimits(
                 vocab_size=runtime.model.vocab_size,
                 max_context_tokens=runtime.max_context_tokens,
@@ -159,6 +164,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         await transport.open()
         port = await server.start(settings.listen)
         _log.info("serving", port=port)
+        runtime.start_fusing()
         readiness = asyncio.create_task(
             server.follow(
                 lambda: is_ready(is_engine_well=watchdog.is_well, replicas=replicas, live_requests=live_requests)

@@ -18,6 +18,7 @@ from common.device.factory import open_device
 from common.draft.head import DraftHead
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from common.model_cache import kernels_cache_dir
 from tests.support.models import save_last_token_model, save_tiny_model
 from tests.support.pair import InProcessPair, PairOptions
 
@@ -34,6 +35,10 @@ def pytest_configure() -> None:
 
         hypothesis.settings.register_profile("baton", deadline=None)
         hypothesis.settings.load_profile("baton")
+    if find_spec("numba") is not None:
+        from common.model.kernel_cache import keep_kernels
+
+        keep_kernels(kernels_cache_dir())
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from common.model.attention import AttentionPlan, ForwardInput, KernelShape
 from common.model.attention_torch import ExtendPlan
-from common.model.cpu_kernel import Kernel, NumberFormat, exp, jit, number_format, prefetch
+from common.model.cpu_kernel import Kernel, exp, jit, prefetch
+from common.model.cpu_numbers import NumberFormat, number_format, read, rounded
+from common.model.kernel_cache import compiled
 
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64
@@ -28,7 +30,7 @@ class PagedCpuAttention:
     """An AttentionBackend for models whose layers all have `num_heads` query heads over `num_kv_heads` of `head_dim`.
 
     Decode and verify forwards need no gathered copies, and a short row costs nothing for a long one beside it.
-    Making one compiles its kernel: a second or two.
+    Making one loads its kernel, or compiles it: a second or two, more on slow CPUs.
     """
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -115,11 +117,8 @@ def largest(numbers, num_numbers, lanes):  # type: ignore[no-untyped-def]
 @cache
 def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype) -> Kernel:
     """The kernel for one shape, compiled. The shape is part of the code, so that its loops become vector code."""
-    numbers = number_format(dtype)
-    read, write = numbers.read, numbers.write
     token_bytes = num_kv_heads * head_dim * dtype.itemsize
 
-    @jit
     def attend(  # type: ignore[no-untyped-def]
         queries,
         keys,
@@ -214,13 +213,14 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                 for h in range(num_kv_heads):
                     for g in range(num_shared):
                         for d in range(head_dim):
-                            outputs[first + m, h * num_shared + g, d] = write(output[h, m, g, d])
+                            outputs[first + m, h * num_shared + g, d] = rounded(output[h, m, g, d], outputs)
 
-    heads = np.zeros((1, num_kv_heads * num_shared, head_dim), numbers.numpy_dtype)
-    token = np.zeros((1, num_kv_heads, head_dim), numbers.numpy_dtype)
-    kv = np.zeros((2, 1, num_kv_heads, head_dim), numbers.numpy_dtype)
+    numpy_dtype = number_format(dtype).numpy_dtype
+    heads = np.zeros((1, num_kv_heads * num_shared, head_dim), numpy_dtype)
+    token = np.zeros((1, num_kv_heads, head_dim), numpy_dtype)
+    kv = np.zeros((2, 1, num_kv_heads, head_dim), numpy_dtype)
     index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     starts, attended = np.arange(2), np.ones((1, 1), np.bool_)
     one = index + 1
-    attend(heads, token, token, kv, index, table, index, one, starts, attended, one, 1, 1.0, heads.copy())
-    return attend
+    arguments = heads, token, token, kv, index, table, index, one, starts, attended, one, 1, 1.0, heads.copy()
+    return compiled(attend, arguments, name=f"attention-{num_kv_heads}-{num_shared}-{head_dim}-{dtype}")

@@ -1,27 +1,20 @@
-"""What kernels for CPUs share: how they are compiled, and how they read and write numbers of a model's dtype.
-
-numba knows no bfloat16 and, on CPUs, no float16: such tensors are handed over as their bits.
-"""
+"""What kernels for CPUs share: how they are compiled, and what they have beside the language."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba.extending import intrinsic
-from numpy.typing import DTypeLike, NDArray
-from torch import Tensor
 
 Kernel = Callable[..., Any]
 
 _LEAST_EXPONENT = np.float32(-87)  # of a number that is not subnormal
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
-
 
 _OPTIONS: dict[str, Any] = {
     "nogil": True,
@@ -30,37 +23,13 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def jit(function: Kernel) -> Kernel:
-    """Compile at the first call of each signature; runs without the interpreter's lock.
+def jit(function: Kernel, *, is_kept: bool = False) -> Kernel:
+    """Compile at the first call of each signature; runs without the interpreter's lock. `is_kept`: what is compiled is
+    left where numba keeps its cache (by source file, CPU, signature and closure).
 
     Sums may be taken in any order; NaN and infinity keep their meaning, or a broken row would look sound.
     """
-    return cast("Kernel", numba.njit(**_OPTIONS)(function))
-
-
-def jit_cached(function: Kernel) -> Kernel:
-    """The same, kept on disk for the next process (numba's cache: by source file, CPU and signature)."""
-    return cast("Kernel", numba.njit(cache=True, **_OPTIONS)(function))
-
-
-class NumberFormat(NamedTuple):
-    """`read` makes a float32 of an element of `numpy_dtype`; `write` goes the other way, rounding to nearest."""
-
-    dtype: torch.dtype
-    bits_dtype: torch.dtype
-    numpy_dtype: DTypeLike
-    read: Kernel
-    write: Kernel
-
-    def array(self, tensor: Tensor) -> NDArray[Any]:
-        """The memory of `tensor`, made contiguous, as the kernel reads it. Its dtype must be this format's."""
-        assert tensor.dtype == self.dtype, f"a kernel for {self.dtype} was given {tensor.dtype}"
-        array: NDArray[Any] = tensor.contiguous().view(self.bits_dtype).numpy()
-        return array
-
-
-def number_format(dtype: torch.dtype) -> NumberFormat:
-    return _FORMATS[dtype]
+    return cast("Kernel", numba.njit(cache=is_kept, **_OPTIONS)(function))
 
 
 @intrinsic
@@ -102,44 +71,3 @@ exp = cast("Kernel", _exp)
 
 Relative error at most 2e-7 + 1e-7 |number|; 0 below -87.
 """
-
-
-@numba.njit(inline="always")
-def _same(number):  # type: ignore[no-untyped-def]
-    return number
-
-
-@numba.njit(inline="always")
-def _read_bfloat16(bits):  # type: ignore[no-untyped-def]
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
-
-
-@numba.njit(inline="always")
-def _write_bfloat16(number):  # type: ignore[no-untyped-def]
-    bits = np.float32(number).view(np.uint32)
-    half_of_last = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = np.uint32(bits + half_of_last) >> np.uint32(16)
-    return np.uint16(rounded if number == number else 0x7FC0)  # rounding would carry a NaN into the sign
-
-
-@intrinsic
-def _read_float16(_context, bits):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return numba.float32(bits), generate
-
-
-@intrinsic
-def _write_float16(_context, number):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
-
-    return numba.uint16(number), generate
-
-
-_FORMATS = {
-    torch.float32: NumberFormat(torch.float32, torch.float32, np.float32, _same, _same),
-    torch.bfloat16: NumberFormat(torch.bfloat16, torch.uint16, np.uint16, _read_bfloat16, _write_bfloat16),
-    torch.float16: NumberFormat(torch.float16, torch.uint16, np.uint16, _read_float16, _write_float16),
-}

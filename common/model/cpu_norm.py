@@ -13,7 +13,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from common.model.cpu_kernel import Kernel, jit, number_format
+from common.model.cpu_kernel import Kernel
+from common.model.cpu_numbers import number_format, read, rounded
+from common.model.kernel_cache import compiled
 from common.model.replace import replace_modules
 
 _KNOWN = (LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
@@ -46,22 +48,18 @@ def replace_norms(model: nn.Module) -> int:
 
 @cache
 def _compiled(dtype: torch.dtype) -> Kernel:
-    numbers = number_format(dtype)
-    read, write = numbers.read, numbers.write
+    token = np.zeros((1, 1), number_format(dtype).numpy_dtype)
+    return compiled(_normalise, (token, token[0], 1.0, token.copy()), name=f"norm-{dtype}")
 
-    @jit
-    def normalise(x, weight, epsilon, output):  # type: ignore[no-untyped-def]
-        """Shapes: x, output [T, width]; weight [width]."""
-        for t in range(x.shape[0]):
-            total = np.float32(0)
-            for i in range(x.shape[1]):
-                number = read(x[t, i])
-                total += number * number
-            factor = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + np.float32(epsilon))
-            for i in range(x.shape[1]):
-                normalised = read(write(read(x[t, i]) * factor))
-                output[t, i] = write(read(weight[i]) * normalised)
 
-    token = np.zeros((1, 1), numbers.numpy_dtype)
-    normalise(token, token[0], 1.0, token.copy())
-    return normalise
+def _normalise(x, weight, epsilon, output):  # type: ignore[no-untyped-def]
+    """Shapes: x, output [T, width]; weight [width]."""
+    for t in range(x.shape[0]):
+        total = np.float32(0)
+        for i in range(x.shape[1]):
+            number = read(x[t, i])
+            total += number * number
+        factor = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + np.float32(epsilon))
+        for i in range(x.shape[1]):
+            normalised = read(rounded(read(x[t, i]) * factor, output))
+            output[t, i] = rounded(read(weight[i]) * normalised, output)

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.model.cpu_kernel import Kernel, jit, number_format
+from common.model.cpu_kernel import Kernel
+from common.model.cpu_numbers import number_format, read, rounded
+from common.model.kernel_cache import compiled
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -17,27 +19,24 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     assert cosines.shape == sines.shape == (1, x.shape[0], x.shape[2]), "the rotation is of whole heads"
     output = torch.empty(x.shape, dtype=x.dtype)
     array = number_format(x.dtype).array
-    _rotate(x.dtype)(array(x), array(cosines[0]), array(sines[0]), array(output))
+    _compiled(x.dtype)(array(x), array(cosines[0]), array(sines[0]), array(output))
     return output
 
 
 @cache
-def _rotate(dtype: torch.dtype) -> Kernel:
-    numbers = number_format(dtype)
-    read, write = numbers.read, numbers.write
+def _compiled(dtype: torch.dtype) -> Kernel:
+    numpy_dtype = number_format(dtype).numpy_dtype
+    head, angle = np.zeros((1, 1, 2), numpy_dtype), np.zeros((1, 2), numpy_dtype)
+    return compiled(_rotate, (head, angle, angle, head.copy()), name=f"rotation-{dtype}")
 
-    @jit
-    def rotate(x, cosines, sines, output):  # type: ignore[no-untyped-def]
-        half = x.shape[2] // 2
-        for t in range(x.shape[0]):
-            for h in range(x.shape[1]):
-                for d in range(half):
-                    first, second = read(x[t, h, d]), read(x[t, h, half + d])
-                    output[t, h, d] = write(first * read(cosines[t, d]) - second * read(sines[t, d]))
-                    output[t, h, half + d] = write(
-                        second * read(cosines[t, half + d]) + first * read(sines[t, half + d])
-                    )
 
-    head, angle = np.zeros((1, 1, 2), numbers.numpy_dtype), np.zeros((1, 2), numbers.numpy_dtype)
-    rotate(head, angle, angle, head.copy())
-    return rotate
+def _rotate(x, cosines, sines, output):  # type: ignore[no-untyped-def]
+    half = x.shape[2] // 2
+    for t in range(x.shape[0]):
+        for h in range(x.shape[1]):
+            for d in range(half):
+                first, second = read(x[t, h, d]), read(x[t, h, half + d])
+                output[t, h, d] = rounded(first * read(cosines[t, d]) - second * read(sines[t, d]), output)
+                output[t, h, half + d] = rounded(
+                    second * read(cosines[t, half + d]) + first * read(sines[t, half + d]), output
+                )

@@ -20,11 +20,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each model whose forwards are to be fused, the most tokens of one."""
     seen: list[int] = []
 
-    def start_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
+    def new_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
         assert model.decoder is not None
         seen.append(max_tokens)
 
-    monkeypatch.setattr(runtime, "start_fusing", start_fusing)
+    monkeypatch.setattr(runtime, "new_fusing", new_fusing)
     return seen
 
 

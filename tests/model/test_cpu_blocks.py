@@ -22,9 +22,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from common.model import cpu_blocks
 from common.model.attention import ATTENTION_NAME
 from common.model.cpu_blocks import PackedAttention, PackedGatedMLP, fuse_blocks
-from common.model.cpu_kernel import number_format
 from common.model.cpu_linear import can_pack
 from common.model.cpu_norm import CpuRMSNorm, replace_norms
+from common.model.cpu_numbers import number_format
 from common.model.loader import DTYPES as TORCH_DTYPES
 from common.model.loader import load_target
 

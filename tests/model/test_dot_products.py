@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.model.cpu_numbers import has_bfloat16
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, packed, panel_products, products_of, step_of
-from common.model.fused.numbers import has_bfloat16, input_dtype
+from common.model.fused.numbers import input_dtype
 from common.model.fused.weight_memory import WeightMemory
 
 _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}

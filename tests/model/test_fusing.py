@@ -12,7 +12,7 @@ import torch
 from structlog.testing import capture_logs
 
 from common import fused_forwards
-from common.fused_forwards import start_fusing
+from common.fused_forwards import new_fusing
 from common.model.fused import start
 from common.model.loader import load_target
 from common.model.target import TargetModel
@@ -52,7 +52,7 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     kernels = Kernels()
-    monkeypatch.setattr(fused_forwards, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(fused_forwards, "kernels_cache_dir", lambda: tmp_path)
     monkeypatch.setattr(fused_forwards, "run_python", kernels.run_python)
     monkeypatch.setattr(start, "load_kernels", kernels.load)
     monkeypatch.setattr(start, "new_forwards", lambda *_, **__: [kernels.forward])
@@ -68,8 +68,9 @@ def model(tiny_model_dir: Callable[[str], Path]) -> TargetModel:
 def fuse_beside(model: TargetModel) -> list[str]:
     """The names of the log's lines."""
     with capture_logs() as logs:
-        fusing = start_fusing(model, None, num_threads=1, max_tokens=64)
+        fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
         assert fusing is not None
+        fusing.start()
         fusing._thread.join(BOUND_S)
         assert fusing.stop(0.0)
     return [str(line["event"]) for line in logs]
@@ -92,8 +93,10 @@ def test_a_defect_is_logged_with_where_it_is(
 ) -> None:
     monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
     with capture_logs() as logs:
-        fusing = start_fusing(model, None, num_threads=1, max_tokens=64)
-        assert fusing is not None and fusing.stop(BOUND_S)
+        fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
+        assert fusing is not None
+        fusing.start()
+        assert fusing.stop(BOUND_S)
     if not any(line["event"] == "fused_forward_failed" for line in logs):
         pytest.fail(f"not logged: {logs}")
     assert logs[-1]["exc_info"] is True
@@ -129,8 +132,10 @@ def test_it_ends_with_its_service(model: TargetModel, kernels: Kernels) -> None:
 
     kernels.on_compile = compile_for_ever
     with capture_logs() as logs:
-        fusing = start_fusing(model, None, num_threads=1, max_tokens=64)
-        assert fusing is not None and is_compiling.wait(BOUND_S)
+        fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
+        assert fusing is not None
+        fusing.start()
+        assert is_compiling.wait(BOUND_S)
         assert fusing.stop(BOUND_S)
     assert has_ended.is_set() and not model.runs_program
     assert [line["event"] for line in logs] == ["compiling_kernels"]

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from scipy.stats import chi2
 from torch import Tensor
 
 import common.model.sampling
@@ -26,6 +25,7 @@ from tests.conftest import MakePair, pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SHAPES, Counts, Drafted
+from tests.support.goodness_of_fit import chi_square_p_value
 from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
 from tests.support.pair import InProcessPair, PairOptions
 
@@ -104,7 +104,7 @@ def p_value(counts: Matrix, exact: Matrix) -> float:
             statistic += sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
             degrees += len(cells) - 1
     assert degrees >= 10, "too few draws to tell anything"
-    return float(chi2.sf(statistic, degrees))
+    return chi_square_p_value(statistic, degrees)
 
 
 def transition_counts(transitions: list[tuple[int, int]]) -> Matrix:

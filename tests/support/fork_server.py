@@ -20,7 +20,9 @@ import torch
 from transformers.utils import logging
 
 import prefill_service.main  # noqa: F401 - imported for the children
+from common.model.kernel_cache import keep_kernels
 from common.model.loader import load_target
+from common.model_cache import kernels_cache_dir
 from tests.support.models import save_tiny_model
 
 PR_SET_PDEATHSIG = 1
@@ -41,6 +43,7 @@ def main() -> None:
 def _compile_kernels() -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+    keep_kernels(kernels_cache_dir())
     with tempfile.TemporaryDirectory() as directory:
         load_target(save_tiny_model(Path(directory), "llama"), device="cpu", dtype="float32")
 

@@ -18,8 +18,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from common.model.cpu_kernel import Kernel, jit
+from common.model.cpu_numbers import read
 from common.model.fused.memory import pointer
-from common.model.fused.numbers import read
 from common.model.fused.operations import array_at, elements, words
 from common.model.fused.vectors import (
     FLOAT,

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from common.model.cpu_kernel import jit
-from common.model.fused.numbers import Bfloat16, has_bfloat16
+from common.model.cpu_numbers import Bfloat16, has_bfloat16
 from common.model.fused.vectors import (
     FLOAT,
     FLOATS,
@@ -59,13 +59,13 @@ def packed(weight: Tensor, memory: WeightMemory) -> Tensor:
     assert num_inputs % step == 0
     num_panels = -(-num_outputs // PANEL_WIDTH)
     storage = memory.zeros(num_panels * PANEL_WIDTH * num_inputs, weight.dtype)
-    panels = storage.view(num_panels, num_inputs // step, PANEL_WIDTH, step)
     whole = num_outputs // PANEL_WIDTH
-    columns = weight.unflatten(1, (-1, step))
-    panels[:whole] = columns[: whole * PANEL_WIDTH].unflatten(0, (whole, PANEL_WIDTH)).transpose(1, 2)
+    steps = weight.contiguous().view(torch.int32)  # steps are moved as one number: several times faster than as two
+    panels = storage.view(torch.int32).view(num_panels, num_inputs // step, PANEL_WIDTH)
+    panels[:whole] = steps[: whole * PANEL_WIDTH].unflatten(0, (whole, PANEL_WIDTH)).transpose(1, 2)
     if rest := num_outputs - whole * PANEL_WIDTH:
-        panels[whole, :, :rest] = columns[-rest:].transpose(0, 1)
-    return panels
+        panels[whole, :, :rest] = steps[-rest:].t()
+    return storage.view(*panels.shape, step)
 
 
 def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.model.cpu_kernel import jit, jit_cached
+from common.model.cpu_kernel import jit
 from common.model.fused.attending import attend
 from common.model.fused.attending_chunks import attend_chunks, prepare_chunks
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH
@@ -147,12 +147,11 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             return
 
 
-@jit_cached
 def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):  # type: ignore[no-untyped-def]
     """Thread 0 leads: runs the program that `call` describes to its end, with the helpers. Another helps with every
     program that is begun from now on, until the team stops; its `run` and `call` are scratch.
 
-    One function for both, so that it is compiled once.
+    One function for both, so that it is compiled once; `load_kernels` does.
     """
     shared = words(shared_address, call.shape[0])
     if thread == 0:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import llvmlite
-import llvmlite.binding
 import numba
 import numpy as np
 import torch
@@ -17,10 +13,15 @@ from torch import Tensor
 
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
+from common.model.cpu_kernel import Kernel
 from common.model.forward_program import ForwardProgram, FusedDecoder
 from common.model.fused.builder import capturing
 from common.model.fused.decoder import STATES, STREAM
+from common.model.fused.forward import NUM_CALL_WORDS, FusedForward
 from common.model.fused.numbers import DTYPES
+from common.model.fused.program import take_part
+from common.model.fused.team import Team
+from common.model.kernel_cache import kept_in
 from common.model.target import TargetModel
 
 _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
@@ -33,32 +34,22 @@ _COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
 _CLOSE_TIMEOUT_S = 5.0
 
 
-def kernels_key() -> str:
-    """Names what compiled kernels depend on: their source and where it is, the compiler, the interpreter, the CPU."""
-    digest = hashlib.sha256()
-    model = Path(__file__).resolve().parent.parent
-    for source in (model / "attention_cpu.py", model / "cpu_kernel.py", *sorted((model / "fused").glob("*.py"))):
-        digest.update(source.read_bytes())
-    features = llvmlite.binding.get_host_cpu_features().flatten()
-    cpu, tag = llvmlite.binding.get_host_cpu_name(), str(sys.implementation.cache_tag)
-    for part in (str(model), tag, numba.__version__, llvmlite.__version__, cpu, features):
-        digest.update(part.encode())
-    return digest.hexdigest()[:20]
+_KERNELS: dict[torch.dtype, Kernel] = {}
+"""Of this process."""
 
 
 def load_kernels(directory: Path, dtype: torch.dtype) -> bool:
-    """Load what `directory` holds of them, or compile them. The directory is the process's from then on.
+    """Load what `directory` holds of them, or compile them and leave them there. False when they had to be compiled.
 
-    False when they had to be compiled. What is damaged there raises whatever its reader does.
+    What is damaged there raises whatever its reader does.
     """
-    numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
-    from common.model.fused.program import take_part  # numba looks for its directory when it is imported
-
     array, word = numba.types.Array, numba.types.int64
     words, like = array(word, 1, "C"), array(numba.from_dtype(np.dtype(_BITS[dtype])), 1, "C")
     signature = (word, word, words, word, word, word, like)
-    take_part.compile(signature)  # type: ignore[attr-defined]
-    return signature not in take_part.stats.cache_misses  # type: ignore[attr-defined]
+    kernel = kept_in(directory, take_part)
+    kernel.compile(signature)
+    _KERNELS[dtype] = kernel
+    return signature not in kernel.stats.cache_misses
 
 
 def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedDecoder:
@@ -70,16 +61,13 @@ def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedD
 
 def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_tokens: int) -> list[ForwardProgram]:
     """With one team of `num_threads`, so only one of them runs at a time. After `load_kernels`."""
-    from common.model.fused.forward import NUM_CALL_WORDS, FusedForward
-    from common.model.fused.program import take_part
-    from common.model.fused.team import Team
-
-    like = np.zeros(1, _BITS[decoders[0].program.dtype])
+    dtype = decoders[0].program.dtype
+    kernel, like = _KERNELS[dtype], np.zeros(1, _BITS[dtype])
     team = Team(
         num_threads=num_threads,
         max_operations=max(len(decoder.program.operations) for decoder in decoders),
         num_call_words=NUM_CALL_WORDS,
-        take_part=lambda *arguments: take_part(*arguments, like),
+        take_part=lambda *arguments: kernel(*arguments, like),
     )
     try:
         return [FusedForward(decoder, team, max_tokens=max_tokens) for decoder in decoders]
