@@ -6,6 +6,7 @@ of a float16 as int16.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import llvmlite.binding
@@ -60,6 +61,7 @@ class Bfloat16(ir.Type):  # type: ignore[misc]
         return hash(Bfloat16)
 
 
+@cache
 def has_bfloat16() -> bool:
     """Whether the CPU multiplies pairs of bfloat16, and rounds to them."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))

@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def keep_kernels(directory: Path) -> None:
     _Cache.directory = directory
 
 
+@cache
 def kernels_key() -> str:
     """Names what compiled kernels depend on: their source and where it is, the compiler, the interpreter, the CPU."""
     digest = hashlib.sha256()

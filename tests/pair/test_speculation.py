@@ -1,47 +1,83 @@
-"""Speculation changes how fast tokens come, never which: greedy output in every mode (I12, I13).
+"""Speculation changes how fast tokens come, never which: greedy output in every mode (I12, I13), by kernels and by
+operators.
 
 Seeded output is in test_speculation_sampled.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from common.draft.head import DraftHead
+from common.draft.paged_head import PagedHead
 from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
 from tests.conftest import MakePair, pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
-from tests.support.drafted import CHAINS, SAMPLED, SHAPES, TREES, Counts, Drafted, assert_same, tokens_per_step
+from tests.support.drafted import CHAINS, SAMPLED, SHAPES, Counts, Drafted, assert_same, load_drafted, tokens_per_step
+from tests.support.fused import fused
 from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import SMALL_VOCAB_SIZE
 from tests.support.pair import InProcessPair, PairOptions
 
-DRAFTED = [
-    *((head, shape) for head in ("copying", "guessing") for shape in (*CHAINS, *TREES)),
+Engines = tuple[tuple[TargetModel, PagedHead | None], ...]
+MAX_TOKENS = 4096
+"""Of a forward: of every prompt at once."""
+
+FUSED = [(head, shape) for head in ("copying", "guessing") for shape in SHAPES]
+BY_OPERATORS = [
+    ("copying", "chain-4"),
+    ("guessing", "tree-4x3-15"),
     *(("copying_layers", shape) for shape in CHAINS),
     ("guessing_layers", "chain-5"),
 ]
 
 
+@pytest.fixture(scope="module")
+def fused_engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engines]]:
+    """What the decode and the prefill engine run by kernels, by the fixture of the same models by operators."""
+    with ExitStack() as stack:
+
+        @cache
+        def engines(name: str) -> Engines:
+            drafted: Drafted = request.getfixturevalue(name)
+            models = load_drafted(drafted.directory, drafted.head_directory, fuses=True)
+            return tuple(
+                stack.enter_context(fused(models.target, models.head, max_tokens=MAX_TOKENS)) for _ in range(2)
+            )
+
+        yield engines
+
+
 @pytest.mark.parametrize("chunk_tokens", [16, 512])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("mode", ["alone", "crowd"])
-@pytest.mark.parametrize(("head", "shape"), DRAFTED)
+@pytest.mark.parametrize(
+    ("forwards", "head", "shape"),
+    [*(("fused", *each) for each in FUSED), *(("operators", *each) for each in BY_OPERATORS)],
+)
 def test_greedy_tokens_equal_generate(
+    forwards: str,
     head: str,
     shape: str,
     mode: str,
     overlap: bool,
     chunk_tokens: int,
     make_pair: MakePair,
+    fused_engines: Callable[[str], Engines],
     request: pytest.FixtureRequest,
 ) -> None:
     drafted: Drafted = request.getfixturevalue(head)
+    own = drafted.target, drafted.head
+    decode, prefill = fused_engines(head) if forwards == "fused" else (own, own)
     options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens, **SHAPES[shape])
-    pair = make_pair(drafted.target, options, draft=drafted.head)
+    pair = make_pair(decode[0], options, draft=decode[1], prefill_model=prefill[0], prefill_draft=prefill[1])
     vocab_size = SMALL_VOCAB_SIZE if head.startswith("copying") else 260
     check_tokens_equal_generate(
         pair,

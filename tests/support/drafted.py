@@ -40,6 +40,7 @@ class Drafted:
     """A target that captures what its head reads."""
 
     directory: Path
+    head_directory: Path
     target: TargetModel
     head: PagedHead
 
@@ -48,7 +49,7 @@ def load_drafted(target_dir: Path, head_dir: Path, *, fuses: bool = False) -> Dr
     target = load_target(target_dir, device="cpu", dtype="float32", fuses=fuses)
     head = load_draft(head_dir, target=target, device="cpu", dtype="float32", fuses=fuses)
     target.capture_hidden(head.capture)
-    return Drafted(target_dir, target, head)
+    return Drafted(target_dir, head_dir, target, head)
 
 
 @dataclass(frozen=True, slots=True)
