@@ -21,6 +21,7 @@ from common.model_cache import kernels_cache_dir, make_once, run_python
 from common.openmp import set_own_num_threads
 
 _CLOSE_TIMEOUT_S = 5.0
+_NICENESS = 15  # of compiling beside serving
 _COMPILE_TIMEOUT_S = 900.0  # it takes some 20 s of a core that it has for itself, at the lowest priority
 
 _log = structlog.get_logger(__name__)
@@ -76,18 +77,19 @@ def fuse(
     *,
     num_threads: int,
     max_tokens: int,
+    niceness: int = 0,
     on_wait: Callable[[], None] = lambda: None,
 ) -> float:
     """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError.
 
-    A head without programs goes on as it was. `on_wait` is called between its parts and while others work for it, and
-    may raise.
+    A head without programs goes on as it was. `niceness`: of the process that compiles. `on_wait` is called between its
+    parts and while others work for it, and may raise.
     """
     from common.model.fused.start import difference, new_forwards, tolerance, with_capture
 
     assert model.decoder is not None
     dtype = model.dtype
-    _load_kernels(dtype, on_wait)
+    _load_kernels(dtype, niceness, on_wait)
     programs = draft.programs if draft is not None else None
     decoders = [with_capture(model.decoder, model.capture), *((programs.extend, programs.step) if programs else ())]
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
@@ -121,7 +123,7 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
     return None
 
 
-def _load_kernels(dtype: torch.dtype, on_wait: Callable[[], None]) -> None:
+def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]) -> None:
     """From the user's cache, once they are there; what is damaged there is made anew. Raises StartupError."""
     from common.model.fused.start import load_kernels
     from common.model.kernel_cache import kernels_key
@@ -137,7 +139,7 @@ def _load_kernels(dtype: torch.dtype, on_wait: Callable[[], None]) -> None:
 
     def compile_kernels(scratch: Path, out: Path) -> None:
         _log.info("compiling_kernels", dtype=name)
-        arguments = ["-m", "common.model.fused.compile", name, str(out), str(os.getpid())]
+        arguments = ["-m", "common.model.fused.compile", name, str(out), str(os.getpid()), str(niceness)]
         error = run_python(arguments, on_wait=check)
         if error is not None:
             raise StartupError(f"kernels could not be compiled: {error}")
@@ -165,7 +167,7 @@ def _fuse_logged(
     begin_s = time.monotonic()
     set_own_num_threads(1)  # it only compares a few tokens
     try:
-        apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens, on_wait=on_wait)
+        apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens, niceness=_NICENESS, on_wait=on_wait)
     except _Stopped:
         return
     except Exception as error:

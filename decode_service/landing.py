@@ -7,7 +7,7 @@ READY = PrebuiltBatch entry + every token of every layer + the landing copies do
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ from common.errors import (
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.shared_kv import RemoteKv, SharedKv
+from common.kv.slot_allocator import Slots
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, segment_flow
@@ -106,6 +107,7 @@ class LandingZone:
         self._pool = pool
         self._vocab_size = vocab_size
         self._stream = device.new_stream("landing", StreamKind.COPY)
+        self._copy = _copy_of(device.torch_device)
         self._calls: dict[str, _Call] = {}
         self._complete: dict[_LandingRow, None] = {}
         self._arrived: list[Request] = []
@@ -255,7 +257,7 @@ class LandingZone:
     def _free(self, call_id: str, segment: KvSegment) -> None:
         self._freed.setdefault(call_id, []).append(segment)
 
-    def _claim(self, row: _LandingRow, segment: KvSegment) -> list[int]:
+    def _claim(self, row: _LandingRow, segment: KvSegment) -> Slots:
         """Mark the segment's tokens as received. Returns their slots."""
         name = f"group {segment.layer_group!r}"
         missing = row.missing.get(segment.layer_group)
@@ -277,7 +279,7 @@ class LandingZone:
         row.req.kv_bytes += segment.num_bytes
         return row.lease.slots[tokens]
 
-    def _copy_in(self, segment: KvSegment, slots: list[int]) -> None:
+    def _copy_in(self, segment: KvSegment, slots: Slots) -> None:
         group = self._pool.groups[segment.layer_group]
         buffer = self._pool.buffers[segment.layer_group]
         values = _bytes_of(segment, group).view(buffer.dtype).unflatten(-1, (group.num_heads, group.head_dim))
@@ -285,7 +287,7 @@ class LandingZone:
         if layers.device != values.device:
             values = self._device.to_device(values)
         if (run := run_of(slots)) is not None:
-            layers[:, :, run].copy_(values)
+            self._copy(layers[:, :, run], values)
         else:
             layers.index_copy_(2, self._device.to_device(torch.tensor(slots)), values)
         if isinstance(segment.shared, SharedKv) and not segment.shared.is_current:
@@ -332,6 +334,16 @@ class LandingZone:
     def _note_if_complete(self, row: _LandingRow) -> None:
         if row.is_complete:
             self._complete[row] = None
+
+
+def _copy_of(torch_device: torch.device) -> Callable[[Tensor, Tensor], object]:
+    """Copies from its second argument to its first, which are both on that device."""
+    if torch_device.type != "cpu":
+        return Tensor.copy_
+    from common.kv.host_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
+
+    copy_blocks()  # compiled before it is needed
+    return copy_kv
 
 
 def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:

@@ -109,4 +109,4 @@ class ResultTaker:
         if step.batch.undrafted:
             were_drafted_for = ~np.isin(entries, step.batch.undrafted)
             rows, num_added = rows[were_drafted_for], num_added[were_drafted_for]
-        self._rows.count_drafts(rows, step.batch.spec_info, num_accepted=num_added - 1, stats=step.speculation)
+        self._rows.drafts.add(rows, step.batch.spec_info, num_accepted=num_added - 1, stats=step.speculation)

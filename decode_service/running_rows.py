@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 
 from common.model.sampling_params import MAX_END_TOKEN_IDS
 from common.model.sampling_state import RowSeed
-from common.telemetry.step_stats import SpeculationStats
+from decode_service.draft_tallies import DraftTallies
 from decode_service.request import Request
-from decode_service.spec_info import SpecInfo
 
 Rows = NDArray[np.int64]
 _NO_TOKEN = -1
-_PARTS = ("draft_s", "verify_s", "extend_s")
 
 
 class RunningRows:
@@ -48,11 +46,7 @@ class RunningRows:
         self._new_ids = np.empty((rows, max_context_tokens + max_depth), dtype=np.int32)
         self._has_decoded = np.zeros(rows, dtype=np.bool_)
         self._decoded_at_s = np.zeros(rows)
-        self._num_verify_steps = column()
-        self._num_drafted = column()
-        self._drafted_at = column(max_depth)
-        self._accepted_at = column(max_depth)
-        self._parts_s = np.zeros((rows, len(_PARTS)))
+        self.drafts = DraftTallies(rows, max_depth=max_depth)
 
     def enter(self, req: Request) -> None:
         assert req.lease is not None
@@ -67,8 +61,7 @@ class RunningRows:
         self._num_new[row] = 0
         self._has_decoded[row] = req.has_decoded
         self._decoded_at_s[row] = req.clock.since_s
-        for tally in (self._num_verify_steps, self._num_drafted, self._drafted_at, self._accepted_at, self._parts_s):
-            tally[row] = 0
+        self.drafts.clear(row)
 
     def leave(self, req: Request) -> None:
         """The request knows again what became of it. Nothing of a step in flight reaches it any more."""
@@ -82,13 +75,7 @@ class RunningRows:
         if self._has_decoded[row]:
             req.has_decoded = True
             req.clock.close("decode_s", float(self._decoded_at_s[row]))
-        req.speculation.add(
-            num_verify_steps=int(self._num_verify_steps[row]),
-            num_drafted_tokens=int(self._num_drafted[row]),
-            drafted_at=self._drafted_at[row].tolist(),
-            accepted_at=self._accepted_at[row].tolist(),
-            parts_s=dict(zip(_PARTS, self._parts_s[row].tolist(), strict=True)),
-        )
+        self.drafts.tell(row, req.speculation)
 
     def row_seed(self, req: Request) -> RowSeed:
         """What its sampling starts from: with its tokens until now."""
@@ -132,15 +119,6 @@ class RunningRows:
         self._has_decoded[rows] = True
         self._decoded_at_s[rows] = now_s
         return are_first
-
-    def count_drafts(self, rows: Rows, spec_info: SpecInfo, *, num_accepted: Rows, stats: SpeculationStats) -> None:
-        """A step drafted for `rows` [B], of which `num_accepted` [B] drafts each were accepted."""
-        self._num_verify_steps[rows] += 1
-        self._num_drafted[rows] += spec_info.num_draft_tokens
-        levels = np.arange(spec_info.num_steps)
-        self._drafted_at[rows, : spec_info.num_steps] += 1
-        self._accepted_at[rows, : spec_info.num_steps] += levels < num_accepted[:, None]
-        self._parts_s[rows] += [getattr(stats, part) for part in _PARTS]
 
     def _set_num_end_ids(self, row: int, num_end_ids: int) -> None:
         self._num_end_ids[row] = num_end_ids

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from common.device.upload import upload
+from common.device.upload import upload, upload_array
 from common.draft.extend import NextTokens
 from common.kv.pool import KvPool
 from common.kv.row_table import PADDING_ROW
@@ -103,13 +104,15 @@ class ChunkBatch:
         forward_input = ForwardInput(
             input_ids=tensor([token for c in chunks for token in c.prompt.row.token_ids[c.start : c.stop]]),
             positions=tensor([position for c in chunks for position in range(c.start, c.stop)]),
-            out_cache_loc=tensor(
-                [
-                    slot
-                    for c, lease in zip(chunks, leases, strict=True)
-                    if lease is not None
-                    for slot in lease.slots[c.start : c.stop]
-                ]
+            out_cache_loc=upload_array(
+                np.concatenate(
+                    [
+                        lease.slots[c.start : c.stop]
+                        for c, lease in zip(chunks, leases, strict=True)
+                        if lease is not None
+                    ]
+                ),
+                device,
             ),
             req_to_token=table,
             req_pool_indices=tensor(rows),

@@ -22,6 +22,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import MAX_LENT_BYTES, SharedKv
 from common.kv.shared_pool import SharedPool
+from common.kv.slot_allocator import Slots
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, NewPayload, Payload, segment_flow
@@ -48,7 +49,7 @@ class _Piece:
         return self.group.layer_token_bytes * self.num_layers * self.num_tokens
 
     @property
-    def slots(self) -> list[int]:
+    def slots(self) -> Slots:
         return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
 
     def may_take_in(self, following: _Piece) -> bool:

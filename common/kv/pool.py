@@ -21,31 +21,36 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
 from common.kv.shared_pool import SharedPool
-from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator
+from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.load import PoolCounts
 
 __all__ = ["KvPool", "LeaseState", "RowLease"]
 
 
 class RowLease:
-    """A row and the slots it holds, from `KvPool.reserve` until reclaimed. `slots[t]` holds token t's KV.
+    """A row and the slots it holds, from `KvPool.reserve` until reclaimed.
 
     `num_tokens` slots are reserved; how many of them hold committed KV is the request's `seq_len`, counted by the
     engine.
     """
 
-    def __init__(self, row: int, slots: list[int], columns: RowColumns, *, generation: int = 0) -> None:
+    def __init__(self, row: int, slots: Slots, columns: RowColumns, *, generation: int = 0) -> None:
         """`generation`: the stamp of the slots, in a pool that lies in shared memory."""
         self.row = row
-        self.slots = slots
         self.generation = generation
         self._columns = columns
+        columns.slots[row, : len(slots)] = slots
         columns.num_slots[row] = len(slots)
         self.state = LeaseState.RESERVED
 
     @property
+    def slots(self) -> Slots:
+        """[num_tokens] int64: slots[t] holds token t's KV. What is there of them grows, and stays until reclaimed."""
+        return self._columns.slots[self.row, : self.num_tokens]
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.slots)
+        return 0 if self.state is LeaseState.FREE else int(self._columns.num_slots[self.row])
 
     @property
     def state(self) -> LeaseState:
@@ -95,7 +100,7 @@ class KvPool:
         }
         self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
         self._slots = SlotAllocator(max_kv_tokens)
-        self._columns = RowColumns(max_rows + 1)
+        self._columns = RowColumns(max_rows + 1, max_tokens_per_row=max_tokens_per_row)
         self._held: dict[int, RowLease] = {}
         self._quarantined: dict[int, RowLease] = {}
 
@@ -145,18 +150,14 @@ class KvPool:
         slots = self._slots.take(int(missing.sum()))
         if slots is None:
             return False
-        if not slots:
+        if not slots.size:
             return True
-        stops = missing.cumsum()
         num_held = self._columns.num_slots[rows]
-        positions = (num_held - stops + missing).repeat(missing) + np.arange(len(slots))
-        start = 0
-        for row, stop in zip(rows.tolist(), stops.tolist(), strict=True):
-            if stop > start:
-                self._held[row].slots.extend(slots[start:stop])
-                start = stop
+        positions = (num_held - missing.cumsum() + missing).repeat(missing) + np.arange(len(slots))
+        rows_of_slots = rows.repeat(missing)
+        self._columns.slots[rows_of_slots, positions] = slots
         self._columns.num_slots[rows] = num_held + missing
-        self.rows.write_each(rows.repeat(missing), positions, np.array(slots))
+        self.rows.write_each(rows_of_slots, positions, slots)
         return True
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
@@ -176,9 +177,9 @@ class KvPool:
         done = [lease for lease in self._quarantined.values() if not lease.is_in_use]
         for lease in done:
             del self._quarantined[lease.row]
+            self._slots.give_back(lease.slots)
             lease.state = LeaseState.FREE
             self._columns.clear(lease.row)
-            self._slots.give_back(lease.slots)
             self.rows.give_back(lease.row)
         return len(done)
 
@@ -191,7 +192,7 @@ class KvPool:
     def check_conservation(self) -> None:
         """Every row and slot is in exactly one place (AssertionError otherwise). O(slots)."""
         leases = [*self._held.values(), *self._quarantined.values()]
-        places = [*self._slots.free, *(slot for lease in leases for slot in lease.slots)]
+        places = [*self._slots.free, *(slot for lease in leases for slot in lease.slots.tolist())]
         assert sorted(places) == list(range(PADDING_SLOT + 1, self.num_slots + 1)), (
             f"slots are lost or held twice: {len(places)} placed, {len(set(places))} distinct, {self.num_slots} exist"
         )
@@ -201,8 +202,7 @@ class KvPool:
         self._columns.check_counts()
         for lease in leases:
             table = self.rows.req_to_token[lease.row, : lease.num_tokens].tolist()
-            assert table == lease.slots, f"row {lease.row}: the table disagrees with the lease"
-            assert self._columns.num_slots[lease.row] == lease.num_tokens, f"row {lease.row}: slots are counted wrongly"
+            assert table == lease.slots.tolist(), f"row {lease.row}: the table disagrees with the lease"
 
 
 def _zeros(group: LayerGroupSpec, num_slots: int, torch_device: torch.device) -> Tensor:

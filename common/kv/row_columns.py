@@ -23,13 +23,15 @@ _NUMBERS = {state: number for number, state in enumerate(LeaseState)}
 
 
 class RowColumns:
-    """`num_slots` [rows] int64: held by each, also in quarantine; 0 for the others.
+    """`num_slots` [rows] int64: held by each, also in quarantine; 0 for the others. `slots` [rows, tokens] int64: which
+    they are.
 
     Stream work that touches a row ends with the events noted here, of each stream the last: all others are before it.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, *, max_tokens_per_row: int) -> None:
         self.num_slots = np.zeros(num_rows, dtype=np.int64)
+        self.slots = np.empty((num_rows, max_tokens_per_row), dtype=np.int64)
         self._states = np.full(num_rows, _NUMBERS[LeaseState.FREE])
         self._num_rows = [0] * len(_NUMBERS)  # by state: every step asks, and few change one
         self._num_rows[_NUMBERS[LeaseState.FREE]] = num_rows

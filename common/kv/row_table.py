@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.device.upload import upload, upload_array
+from common.device.upload import upload_array
 
 PADDING_ROW = 0
 
@@ -38,10 +36,10 @@ class ReqToTokenPool:
         assert row != PADDING_ROW and row not in self._free, f"row {row} freed twice"
         self._free.append(row)
 
-    def write(self, row: int, start: int, slots: Sequence[int]) -> None:
-        """Append `slots` to one row at token `start`."""
+    def write(self, row: int, start: int, slots: NDArray[np.int64]) -> None:
+        """Append `slots` [N] to one row at token `start`."""
         table = self.req_to_token
-        table[row, start : start + len(slots)] = upload(slots, torch.int64, table.device)
+        table[row, start : start + len(slots)] = upload_array(slots, table.device)
 
     def write_each(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write slots[i] at positions[i] of rows[i]. Shapes: all [N]."""

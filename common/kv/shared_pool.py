@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import PoolTicket, SharedKv
+from common.kv.slot_allocator import Slots
 
 SECRET_BYTES = 16
 NUMBER_BYTES = 8
@@ -103,16 +104,16 @@ class SharedPool:
     def num_slots(self) -> int:
         return len(self._stamps) - 1
 
-    def stamp(self, slots: Sequence[int]) -> int:
+    def stamp(self, slots: Sequence[int] | Slots) -> int:
         """Give these slots to a row. Whoever read there for another row learns it. Returns the row's generation."""
         self._num_stamped += 1
-        self._stamps[np.array(slots, np.int64)] = self._num_stamped
+        self._stamps[np.asarray(slots)] = self._num_stamped
         return self._num_stamped
 
-    def lend(self, group_name: str, layers: slice, slots: Sequence[int], generation: int) -> SharedKv:
+    def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
         """KV of a row that `stamp` gave the slots to, for a receiver to read."""
         self._num_tickets += 1
-        ticket = PoolTicket(tuple(slots), generation, self._num_tickets)
+        ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)
         return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
 
     def close(self) -> None:

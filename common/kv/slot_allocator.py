@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 PADDING_SLOT = 0
+
+Slots = NDArray[np.int64]
 
 
 class SlotAllocator:
@@ -10,27 +15,28 @@ class SlotAllocator:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._free = list(range(num_slots, PADDING_SLOT, -1))
+        self._stack: Slots = np.arange(num_slots, PADDING_SLOT, -1, dtype=np.int64)
+        self._num_free = num_slots
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._num_free
 
     @property
     def free(self) -> tuple[int, ...]:
-        return tuple(self._free)
+        return tuple(self._stack[: self._num_free].tolist())
 
-    def take(self, num_slots: int) -> list[int] | None:
-        """`num_slots` distinct slots, all or none."""
-        if num_slots > len(self._free):
+    def take(self, num_slots: int) -> Slots | None:
+        """[num_slots] distinct slots, all or none."""
+        if num_slots > self._num_free:
             return None
-        if num_slots == 0:
-            return []
-        taken = self._free[-num_slots:]
-        del self._free[-num_slots:]
-        taken.reverse()
+        taken = self._stack[self._num_free - num_slots : self._num_free][::-1].copy()
+        self._num_free -= num_slots
         return taken
 
-    def give_back(self, slots: list[int]) -> None:
+    def give_back(self, slots: Slots) -> None:
         """Slots given back together are handed out together again, in the same order."""
-        self._free.extend(reversed(slots))
+        num_free = self._num_free + len(slots)
+        assert num_free <= self.num_slots, "slots are lost or held twice: more are given back than were taken"
+        self._stack[self._num_free : num_free] = slots[::-1]
+        self._num_free = num_free

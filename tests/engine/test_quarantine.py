@@ -152,7 +152,7 @@ def check_a_live_rows_table_only_grows() -> None:
     before = table[:3].tolist()
     for length in (4, 5, 6):
         assert pool.grow(np.array([lease.row]), np.array([length]))
-        assert table[:3].tolist() == before == lease.slots[:3], "a live row's table was rewritten"
+        assert table[:3].tolist() == before == lease.slots[:3].tolist(), "a live row's table was rewritten"
         pool.check_conservation()
 
 

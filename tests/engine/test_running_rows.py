@@ -81,7 +81,7 @@ def test_what_a_request_did_is_added_up_over_its_stays() -> None:
     row = np.array([req.lease.row])
     for num_accepted in (2, 0):
         rows.enter(req)
-        rows.count_drafts(row, SpecInfo.chain(2), num_accepted=np.array([num_accepted]), stats=STATS)
+        rows.drafts.add(row, SpecInfo.chain(2), num_accepted=np.array([num_accepted]), stats=STATS)
         assert rows.decode(row, 3.0).size == (0 if req.has_decoded else 1)
         rows.leave(req)
         rows.leave(req)

@@ -86,7 +86,7 @@ def check_a_forward_writes_to_slots_of_its_rows() -> None:
 
 def assert_slots_are_held(scripted: ScriptedEngine, batch: ForwardInput) -> None:
     pool = scripted.engine.pool
-    held = {lease.row: lease.slots for lease in (*pool._held.values(), *pool._quarantined.values())}
+    held = {lease.row: lease.slots.tolist() for lease in (*pool._held.values(), *pool._quarantined.values())}
     written = batch.out_cache_loc.view(batch.req_pool_indices.shape[0], -1).tolist()
     for row, slots in zip(batch.req_pool_indices.tolist(), written, strict=True):
         assert set(slots) <= set(held[row]), f"row {row} holds {held[row]}, a forward writes to {slots}"
@@ -179,9 +179,9 @@ def check_a_speculating_rows_table_only_grows() -> None:
     before: list[int] = []
     while not outcome.has_ended:
         lease = next(iter(scripted.engine.pool._held.values()))
-        assert lease.slots[: len(before)] == before, "a live row's slots were taken away"
-        assert table[: len(lease.slots)].tolist() == lease.slots, "a live row's table was rewritten"
-        before = list(lease.slots)
+        assert lease.slots[: len(before)].tolist() == before, "a live row's slots were taken away"
+        assert table[: len(lease.slots)].tolist() == lease.slots.tolist(), "a live row's table was rewritten"
+        before = lease.slots.tolist()
         scripted.step()
     assert len(before) > 12
     scripted.run()

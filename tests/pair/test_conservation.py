@@ -19,7 +19,7 @@ SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
 def lose_a_slot(pool: KvPool, lease: RowLease) -> None:
     """The last slot is never given back."""
     KvPool.release(pool, lease)
-    lease.slots.pop()
+    pool._columns.num_slots[lease.row] -= 1
 
 
 def lose_the_row(pool: KvPool, lease: RowLease) -> None:
@@ -30,7 +30,8 @@ def lose_the_row(pool: KvPool, lease: RowLease) -> None:
 
 def give_a_slot_back_twice(pool: KvPool, lease: RowLease) -> None:
     KvPool.release(pool, lease)
-    lease.slots.append(lease.slots[0])
+    pool._columns.slots[lease.row, lease.num_tokens] = lease.slots[0]
+    pool._columns.num_slots[lease.row] += 1
 
 
 def pool_of(pair: InProcessPair, side: str) -> KvPool:

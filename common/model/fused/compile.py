@@ -1,6 +1,6 @@
-"""`python -m common.model.fused.compile DTYPE DIRECTORY PARENT`: compile the kernels, keep them in DIRECTORY.
+"""`python -m common.model.fused.compile DTYPE DIRECTORY PARENT NICENESS`: compile the kernels, keep them in DIRECTORY.
 
-Run by a service beside its serving; ends with process PARENT, which it is.
+Ends with process PARENT, whose child it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 _POLL_INTERVAL_S = 0.5
-_NICENESS = 15  # requests are served meanwhile
 
 
 def _end_with_parent(parent: int) -> None:
@@ -23,7 +22,7 @@ def _end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[3]),), daemon=True).start()
-    os.nice(_NICENESS)
+    os.nice(int(sys.argv[4]))
     import torch  # seconds, in which the parent may end
 
     from common.model.fused.start import load_kernels

@@ -20,9 +20,9 @@ def quarantine_skipped(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: KvPool, lease: RowLease) -> None:
         if not lease.is_held:
             return
+        self._slots.give_back(lease.slots)
         lease.state = LeaseState.FREE
         del self._held[lease.row]
-        self._slots.give_back(lease.slots)
         self.rows.give_back(lease.row)
 
     patch.setattr(KvPool, "release", mutant)
@@ -73,7 +73,7 @@ def grown_slot_leaks(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: KvPool, lease: RowLease) -> None:
         if lease.state is LeaseState.RUNNING:
-            lease.slots.pop()
+            self._columns.num_slots[lease.row] -= 1
         release(self, lease)
 
     patch.setattr(KvPool, "release", mutant)

@@ -82,7 +82,6 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
             if req.lease is not None:
                 num_committed = len(self._rows.row_seed(req).token_ids) - 1
                 self.pool._slots.give_back(req.lease.slots[num_committed:])
-                del req.lease.slots[num_committed:]
                 self.pool._columns.num_slots[req.lease.row] = num_committed
 
     patch.setattr(DecodeEngine, "_finish", mutant)
