@@ -26,9 +26,11 @@ import torch
 
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.handoff_peers import BARE_STREAM, VOCAB_SIZE, HandoffShape, NothingModel, bare_peer, prefill_peer
+from common.config.settings import DecodeSettings
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
+from common.interpreter_lock import hand_over_early
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
@@ -89,7 +91,7 @@ class DecodePeer:
             addresses=[address],
             fingerprint=shape.fingerprint,
             vocab_size=VOCAB_SIZE,
-            receive_budget_bytes=64 << 20,
+            receive_budget_bytes=DecodeSettings.model_fields["receive_budget_bytes"].default,
             timeouts=HandoffTimeouts(),
         )
 
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     keep_freed_memory()
+    hand_over_early()
     shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
     num_bytes = args.prompts * shape.prompt_bytes
     sharing, nixl = replace(shape, kv_transport="shared_memory"), replace(shape, kv_transport="nixl")

@@ -23,6 +23,7 @@ from common.config.settings import KvTransport
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
+from common.interpreter_lock import hand_over_early
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.attention_torch import TorchAttention
@@ -125,6 +126,7 @@ def _process(serve: object, argument: object) -> Iterator[str]:
 def _run(serve: object, argument: object, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     keep_freed_memory()
+    hand_over_early()
     asyncio.run(serve(argument, pipe))  # type: ignore[operator]
 
 

@@ -94,7 +94,7 @@ class DecodeSettings(ServiceSettings):
     adaptive_depth: bool = True
     overlap: bool = True
     cuda_graphs: bool = True
-    receive_budget_bytes: Positive = 64 << 20
+    receive_budget_bytes: Positive = 128 << 20
     connections_per_prefill: Annotated[int, Field(ge=1, le=16)] = 2
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     max_handoff_attempts: Positive = 3

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_LENT_BYTES = 32 << 20
+MAX_LENT_BYTES = 64 << 20
 """Of a segment that is not copied: a part of the receiver's budget, so that the next is there when it has landed."""
 
 
@@ -23,6 +24,10 @@ class PoolTicket:
     slots: tuple[int, ...]
     generation: int
     number: int
+
+    def is_of(self, num_slots: int) -> bool:
+        """Whether a pool of so many has such slots."""
+        return min(self.slots, default=1) >= 1 and max(self.slots, default=1) <= num_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +74,5 @@ def runs_of(slots: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def slots_of(starts: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
     """What `runs_of` made ranges of. The caller knows that they are not too many."""
-    return tuple(slot for start, length in zip(starts, lengths, strict=True) for slot in range(start, start + length))
+    runs = (range(start, start + length) for start, length in zip(starts, lengths, strict=True))
+    return tuple(chain.from_iterable(runs))

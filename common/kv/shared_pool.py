@@ -171,7 +171,7 @@ class MappedPool:
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | None:
         """The KV, whether current or not; None when there are no such slots. `layers` are some of the group's."""
-        if not all(0 < slot <= self.num_slots for slot in ticket.slots):
+        if not ticket.is_of(self.num_slots):
             return None
         return SharedKv(ticket, self._groups[group_name][layers], self._stamps)
 

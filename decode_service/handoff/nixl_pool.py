@@ -114,7 +114,7 @@ class NixlPool:
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> RemoteKv | None:
         """Where the KV lies; None when there are no such slots. `layers` are some of the group's."""
-        if not all(0 < slot <= self.num_slots for slot in ticket.slots):
+        if not ticket.is_of(self.num_slots):
             return None
         starts, lengths = (np.array(runs, np.uint64) for runs in runs_of(ticket.slots))
         _, num_planes, num_rows, row_bytes = self._layout.shapes[group_name]
