@@ -123,11 +123,22 @@ class ServiceServer:
         self._health.set(self._service_name, is_serving=is_ready)
         _log.info("readiness", service=self._service_name, is_ready=is_ready)
 
-    async def follow(self, is_ready: Callable[[], bool], *, interval_s: float = READINESS_INTERVAL_S) -> None:
-        """Keep readiness what `is_ready` says, until cancelled."""
-        while True:
-            await self.set_ready(is_ready())
+    async def follow(
+        self,
+        is_ready: Callable[[], bool],
+        *,
+        on_ready: Callable[[], None] = lambda: None,
+        interval_s: float = READINESS_INTERVAL_S,
+    ) -> None:
+        """Keep readiness what `is_ready` says, until cancelled. `on_ready` is called when it is told the first time."""
+        while not is_ready():
+            await self.set_ready(False)
             await asyncio.sleep(interval_s)
+        await self.set_ready(True)
+        on_ready()
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.set_ready(is_ready())
 
     async def stop(self, grace_s: float) -> None:
         """Take no further call; those open have `grace_s` to end."""

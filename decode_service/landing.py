@@ -340,7 +340,7 @@ def _copy_of(torch_device: torch.device) -> Callable[[Tensor, Tensor], object]:
     """Copies from its second argument to its first, which are both on that device."""
     if torch_device.type != "cpu":
         return Tensor.copy_
-    from common.kv.host_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
+    from common.model.cpu_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
 
     copy_blocks()  # compiled before it is needed
     return copy_kv

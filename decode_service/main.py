@@ -164,10 +164,10 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         await transport.open()
         port = await server.start(settings.listen)
         _log.info("serving", port=port)
-        runtime.start_fusing()
         readiness = asyncio.create_task(
             server.follow(
-                lambda: is_ready(is_engine_well=watchdog.is_well, replicas=replicas, live_requests=live_requests)
+                lambda: is_ready(is_engine_well=watchdog.is_well, replicas=replicas, live_requests=live_requests),
+                on_ready=runtime.start_fusing,
             ),
             name="readiness",
         )

@@ -125,9 +125,9 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
         lent.follow(lambda: servicer.num_calls > 0)
         port = await server.start(settings.listen)
         _log.info("serving", port=port)
-        runtime.start_fusing()
         readiness = asyncio.create_task(
-            server.follow(lambda: watchdog.is_well and not terminated.is_set()), name="readiness"
+            server.follow(lambda: watchdog.is_well and not terminated.is_set(), on_ready=runtime.start_fusing),
+            name="readiness",
         )
 
         def on_lost(error: EngineLost) -> None:

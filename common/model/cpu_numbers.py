@@ -87,7 +87,7 @@ read = cast("Kernel", _read)
 """`read(element)` is its float32."""
 rounded = cast("Kernel", _rounded)
 """`rounded(number, like)` is the element that an array like `like` keeps of a float32: the nearest, of two as near the
-even one; a NaN stays one.
+even one, as PyTorch rounds; a NaN stays one.
 """
 
 
@@ -106,14 +106,12 @@ def narrowed(builder: Any, kind: types.Type, number: Any) -> Any:
     if kind == types.float32:
         return number
     if kind == types.uint16:
-        return _to_bfloat16(builder, number)
+        return _nearest_bfloat16(builder, number)
     assert kind == types.int16, kind
     return builder.bitcast(builder.fptrunc(number, ir.HalfType()), _HALF)
 
 
-def _to_bfloat16(builder: Any, number: Any) -> Any:
-    if has_bfloat16():
-        return builder.bitcast(builder.fptrunc(number, Bfloat16()), _HALF)
+def _nearest_bfloat16(builder: Any, number: Any) -> Any:
     bits = builder.bitcast(number, _BITS)
     last = builder.and_(builder.lshr(bits, _BITS(16)), _BITS(1))
     nearest = builder.lshr(builder.add(builder.add(bits, _BITS(0x7FFF)), last), _BITS(16))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import numba
 
 from common.model.cpu_kernel import Kernel, jit
 
-_SOURCES = ("attention_cpu.py", "cpu_kernel.py", "cpu_norm.py", "cpu_numbers.py", "cpu_rotation.py", "fused/*.py")
+_SOURCES = ("attention_cpu.py", "cpu_*.py", "fused/*.py")
 
 _log = logging.getLogger(__name__)
 _choosing = threading.Lock()  # numba has one directory a process
@@ -36,9 +34,8 @@ def keep_kernels(directory: Path) -> None:
     _Cache.directory = directory
 
 
-@cache
-def kernels_key() -> str:
-    """Names what compiled kernels depend on: their source and where it is, the compiler, the interpreter, the CPU."""
+def _key() -> str:
+    """Of their source and where it is, the compiler, the interpreter, the CPU."""
     digest = hashlib.sha256()
     model = Path(__file__).resolve().parent
     for pattern in _SOURCES:
@@ -51,6 +48,14 @@ def kernels_key() -> str:
     return digest.hexdigest()[:20]
 
 
+_KEY = _key()  # of the source as this process imports it
+
+
+def kernels_key() -> str:
+    """Names what compiled kernels depend on."""
+    return _KEY
+
+
 def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel:
     """`function` as a kernel that has been called with `arguments`, and so is compiled for their types.
 
@@ -60,33 +65,42 @@ def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel
         return _called(jit(function), arguments)
     directory = _Cache.directory / f"{kernels_key()}-{name}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):  # numba would keep them where our names do not tell them apart
-            raise PermissionError(f"{directory} cannot be written")
-    except OSError as error:
+        try:
+            return _called(kept_in(directory, function), arguments)
+        except OSError:
+            raise
+        except Exception as error:  # whatever the reader of what is damaged says
+            _log.warning("kernels are compiled once more: %r", error)
+            _remove(directory)
+            return _called(kept_in(directory, function), arguments)
+    except OSError as error:  # it cannot be written, the disk is full, another process removes what is damaged
         _log.warning("kernels are not kept: %s", error)
         return _called(jit(function), arguments)
-    try:
-        return _called(kept_in(directory, function), arguments)
-    except Exception as error:  # whatever the reader of what is damaged says
-        _log.warning("kernels are compiled once more: %r", error)
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(exist_ok=True)
-        return _called(kept_in(directory, function), arguments)
 
 
 def kept_in(directory: Path, function: Kernel) -> Any:
     """`function`, compiled at its first call of each signature, or found in `directory`, where it is left.
 
-    numba writes there by renaming, so another process finds the whole of it or nothing.
+    numba writes there by renaming, so another process finds the whole of it or nothing. Raises OSError when it cannot
+    write there.
     """
+    directory.mkdir(parents=True, exist_ok=True)
     with _choosing:
         before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
         numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
         try:
-            return jit(function, is_kept=True)
+            kernel: Any = jit(function, is_kept=True)
         finally:
             numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+    if not Path(kernel.stats.cache_path).is_relative_to(directory):  # there our names do not tell kernels apart
+        raise PermissionError(f"{directory} cannot be written")
+    return kernel
+
+
+def _remove(directory: Path) -> None:
+    """At once for the others, who may be about to write there."""
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".damaged-", ignore_cleanup_errors=True) as aside:
+        directory.rename(Path(aside) / directory.name)
 
 
 def _called(kernel: Kernel, arguments: Sequence[Any]) -> Kernel:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from common.errors import shortened
 from common.kv.layer_group import LayerGroupSpec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NO_SPECULATION = "none"
 
 

@@ -139,3 +139,10 @@ def test_it_ends_with_its_service(model: TargetModel, kernels: Kernels) -> None:
         assert fusing.stop(BOUND_S)
     assert has_ended.is_set() and not model.runs_program
     assert [line["event"] for line in logs] == ["compiling_kernels"]
+
+
+def test_one_that_was_never_started_is_stopped_at_once(model: TargetModel) -> None:
+    """The service's start failed before it served."""
+    fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
+    assert fusing is not None and fusing.stop(0.0)
+    assert not model.runs_program

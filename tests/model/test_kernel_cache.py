@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba.core.caching import InTreeCacheLocator
 
 from common.model import attention_cpu, cpu_norm, cpu_rotation, kernel_cache
 from common.model.cpu_kernel import Kernel
@@ -71,6 +73,33 @@ def test_where_nothing_can_be_kept_each_process_compiles(directory: Path, caplog
     numbers = np.zeros(1, np.int64)
     kernel(numbers)
     assert numbers[0] == 3
+
+
+def test_one_whose_disk_is_full_compiles_for_itself(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.os.replace", full)
+    with caplog.at_level(logging.WARNING):
+        kernel: Any = compiled(adding(3), (np.zeros(1, np.int64),), name="add")
+    assert "not kept" in caplog.text
+    monkeypatch.undo()
+    numbers = np.zeros(1, np.int64)
+    kernel(numbers)
+    assert numbers[0] == 3
+
+
+def test_numbas_other_directories_are_not_used(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it finds that it cannot write to ours, as on a disk that lets root write nothing."""
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [InTreeCacheLocator])
+    with caplog.at_level(logging.WARNING):
+        kernel: Any = compiled(adding(3), (np.zeros(1, np.int64),), name="add")
+    assert "not kept" in caplog.text
+    assert not kernel.stats.cache_path
 
 
 def test_the_kernels_of_a_model_are_kept(directory: Path) -> None:

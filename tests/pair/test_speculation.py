@@ -30,13 +30,14 @@ Engines = tuple[tuple[TargetModel, PagedHead | None], ...]
 MAX_TOKENS = 4096
 """Of a forward: of every prompt at once."""
 
-FUSED = [(head, shape) for head in ("copying", "guessing") for shape in SHAPES]
-BY_OPERATORS = [
-    ("copying", "chain-4"),
-    ("guessing", "tree-4x3-15"),
-    *(("copying_layers", shape) for shape in CHAINS),
-    ("guessing_layers", "chain-5"),
+MODES = [
+    pytest.param(mode, overlap, chunk_tokens, id=f"{mode}-{'overlap' if overlap else 'no-overlap'}-{chunk_tokens}")
+    for mode in ("alone", "crowd")
+    for overlap in (True, False)
+    for chunk_tokens in (16, 512)
 ]
+ONE_LAYER = [(head, shape) for head in ("copying", "guessing") for shape in SHAPES]
+LAYERS = [*(("copying_layers", shape) for shape in CHAINS), ("guessing_layers", "chain-5")]
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +56,9 @@ def fused_engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], En
         yield engines
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 512])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("mode", ["alone", "crowd"])
-@pytest.mark.parametrize(
-    ("forwards", "head", "shape"),
-    [*(("fused", *each) for each in FUSED), *(("operators", *each) for each in BY_OPERATORS)],
-)
+@pytest.mark.parametrize(("mode", "overlap", "chunk_tokens"), MODES)
+@pytest.mark.parametrize(("head", "shape"), ONE_LAYER)
 def test_greedy_tokens_equal_generate(
-    forwards: str,
     head: str,
     shape: str,
     mode: str,
@@ -74,8 +69,42 @@ def test_greedy_tokens_equal_generate(
     request: pytest.FixtureRequest,
 ) -> None:
     drafted: Drafted = request.getfixturevalue(head)
+    check_greedy_tokens(head, shape, mode, overlap, chunk_tokens, make_pair, drafted, fused_engines(head))
+
+
+@pytest.mark.parametrize(
+    ("head", "shape", "mode", "overlap", "chunk_tokens"),
+    [
+        *((*each, "alone", True, 16) for each in ONE_LAYER),
+        *((*each, "crowd", False, 512) for each in ONE_LAYER),
+        *((*each, *mode.values) for each in LAYERS for mode in MODES),
+    ],
+)
+def test_greedy_tokens_by_operators_equal_generate(
+    head: str,
+    shape: str,
+    mode: str,
+    overlap: bool,
+    chunk_tokens: int,
+    make_pair: MakePair,
+    request: pytest.FixtureRequest,
+) -> None:
+    drafted: Drafted = request.getfixturevalue(head)
     own = drafted.target, drafted.head
-    decode, prefill = fused_engines(head) if forwards == "fused" else (own, own)
+    check_greedy_tokens(head, shape, mode, overlap, chunk_tokens, make_pair, drafted, (own, own))
+
+
+def check_greedy_tokens(
+    head: str,
+    shape: str,
+    mode: str,
+    overlap: bool,
+    chunk_tokens: int,
+    make_pair: MakePair,
+    drafted: Drafted,
+    engines: Engines,
+) -> None:
+    decode, prefill = engines
     options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens, **SHAPES[shape])
     pair = make_pair(decode[0], options, draft=decode[1], prefill_model=prefill[0], prefill_draft=prefill[1])
     vocab_size = SMALL_VOCAB_SIZE if head.startswith("copying") else 260

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+
+import pytest
 
 from common.config.settings import DecodeSettings
 from common.errors import StartupError
@@ -24,3 +27,20 @@ def test_what_is_imported_is_never_searched_for_garbage_and_what_comes_after_it_
         assert gc.isenabled() and gc.get_freeze_count() > num_left_out
     finally:
         gc.unfreeze()
+
+
+def test_threads_hand_the_interpreters_lock_over_early() -> None:
+    seen: list[float] = []
+    before = sys.getswitchinterval()
+
+    def import_serve() -> Serve[DecodeSettings]:
+        seen.append(sys.getswitchinterval())
+        raise StartupError("far enough")
+
+    try:
+        sys.setswitchinterval(0.005)
+        assert run_service("decode_service", DecodeSettings, import_serve, []) == EXIT_STARTUP
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
+    assert seen == [pytest.approx(0.0005)]

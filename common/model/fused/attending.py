@@ -11,10 +11,10 @@ import numpy as np
 
 from common.model.attention_cpu import MAX_QUERIES, NUM_LANES, largest
 from common.model.cpu_kernel import exp, jit
-from common.model.cpu_numbers import read, rounded
+from common.model.cpu_numbers import read
 from common.model.fused.attention_products import TOKENS_AHEAD, ask_for_tokens, make_scores, sum_values
 from common.model.fused.memory import add_to_word, pointer, store_word
-from common.model.fused.numbers import input_like, kept
+from common.model.fused.numbers import input_like, kept, rounded
 from common.model.fused.operations import Call, Field, array_at, buffer_row, elements, words
 from common.model.fused.vectors import fused_multiply_add
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 import numpy as np
 
 from common.model.cpu_kernel import exp, jit
-from common.model.cpu_numbers import rounded
 from common.model.fused.attending import rotate
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
-from common.model.fused.numbers import input_like, kept
+from common.model.fused.numbers import input_like, kept, rounded
 from common.model.fused.operations import Call, Field, array_at, buffer_row, elements, words
 
 QUERY_TOKENS = 64

@@ -9,11 +9,12 @@ from typing import Any, cast
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
 from common.model.cpu_kernel import Kernel, exp, jit
-from common.model.cpu_numbers import has_bfloat16, narrowed, widened
+from common.model.cpu_numbers import Bfloat16, has_bfloat16, narrowed, widened
 from common.model.fused.memory import pointer
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -27,9 +28,17 @@ def input_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @intrinsic
+def _rounded(_context, number, like):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return _narrowed(builder, like.dtype, arguments[0])
+
+    return like.dtype(types.float32, like), generate
+
+
+@intrinsic
 def _kept(_context, number, target, like):  # type: ignore[no-untyped-def]
     def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        element = narrowed(builder, like.dtype, arguments[0])
+        element = _narrowed(builder, like.dtype, arguments[0])
         return element if target.dtype == like.dtype else widened(builder, like.dtype, element)
 
     return target.dtype(types.float32, target, like), generate
@@ -43,6 +52,13 @@ def _copied(_context, element, target):  # type: ignore[no-untyped-def]
     return target.dtype(element, target), generate
 
 
+def _narrowed(builder: Any, kind: types.Type, number: Any) -> Any:
+    """By the CPU's own instruction where it has one, which makes 0 of what is smaller than any normal number."""
+    if kind == types.uint16 and has_bfloat16():
+        return builder.bitcast(builder.fptrunc(number, Bfloat16()), ir.IntType(16))
+    return narrowed(builder, kind, number)
+
+
 def _input_like(like: Any) -> Any:
     raise NotImplementedError("in kernels only")
 
@@ -53,6 +69,8 @@ def _inputs_like(like):  # type: ignore[no-untyped-def]
     return lambda like: _array_at(pointer(0), (0,), dtype)
 
 
+rounded = cast("Kernel", _rounded)
+"""`rounded(number, like)` is the element that an array like `like` keeps of a float32: the nearest."""
 kept = cast("Kernel", _kept)
 """`kept(number, target, like)` is the element of array `target` for a float32 that is rounded to `like`'s dtype."""
 copied = cast("Kernel", _copied)

@@ -26,10 +26,10 @@ import numpy as np
 from numba.extending import overload
 
 from common.model.cpu_kernel import Kernel, jit
-from common.model.cpu_numbers import read, rounded
+from common.model.cpu_numbers import read
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
-from common.model.fused.numbers import copied, input_like, kept, silu
+from common.model.fused.numbers import copied, input_like, kept, rounded, silu
 
 
 class Kind(IntEnum):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kv import host_copy
-from common.kv.host_copy import LINE_BYTES, MIN_BYTES, copy_blocks, copy_kv
+from common.model import cpu_copy
+from common.model.cpu_copy import LINE_BYTES, MIN_BYTES, copy_blocks, copy_kv
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(arguments[-1])
         kernel(*arguments)
 
-    monkeypatch.setattr(host_copy, "copy_blocks", lambda: counted)
+    monkeypatch.setattr(cpu_copy, "copy_blocks", lambda: counted)
     return seen
 
 
@@ -53,6 +53,15 @@ def test_large_ones_go_past_the_caches(dtype: torch.dtype, num_copies: list[int]
 def test_the_source_may_be_a_part_too(num_copies: list[int]) -> None:
     source = buffer((5, 2, 3000, 2, 64))
     check(buffer((4, 2, 2500, 2, 64)), source[1:, :, 400:2900])
+    assert len(num_copies) == 1
+
+
+def test_the_source_may_lie_anywhere(num_copies: list[int]) -> None:
+    """As the bytes of a frame do."""
+    memory = torch.empty(4 * 2 * 1100 * 1024 + 65, dtype=torch.uint8).random_()
+    source = memory[(memory.data_ptr() + 1) % 2 :][: 4 * 2 * 1100 * 1024]
+    assert source.data_ptr() % 2
+    check(buffer((4, 2, 1300, 8, 128), torch.uint8), source.view(4, 2, 1100, 8, 128), tokens=slice(9, 1109))
     assert len(num_copies) == 1
 
 

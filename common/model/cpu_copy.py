@@ -31,7 +31,7 @@ def copy_kv(target: Tensor, source: Tensor) -> None:
     """Copy [layers, planes, tokens, ...] of one dtype on the host, whatever their strides. Shapes must be the same."""
     assert target.shape == source.shape and target.dtype == source.dtype
     num_bytes = target.numel() * target.itemsize
-    if num_bytes < MIN_BYTES or not _is_in_lines(target) or not _is_in_lines(source):
+    if num_bytes < MIN_BYTES or not source[0, 0].is_contiguous() or not _is_in_lines(target):
         target.copy_(source)
         return
     num_layers, num_planes = target.shape[:2]
@@ -44,7 +44,7 @@ def copy_kv(target: Tensor, source: Tensor) -> None:
 @cache
 def copy_blocks() -> Kernel:
     """The kernel, compiled: addresses, their strides of layers and planes, numbers of layers and planes, bytes of a
-    block. Addresses and all bytes are multiples of LINE_BYTES.
+    block. The target's address and strides, and the bytes, are multiples of LINE_BYTES; others may be any.
     """
     lines = torch.zeros(3 * LINE_BYTES, dtype=torch.uint8)
     source = lines.data_ptr() + -lines.data_ptr() % LINE_BYTES
@@ -84,7 +84,7 @@ def _copy_line(_context, target, source, ahead):  # type: ignore[no-untyped-def]
         vectors = []
         for offset in offsets:
             vector = builder.load(builder.inttoptr(builder.add(line, offset), _VECTOR.as_pointer()))
-            vector.align = _VECTOR_BYTES
+            vector.align = 1
             vectors.append(vector)
         for offset, vector in zip(offsets, vectors, strict=True):
             store = builder.store(vector, builder.inttoptr(builder.add(to, offset), _VECTOR.as_pointer()))

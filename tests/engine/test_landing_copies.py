@@ -1,0 +1,67 @@
+"""KV that lands on a CPU: large segments go past the caches, into the slots of their row and nowhere else."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from common.device.factory import open_device
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool
+from common.model import cpu_copy
+from common.wire.handoff import KvSegment
+from decode_service.landing import LandingZone
+from decode_service.request import Request
+
+GROUP = LayerGroupSpec("target", num_layers=4, num_planes=2, num_heads=8, head_dim=64, dtype="bfloat16")
+NUM_TOKENS = 1024
+BOUND_S = 20.0
+
+
+@pytest.mark.parametrize(("num_layers", "are_large"), [(4, True), (1, False)])
+def test_a_segment_lands_in_its_rows_slots(num_layers: int, are_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, num_calls = cpu_copy.copy_blocks(), []
+    monkeypatch.setattr(cpu_copy, "copy_blocks", lambda: lambda *arguments: (num_calls.append(1), kernel(*arguments)))
+    device = open_device("cpu", num_threads=1)
+    pool = KvPool(
+        groups=[GROUP],
+        max_rows=2,
+        max_kv_tokens=2 * NUM_TOKENS,
+        max_tokens_per_row=NUM_TOKENS,
+        torch_device=device.torch_device,
+    )
+    assert pool.reserve(3) is not None
+    lease = pool.reserve(NUM_TOKENS)
+    assert lease is not None
+    zone = LandingZone(device=device, pool=pool, vocab_size=9)
+    req = SimpleNamespace(request_id="a", lease=lease, token_ids=[1] * NUM_TOKENS, num_attempts=1, kv_bytes=0)
+    payload = np.random.default_rng(1).integers(0, 256, num_layers * GROUP.layer_token_bytes * NUM_TOKENS, np.uint8)
+    zone.open("call", "replica", [cast(Request, req)])
+    zone.take_frame(
+        "call",
+        KvSegment(
+            row=0,
+            layer_group="target",
+            layer_start=0,
+            num_layers=num_layers,
+            token_start=0,
+            num_tokens=NUM_TOKENS,
+            payload=payload,
+        ),
+    )
+    give_up_s = time.monotonic() + BOUND_S
+    while not zone.poll().freed:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
+    zone.close(BOUND_S)
+    device.close(BOUND_S)
+    expected = torch.zeros_like(pool.buffers["target"]).view(torch.uint8)
+    shape = (num_layers, GROUP.num_planes, NUM_TOKENS, *expected.shape[3:])
+    expected[:num_layers, :, torch.from_numpy(lease.slots)] = torch.from_numpy(payload).view(shape)
+    assert torch.equal(pool.buffers["target"].view(torch.uint8), expected)
+    assert bool(num_calls) == are_large
