@@ -30,14 +30,15 @@ Engines = tuple[tuple[TargetModel, PagedHead | None], ...]
 MAX_TOKENS = 4096
 """Of a forward: of every prompt at once."""
 
-MODES = [
-    pytest.param(mode, overlap, chunk_tokens, id=f"{mode}-{'overlap' if overlap else 'no-overlap'}-{chunk_tokens}")
-    for mode in ("alone", "crowd")
-    for overlap in (True, False)
-    for chunk_tokens in (16, 512)
-]
+MODES = [(mode, overlap, chunk) for mode in ("alone", "crowd") for overlap in (True, False) for chunk in (16, 512)]
+FEW_MODES = [("alone", True, 16), ("crowd", False, 512)]
 ONE_LAYER = [(head, shape) for head in ("copying", "guessing") for shape in SHAPES]
 LAYERS = [*(("copying_layers", shape) for shape in CHAINS), ("guessing_layers", "chain-5")]
+CASES = [
+    *(("fused", *drafted, *mode) for drafted in ONE_LAYER for mode in MODES),
+    *(("operators", *drafted, *mode) for drafted in ONE_LAYER for mode in FEW_MODES),
+    *(("operators", *drafted, *mode) for drafted in LAYERS for mode in MODES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,9 @@ def fused_engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], En
         yield engines
 
 
-@pytest.mark.parametrize(("mode", "overlap", "chunk_tokens"), MODES)
-@pytest.mark.parametrize(("head", "shape"), ONE_LAYER)
+@pytest.mark.parametrize(("forwards", "head", "shape", "mode", "overlap", "chunk_tokens"), CASES)
 def test_greedy_tokens_equal_generate(
+    forwards: str,
     head: str,
     shape: str,
     mode: str,
@@ -69,42 +70,8 @@ def test_greedy_tokens_equal_generate(
     request: pytest.FixtureRequest,
 ) -> None:
     drafted: Drafted = request.getfixturevalue(head)
-    check_greedy_tokens(head, shape, mode, overlap, chunk_tokens, make_pair, drafted, fused_engines(head))
-
-
-@pytest.mark.parametrize(
-    ("head", "shape", "mode", "overlap", "chunk_tokens"),
-    [
-        *((*each, "alone", True, 16) for each in ONE_LAYER),
-        *((*each, "crowd", False, 512) for each in ONE_LAYER),
-        *((*each, *mode.values) for each in LAYERS for mode in MODES),
-    ],
-)
-def test_greedy_tokens_by_operators_equal_generate(
-    head: str,
-    shape: str,
-    mode: str,
-    overlap: bool,
-    chunk_tokens: int,
-    make_pair: MakePair,
-    request: pytest.FixtureRequest,
-) -> None:
-    drafted: Drafted = request.getfixturevalue(head)
     own = drafted.target, drafted.head
-    check_greedy_tokens(head, shape, mode, overlap, chunk_tokens, make_pair, drafted, (own, own))
-
-
-def check_greedy_tokens(
-    head: str,
-    shape: str,
-    mode: str,
-    overlap: bool,
-    chunk_tokens: int,
-    make_pair: MakePair,
-    drafted: Drafted,
-    engines: Engines,
-) -> None:
-    decode, prefill = engines
+    decode, prefill = fused_engines(head) if forwards == "fused" else (own, own)
     options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens, **SHAPES[shape])
     pair = make_pair(decode[0], options, draft=decode[1], prefill_model=prefill[0], prefill_draft=prefill[1])
     vocab_size = SMALL_VOCAB_SIZE if head.startswith("copying") else 260
