@@ -30,7 +30,6 @@ from common.config.settings import DecodeSettings
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
-from common.interpreter_lock import hand_over_early
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
@@ -206,7 +205,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     keep_freed_memory()
-    hand_over_early()
+    sys.setswitchinterval(DecodeSettings.model_fields["switch_interval_s"].default)
     shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
     num_bytes = args.prompts * shape.prompt_bytes
     sharing, nixl = replace(shape, kv_transport="shared_memory"), replace(shape, kv_transport="nixl")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,10 @@ import grpc
 import structlog
 import torch
 
-from common.config.settings import KvTransport
+from common.config.settings import KvTransport, PrefillSettings
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
-from common.interpreter_lock import hand_over_early
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.attention_torch import TorchAttention
@@ -126,7 +126,7 @@ def _process(serve: object, argument: object) -> Iterator[str]:
 def _run(serve: object, argument: object, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     keep_freed_memory()
-    hand_over_early()
+    sys.setswitchinterval(PrefillSettings.model_fields["switch_interval_s"].default)
     asyncio.run(serve(argument, pipe))  # type: ignore[operator]
 
 

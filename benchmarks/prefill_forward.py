@@ -23,8 +23,10 @@ from benchmarks.machine import demo_model_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
 from common.fused_forwards import fuse  # noqa: E402
 from common.model.cpu_linear import PackedLinear, can_pack  # noqa: E402
+from common.model.kernel_cache import keep_kernels  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
+from common.model_cache import kernels_cache_dir  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
 from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
 from prefill_service.scheduler import PrefillEngine  # noqa: E402
@@ -44,6 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = [int(length) for length in args.prompts.split(",")]
     torch.set_num_threads(1)
+    keep_kernels(kernels_cache_dir())
     model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=not args.no_fused_forward)
     max_batch_tokens = max(2048, args.chunk_tokens)
     if not args.no_fused_forward:

@@ -21,8 +21,10 @@ from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from common.device.factory import open_device
 from common.fused_forwards import fuse
+from common.model.kernel_cache import keep_kernels
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
+from common.model_cache import kernels_cache_dir
 from common.openmp import num_compute_threads
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from tests.support.pair import InProcessPair, PairOptions
@@ -56,6 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     num_threads = num_compute_threads(args.threads, 1.0)
     max_tokens = args.prompt_tokens + 64
+    keep_kernels(kernels_cache_dir())
     model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=True)
     fuse(model, num_threads=num_threads, max_tokens=MAX_BATCH_TOKENS)  # one request: its engines compute in turn
     one_process = InProcessPair(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
-from common.model_cache import kernels_cache_dir, make_once, run_python
+from common.model_cache import make_once, run_python
 from common.openmp import set_own_num_threads
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -124,12 +125,23 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
 
 
 def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]) -> None:
-    """From the user's cache, once they are there; what is damaged there is made anew. Raises StartupError."""
+    """From where this process keeps kernels, once they are there. Raises StartupError."""
+    from common.model.kernel_cache import kernels_dir
+
+    if (kept := kernels_dir()) is not None:
+        _load_kernels_from(kept, dtype, niceness, on_wait)
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-kernels-") as scratch:
+        _load_kernels_from(Path(scratch), dtype, niceness, on_wait)
+
+
+def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]) -> None:
+    """What is not there is compiled, what is damaged made anew. Raises StartupError."""
     from common.model.fused.start import load_kernels
     from common.model.kernel_cache import kernels_key
 
     name = str(dtype).removeprefix("torch.")
-    directory = kernels_cache_dir() / f"{kernels_key()}-{name}"
+    directory = kept / f"{kernels_key()}-{name}"
     give_up_s = time.monotonic() + _COMPILE_TIMEOUT_S
 
     def check() -> None:

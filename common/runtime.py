@@ -78,7 +78,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     timeline = Timeline()
     num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
-    if device.torch_device.type == "cpu":
+    if device.torch_device.type == "cpu" and settings.keep_kernels:
         from common.model.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
 
         keep_kernels(kernels_cache_dir())

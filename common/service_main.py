@@ -20,7 +20,6 @@ from common.config.load import load_settings
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError, EngineLost, StartupError
 from common.host_memory import keep_freed_memory
-from common.interpreter_lock import hand_over_early
 from common.openmp import spin_briefly
 from common.process_exit import EXIT_CONFIG, EXIT_ENGINE_LOST, EXIT_OK, EXIT_STARTUP, exit_on_termination
 from common.telemetry.exposition import MetricsServer
@@ -65,7 +64,7 @@ def run_service(
             _log.info("config", **settings.model_dump(mode="json"))
             spin_briefly()
             keep_freed_memory()
-            hand_over_early()
+            sys.setswitchinterval(settings.switch_interval_s)
             with _all_kept():
                 from common.runtime import open_runtime
 

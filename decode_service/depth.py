@@ -199,3 +199,10 @@ class AdaptiveDepth:
             return (deeper[turn // 4 % len(deeper)] if deeper and turn % 4 == 3 else 1), False
         others = [depth for depth in (best - 1, best + 1) if 0 < depth < len(steps)] or [0]
         return others[turn % len(others)], not self._times.has_all(best, num_rows)
+
+
+def depth_of(spec_info: SpecInfo | None, *, adapts: bool) -> Depth | None:
+    """None where nothing is drafted."""
+    if spec_info is None:
+        return None
+    return AdaptiveDepth(spec_info) if adapts else FixedDepth(spec_info)

@@ -102,12 +102,12 @@ class Landed:
 class LandingZone:
     """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks."""
 
-    def __init__(self, *, device: Device, pool: KvPool, vocab_size: int) -> None:
+    def __init__(self, *, device: Device, pool: KvPool, vocab_size: int, nontemporal_copies: bool = True) -> None:
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size
         self._stream = device.new_stream("landing", StreamKind.COPY)
-        self._copy = _copy_of(device.torch_device)
+        self._copy = _copy_of(device.torch_device, nontemporal=nontemporal_copies)
         self._calls: dict[str, _Call] = {}
         self._complete: dict[_LandingRow, None] = {}
         self._arrived: list[Request] = []
@@ -336,9 +336,9 @@ class LandingZone:
             self._complete[row] = None
 
 
-def _copy_of(torch_device: torch.device) -> Callable[[Tensor, Tensor], object]:
+def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tensor, Tensor], object]:
     """Copies from its second argument to its first, which are both on that device."""
-    if torch_device.type != "cpu":
+    if torch_device.type != "cpu" or not nontemporal:
         return Tensor.copy_
     from common.model.cpu_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
 

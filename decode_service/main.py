@@ -213,6 +213,7 @@ def _engine(
             max_context_tokens=runtime.max_context_tokens,
             overlap=settings.overlap,
             replays_forwards=settings.cuda_graphs,
+            nontemporal_copies=settings.nontemporal_copies,
             max_handoff_attempts=settings.max_handoff_attempts,
             prefill_timeout_s=settings.prefill_timeout_s,
             on_step=on_step,

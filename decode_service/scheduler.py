@@ -23,7 +23,7 @@ from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from decode_service.depth import AdaptiveDepth, Depth, FixedDepth
+from decode_service.depth import depth_of
 from decode_service.dispatcher import PrefillDispatcher
 from decode_service.forward_side import ForwardSide
 from decode_service.landing import LandingZone
@@ -62,9 +62,9 @@ class DecodeEngine:
 
     `draft` and `spec_info` come together, and fit; `adapts_depth`: drafting may be shallower. `max_rows` bounds rows
     reserved, transferring and running together. `replays_forwards`: where the device can, steps' forwards are recorded
-    when the engine is made, and replayed. `overlap=False` finishes each step before the next is scheduled, by the
-    same code. `step_s` figures and time-outs use `clock` (monotonic seconds). `deliver` takes what the edge must hear
-    whenever the engine is about to wait for its stream, or ends. Steps return it without, or with nothing in flight.
+    when the engine is made. `nontemporal_copies`: on a CPU, large KV lands past its caches. `overlap=False` finishes
+    each step before the next is scheduled, by the same code. Figures and time-outs use `clock` (monotonic seconds).
+    `deliver` takes news for the edge when the engine is about to wait for its stream, or ends; else steps return them.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class DecodeEngine:
         adapts_depth: bool = False,
         overlap: bool = True,
         replays_forwards: bool = False,
+        nontemporal_copies: bool = True,
         max_handoff_attempts: int = 3,
         prefill_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -97,11 +98,8 @@ class DecodeEngine:
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
         assert (draft is None) == (spec_info is None)
-        self._depth: Depth | None = None
-        self._num_ahead = 0
-        if spec_info is not None:
-            self._depth = AdaptiveDepth(spec_info) if adapts_depth else FixedDepth(spec_info)
-            self._num_ahead = spec_info.num_slots - 1
+        self._depth = depth_of(spec_info, adapts=adapts_depth)
+        self._num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             max_rows=max_rows,
@@ -124,7 +122,9 @@ class DecodeEngine:
         self._forward_stream = forward_side.stream
         self._worker = forward_side.worker
         self._sampling_state = forward_side.sampling_state
-        self._landing = LandingZone(device=device, pool=self.pool, vocab_size=model.vocab_size)
+        self._landing = LandingZone(
+            device=device, pool=self.pool, vocab_size=model.vocab_size, nontemporal_copies=nontemporal_copies
+        )
         self._stages = StageLog(self._outbox.post)
         self._dispatcher = PrefillDispatcher(
             pool=self.pool,

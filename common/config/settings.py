@@ -46,6 +46,8 @@ class ServiceSettings(ProcessSettings):
     tf32: bool = False
     num_threads: Annotated[int, Field(ge=0)] = 0
     fused_forward: bool = True
+    keep_kernels: bool = True
+    switch_interval_s: Seconds = 0.0005
     max_rows: Positive = 32
     max_kv_tokens: Positive = 32768
     max_context_tokens: Positive | None = None
@@ -94,6 +96,7 @@ class DecodeSettings(ServiceSettings):
     adaptive_depth: bool = True
     overlap: bool = True
     cuda_graphs: bool = True
+    nontemporal_copies: bool = True
     receive_budget_bytes: Positive = 128 << 20
     connections_per_prefill: Annotated[int, Field(ge=1, le=16)] = 2
     max_queued_requests: Annotated[int, Field(ge=0)] = 256

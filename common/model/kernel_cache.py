@@ -34,6 +34,11 @@ def keep_kernels(directory: Path) -> None:
     _Cache.directory = directory
 
 
+def kernels_dir() -> Path | None:
+    """Where `keep_kernels` said; None before."""
+    return _Cache.directory
+
+
 def _key() -> str:
     """Of their source and where it is, the compiler, the interpreter, the CPU."""
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Forwards are fused on either service, and one setting switches that off."""
+"""Forwards are fused on either service, and kernels kept; one setting each switches that off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 from common import runtime
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
+from common.model import kernel_cache
+from common.model.kernel_cache import kernels_dir
 from common.model.target import TargetModel
+from common.model_cache import kernels_cache_dir
 
 BOTH = [PrefillSettings, DecodeSettings]
 
@@ -46,3 +49,18 @@ def test_what_a_service_may_put_into_a_forward_is_fused(
     runtime.open_runtime(settings).device.close(5.0)
     runtime.open_runtime(DecodeSettings(model=model, dtype="float32", num_threads=1)).device.close(5.0)
     assert begun == [700, 512]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_kernels_are_kept_in_the_users_cache(
+    kind: type[ServiceSettings],
+    keeps: bool,
+    begun: list[int],
+    tiny_model_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_cache._Cache, "directory", None)
+    settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, keep_kernels=keeps)
+    runtime.open_runtime(settings).device.close(5.0)
+    assert kernels_dir() == (kernels_cache_dir() if keeps else None)

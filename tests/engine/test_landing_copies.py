@@ -23,8 +23,12 @@ NUM_TOKENS = 1024
 BOUND_S = 20.0
 
 
-@pytest.mark.parametrize(("num_layers", "are_large"), [(4, True), (1, False)])
-def test_a_segment_lands_in_its_rows_slots(num_layers: int, are_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "nontemporal_copies", "is_past_caches"), [(4, True, True), (1, True, False), (4, False, False)]
+)
+def test_a_segment_lands_in_its_rows_slots(
+    num_layers: int, nontemporal_copies: bool, is_past_caches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, num_calls = cpu_copy.copy_blocks(), []
     monkeypatch.setattr(cpu_copy, "copy_blocks", lambda: lambda *arguments: (num_calls.append(1), kernel(*arguments)))
     device = open_device("cpu", num_threads=1)
@@ -38,7 +42,7 @@ def test_a_segment_lands_in_its_rows_slots(num_layers: int, are_large: bool, mon
     assert pool.reserve(3) is not None
     lease = pool.reserve(NUM_TOKENS)
     assert lease is not None
-    zone = LandingZone(device=device, pool=pool, vocab_size=9)
+    zone = LandingZone(device=device, pool=pool, vocab_size=9, nontemporal_copies=nontemporal_copies)
     req = SimpleNamespace(request_id="a", lease=lease, token_ids=[1] * NUM_TOKENS, num_attempts=1, kv_bytes=0)
     payload = np.random.default_rng(1).integers(0, 256, num_layers * GROUP.layer_token_bytes * NUM_TOKENS, np.uint8)
     zone.open("call", "replica", [cast(Request, req)])
@@ -64,4 +68,4 @@ def test_a_segment_lands_in_its_rows_slots(num_layers: int, are_large: bool, mon
     shape = (num_layers, GROUP.num_planes, NUM_TOKENS, *expected.shape[3:])
     expected[:num_layers, :, torch.from_numpy(lease.slots)] = torch.from_numpy(payload).view(shape)
     assert torch.equal(pool.buffers["target"].view(torch.uint8), expected)
-    assert bool(num_calls) == are_large
+    assert bool(num_calls) == is_past_caches

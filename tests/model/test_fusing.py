@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from structlog.testing import capture_logs
 
 from common import fused_forwards
 from common.fused_forwards import new_fusing
+from common.model import kernel_cache
 from common.model.fused import start
 from common.model.loader import load_target
 from common.model.target import TargetModel
@@ -52,7 +54,7 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     kernels = Kernels()
-    monkeypatch.setattr(fused_forwards, "kernels_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(kernel_cache._Cache, "directory", tmp_path)
     monkeypatch.setattr(fused_forwards, "run_python", kernels.run_python)
     monkeypatch.setattr(start, "load_kernels", kernels.load)
     monkeypatch.setattr(start, "new_forwards", lambda *_, **__: [kernels.forward])
@@ -80,6 +82,15 @@ def test_they_are_compiled_once_and_used(model: TargetModel, kernels: Kernels) -
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_ready"]
     assert fuse_beside(model) == ["fused_forward_ready"]
     assert model.runs_program and kernels.num_compiled == 1
+
+
+def test_where_none_are_kept_every_start_compiles_them_and_leaves_nothing(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernel_cache._Cache, "directory", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert [fuse_beside(model) for _ in range(2)] == [["compiling_kernels", "fused_forward_ready"]] * 2
+    assert kernels.num_compiled == 2 and not list(tmp_path.iterdir())
 
 
 def test_what_computes_something_else_is_closed_and_never_used(model: TargetModel, kernels: Kernels) -> None:

@@ -29,7 +29,8 @@ def test_what_is_imported_is_never_searched_for_garbage_and_what_comes_after_it_
         gc.unfreeze()
 
 
-def test_threads_hand_the_interpreters_lock_over_early() -> None:
+@pytest.mark.parametrize(("argv", "interval_s"), [([], 0.0005), (["--switch-interval-s=0.002"], 0.002)])
+def test_threads_hand_the_interpreters_lock_over_early(argv: list[str], interval_s: float) -> None:
     seen: list[float] = []
     before = sys.getswitchinterval()
 
@@ -39,8 +40,8 @@ def test_threads_hand_the_interpreters_lock_over_early() -> None:
 
     try:
         sys.setswitchinterval(0.005)
-        assert run_service("decode_service", DecodeSettings, import_serve, []) == EXIT_STARTUP
+        assert run_service("decode_service", DecodeSettings, import_serve, argv) == EXIT_STARTUP
     finally:
         sys.setswitchinterval(before)
         gc.unfreeze()
-    assert seen == [pytest.approx(0.0005)]
+    assert seen == [pytest.approx(interval_s)]
