@@ -83,10 +83,7 @@ class _Expected:
 
     num_tokens: float
     seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
+    tokens_per_s: float
 
     def loss_s(self, best: _Expected) -> float:
         """How much sooner `best` would have committed as many tokens."""
@@ -120,7 +117,7 @@ class AdaptiveDepth:
             return self._levels[0]
         num_rows = len(draft_lag)
         begin_s = self._begin_s(draft_lag)
-        steps = [self._expected(depth, num_rows, num_wanted, begin_s) for depth in range(len(self._levels))]
+        steps = self._expected(num_rows, num_wanted, begin_s)
         best = self._best_depth(steps)
         probed, is_new = self._probed_depth(best, num_rows, steps)
         probe_s = steps[probed].loss_s(steps[best])
@@ -170,14 +167,17 @@ class AdaptiveDepth:
         can_afford = probe_s <= _PROBE_SHARE * num_steps * step_s
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
-    def _expected(self, depth: int, num_rows: int, num_wanted: int, begin_s: float) -> _Expected:
-        """Of the whole batch."""
+    def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
+        """Of the whole batch, at each depth."""
+        plain_s, *drafting_s = self._times.steps_s(num_rows)
+        steps = [_Expected(num_rows, plain_s, num_rows / plain_s)]
         num_accepted, is_reached = 0.0, 1.0
-        for rate in self._acceptance[:depth]:
+        for rate, step_s in zip(self._acceptance, drafting_s, strict=True):
             is_reached *= rate
             num_accepted += is_reached
-        seconds = self._times.step_s(depth, num_rows)
-        return _Expected(num_rows + num_wanted * num_accepted, seconds + begin_s / _BEGIN_STEPS if depth else seconds)
+            num_tokens, seconds = num_rows + num_wanted * num_accepted, step_s + begin_s / _BEGIN_STEPS
+            steps.append(_Expected(num_tokens, seconds, num_tokens / seconds))
+        return steps
 
     def _best_depth(self, steps: Sequence[_Expected]) -> int:
         without, *rates = (step.tokens_per_s for step in steps)

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import median_high
 
 from common.telemetry.step_stats import SpeculationStats
@@ -37,6 +38,7 @@ class StepTimes:
         self._parts_s: deque[tuple[float, float]] = deque(  # without drafts: the head's, all else
             maxlen=max_draft_lag * math.ceil(MAX_DRAFT_LAG / max_draft_lag)
         )
+        self._head_share = 0.0  # of what all else takes, by those
         self._met: set[tuple[int, int]] = set()  # depths and classes of rows
         self._reads_met: set[int] = set()
         self._before: _Step | None = None
@@ -55,14 +57,11 @@ class StepTimes:
         """Whether as much is known of a depth with drafts as is ever kept."""
         return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
-    def step_s(self, depth: int, num_rows: int) -> float:
-        """Until the next step can begin; infinite for a depth that was never compared."""
+    def steps_s(self, num_rows: int) -> list[float]:
+        """Of each depth, until the next step can begin; infinite for one that was never compared."""
         plain_s = self._plain_s.at(num_rows)
-        if depth == 0:
-            all_else_s = sum(all_else for _, all_else in self._parts_s)
-            return plain_s * (1 + sum(head for head, _ in self._parts_s) / all_else_s if all_else_s else 1)
-        curve = self._quotients[depth - 1]
-        return plain_s * curve.at(num_rows) if curve.is_known else math.inf
+        drafting_s = [plain_s * curve.at(num_rows) if curve.is_known else math.inf for curve in self._quotients]
+        return [plain_s * (1 + self._head_share), *drafting_s]
 
     def read_s(self, num_tokens: int) -> float:
         """The head's forward over tokens that it has not read."""
@@ -89,6 +88,8 @@ class StepTimes:
                 self._plain_s.add(num_rows, stats.verify_s)
                 if not spec_info.leaves_seed or spec_info.must_catch_up(draft_lag):
                     self._parts_s.append((stats.extend_s, stats.verify_s))
+                    all_else_s = sum(all_else for _, all_else in self._parts_s)
+                    self._head_share = sum(head for head, _ in self._parts_s) / all_else_s
         self._finish(idle_s=stats.idle_s or 0.0)
         self._latest = _Step(depth, num_rows, seconds, is_first)
 
@@ -116,6 +117,8 @@ class _Curve:
     def __init__(self, figure: Callable[[Sequence[float]], float]) -> None:
         self._figure = figure
         self._values: dict[int, deque[float]] = {}
+        self._figures: dict[int, float] = {}  # of each of those
+        self._found: dict[int, float] = {}  # by size, since a value was added
 
     @property
     def is_known(self) -> bool:
@@ -125,23 +128,33 @@ class _Curve:
         return len(self._values.get(_class_of(size), ()))
 
     def add(self, size: int, value: float) -> None:
-        self._values.setdefault(_class_of(size), deque(maxlen=_NUM_TIMES)).append(value)
+        place = _class_of(size)
+        values = self._values.setdefault(place, deque(maxlen=_NUM_TIMES))
+        values.append(value)
+        self._figures[place] = self._figure(values)
+        self._found.clear()
 
     def at(self, size: int) -> float:
         """Between sizes that were seen on a line; beyond them that of the nearest. 0 when nothing was seen."""
+        if (found := self._found.get(size)) is None:
+            found = self._found[size] = self._between(size)
+        return found
+
+    def _between(self, size: int) -> float:
         place = _class_of(size)
-        below = max((seen for seen in self._values if seen <= place), default=None)
-        above = min((seen for seen in self._values if seen >= place), default=None)
+        below = max((seen for seen in self._figures if seen <= place), default=None)
+        above = min((seen for seen in self._figures if seen >= place), default=None)
         if below is None or above is None:
             nearest = above if below is None else below
-            return 0.0 if nearest is None else self._figure(self._values[nearest])
-        least, most = (self._figure(self._values[seen]) for seen in (below, above))
+            return 0.0 if nearest is None else self._figures[nearest]
+        least, most = self._figures[below], self._figures[above]
         if below == above:
             return least
         share = (size - _size_of(below)) / (_size_of(above) - _size_of(below))
         return least + share * (most - least)
 
 
+@lru_cache(maxsize=4096)
 def _class_of(size: int) -> int:
     return round(_CLASSES_PER_DOUBLING * math.log2(size))
 

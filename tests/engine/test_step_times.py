@@ -38,7 +38,7 @@ def measured(
 
 
 def quotient(times: StepTimes, depth: int, num_rows: int = 8) -> float:
-    return times.step_s(depth, num_rows) / times.step_s(0, num_rows)
+    return times.steps_s(num_rows)[depth] / times.steps_s(num_rows)[0]
 
 
 ALL_MET = (0, 1, 2, 3, 0)
@@ -55,10 +55,10 @@ def test_a_depth_that_was_measured_while_the_machine_was_slow_is_as_good_as_ever
 
 def test_a_step_that_the_clock_did_not_see_is_passed_over() -> None:
     times = measured([*ALL_MET, 0, 0, 0])
-    before = [times.step_s(depth, 8) for depth in range(4)]
+    before = times.steps_s(8)
     measured([0, 1, 0], pace=0.0, times=times)
     measured([1, 0], times=times)
-    assert [times.step_s(depth, 8) for depth in range(4)] == before
+    assert times.steps_s(8) == before
 
 
 def test_one_slow_step_among_several_decides_nothing() -> None:
@@ -73,7 +73,7 @@ def test_the_first_step_of_a_depth_with_so_many_rows_does_not_count() -> None:
     measured([1], pace=10.0, times=times)
     measured([0, 0], times=times)
     assert not times.has(1, 8)
-    assert times.step_s(1, 8) == math.inf
+    assert times.steps_s(8)[1] == math.inf
     measured([1, 0, 0], times=times)
     assert quotient(times, 1) == pytest.approx(1.5)
     assert not times.has(1, 8)
@@ -102,7 +102,7 @@ def test_steps_of_other_numbers_of_rows_are_not_compared() -> None:
 def test_two_depths_with_drafts_are_not_compared() -> None:
     times = measured([*ALL_MET, 0, 1, 2, 1, 2, 3, 1, 1])
     assert quotient(times, 1) == pytest.approx(1.5)
-    assert times.step_s(2, 8) == times.step_s(3, 8) == math.inf
+    assert times.steps_s(8)[2] == times.steps_s(8)[3] == math.inf
     measured([2, 0, 3, 0, 0], times=times)
     assert [quotient(times, depth) for depth in (1, 2, 3)] == pytest.approx([1.5, 2.5, 4.0])
 
@@ -139,6 +139,6 @@ def test_steps_without_drafts_are_charged_what_the_head_reads_for_want_of_room()
             times.add(without, draft_lag=[lag] * 8, stats=plain)
         times.add(DEEPEST.at_depth(0), draft_lag=[100] * 8, stats=voluntary)
         times.add(DEEPEST.at_depth(0), draft_lag=[DEEPEST.max_draft_lag - 1] * 8, stats=catching_up)
-    assert times.step_s(0, 8) == pytest.approx(0.011)
+    assert times.steps_s(8)[0] == pytest.approx(0.011)
     assert times.read_s(8 * DEEPEST.max_draft_lag) == pytest.approx(0.128)
     assert times.read_s(16 * DEEPEST.max_draft_lag) == pytest.approx(0.256)
