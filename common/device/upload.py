@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, torch_device: torch.device) -> Tensor:
-    """`values` as a [N] tensor on the device, ordered with the running stream.
+def upload(
+    values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, torch_device: torch.device
+) -> Tensor:
+    """`values` as a tensor of their shape on the device, ordered with the running stream.
 
     On CUDA the copy leaves from pinned memory, which torch keeps until the copy is done: a copy from pageable memory
     would make the caller wait for everything enqueued before it.

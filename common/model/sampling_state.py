@@ -43,16 +43,11 @@ class SamplingState:
             return torch.zeros((rows, *shape), dtype=dtype, device=torch_device)
 
         self.vocab_size = vocab_size
-        self.seed = column(torch.int64)
-        self.choice_index = column(torch.int64)
-        self.min_position = column(torch.int64)
-        self.temperature = column(torch.float32)
-        self.top_p = column(torch.float32)
-        self.top_k = column(torch.int64)
-        self.min_p = column(torch.float32)
-        self.repetition_penalty = column(torch.float32)
-        self.presence_penalty = column(torch.float32)
-        self.frequency_penalty = column(torch.float32)
+        self._integers = column(torch.int64, 4)  # a row's are written at once, each by one operation
+        self._numbers = column(torch.float32, 6)
+        self.seed, self.choice_index, self.min_position, self.top_k = self._integers.unbind(1)
+        self.temperature, self.top_p, self.min_p = self._numbers[:, :3].unbind(1)
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._numbers[:, 3:].unbind(1)
         self.bias_ids = column(torch.int64, MAX_LOGIT_BIAS_ENTRIES)
         self.bias_values = column(torch.float32, MAX_LOGIT_BIAS_ENTRIES)
         self.end_ids = column(torch.int64, MAX_END_TOKEN_IDS)
@@ -64,23 +59,16 @@ class SamplingState:
         """Forget the rows' earlier requests and start these. Runs on the forward stream."""
         device = self.seed.device
         rows = upload([seed.row for seed in seeds], torch.int64, device)
-        params = [seed.sampling for seed in seeds]
-
-        def fill(table: Tensor, values: Sequence[float]) -> None:
-            table[rows] = upload(values, table.dtype, device)
-
-        fill(self.seed, [p.seed - (1 << 64) if p.seed >> 63 else p.seed for p in params])
-        fill(self.choice_index, [seed.choice_index for seed in seeds])
-        fill(self.min_position, [seed.prompt_len + seed.sampling.min_tokens for seed in seeds])
-        fill(self.temperature, [p.temperature for p in params])
-        fill(self.top_p, [p.top_p for p in params])
-        fill(self.top_k, [min(p.top_k, self.vocab_size) if p.top_k else self.vocab_size for p in params])
-        fill(self.min_p, [p.min_p for p in params])
-        fill(self.repetition_penalty, [p.repetition_penalty for p in params])
-        fill(self.presence_penalty, [p.presence_penalty for p in params])
-        fill(self.frequency_penalty, [p.frequency_penalty for p in params])
+        self._integers[rows] = upload([self._integers_of(seed) for seed in seeds], torch.int64, device)
+        self._numbers[rows] = upload([_numbers_of(seed.sampling) for seed in seeds], torch.float32, device)
         for seed in seeds:
             self._reset_ragged(seed, device)
+
+    def _integers_of(self, seed: RowSeed) -> tuple[int, int, int, int]:
+        sampling = seed.sampling
+        signed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
+        top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k else self.vocab_size
+        return signed, seed.choice_index, seed.prompt_len + sampling.min_tokens, top_k
 
     def _reset_ragged(self, seed: RowSeed, device: torch.device) -> None:
         sampling, row = seed.sampling, seed.row
@@ -109,6 +97,10 @@ class SamplingState:
         """Add a run of tokens to each row's output counts. Shapes: rows [B], token_ids and is_counted (bool) [B, M]."""
         each_row = rows.unsqueeze(1).expand_as(token_ids)
         self.output_counts.index_put_((each_row, token_ids), is_counted.to(torch.int32), accumulate=True)
+
+
+def _numbers_of(p: ResolvedSampling) -> tuple[float, ...]:
+    return p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty
 
 
 @dataclass(frozen=True, slots=True)

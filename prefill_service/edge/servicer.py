@@ -159,8 +159,8 @@ class PrefillServicer:
     # ---- one call ---------------------------------------------------------------------------------------------------
 
     async def _serve(self, context: HandoffContext) -> None:
-        self._require_engine()
         batch = await self._first_command(context)
+        self._require_engine()  # not before: to a client that still writes, grpcio may say INTERNAL instead (grpc#36066)
         with self._edge_track.span("check_rows", rows=len(batch.rows)):
             numbering = RowNumbering(self._checked_rows(batch))
         call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering, RowTraces(self._tracer))

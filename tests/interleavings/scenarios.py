@@ -261,7 +261,9 @@ def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
     yield Shared("token table", pool.rows.req_to_token, is_written_by_host_alone=True)
     for holder in holders:
         for name, value in _attributes(holder).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape[0] == pool.rows.max_rows + 1:
+            if not isinstance(value, Tensor) or value._is_view():  # a column is seen in the table that it is of
+                continue
+            if value.dim() and value.shape[0] == pool.rows.max_rows + 1:
                 yield Shared(f"{type(holder).__name__}.{name}", value, 0)
 
 
