@@ -160,7 +160,7 @@ class PrefillServicer:
 
     async def _serve(self, context: HandoffContext) -> None:
         batch = await self._first_command(context)
-        self._require_engine()  # not before: to a client that still writes, grpcio may say INTERNAL instead (grpc#36066)
+        self._require_engine()  # not before: a client that still writes may be told INTERNAL (grpc/grpc#36066)
         with self._edge_track.span("check_rows", rows=len(batch.rows)):
             numbering = RowNumbering(self._checked_rows(batch))
         call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering, RowTraces(self._tracer))
