@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from baton.local_pair import LocalPair
 from tests.e2e.running import RunningPair, running_pair, wait_until
 
 
 @pytest.fixture(scope="session")
-def plain_pair(tiny_model_dir: Callable[[str], Path]) -> Iterator[RunningPair]:
+def plain_pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
     """For tests that neither change nor end it."""
-    with running_pair(tiny_model_dir("llama"), shared_args=("--max-kv-tokens=8192",)) as running:
+    with running_pair(tiny_model_dir("llama"), kind=forked, shared_args=("--max-kv-tokens=8192",)) as running:
         yield running
 
 

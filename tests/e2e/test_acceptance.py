@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.events import Completion, SpeculationCounts
+from baton.local_pair import LocalPair
 from common.model.sampling_params import ResolvedSampling
 from decode_service.messages import SpeculationCounts as EngineCounts
 from tests.conftest import pairs_that_keep_all
@@ -45,9 +46,12 @@ def head_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module", params=[16, 64, 512])
-def pair(request: pytest.FixtureRequest, last_token_model_dir: Path, head_dir: Path) -> Iterator[RunningPair]:
+def pair(
+    request: pytest.FixtureRequest, last_token_model_dir: Path, head_dir: Path, forked: Callable[..., LocalPair]
+) -> Iterator[RunningPair]:
     with running_pair(
         last_token_model_dir,
+        kind=forked,
         shared_args=(f"--draft={head_dir}",),
         prefill_args=(f"--chunk-tokens={request.param}",),
         decode_args=(f"--num-draft-tokens={NUM_DRAFT_TOKENS}", "--no-adaptive-depth"),

@@ -41,9 +41,13 @@ def arguments(
 
 
 @pytest.fixture(scope="module", params=FIELDS)
-def pair(request: pytest.FixtureRequest, arguments: dict[str, tuple[Arguments, Arguments]]) -> Iterator[RunningPair]:
+def pair(
+    request: pytest.FixtureRequest,
+    arguments: dict[str, tuple[Arguments, Arguments]],
+    forked: Callable[..., LocalPair],
+) -> Iterator[RunningPair]:
     prefill_args, decode_args = arguments[request.param]
-    processes = LocalPair(
+    processes = forked(
         model=None,
         dtype="float32",
         prefill_args=(*COMMON_ARGS, *prefill_args),

@@ -10,6 +10,7 @@ import pytest
 
 from baton import Completion
 from baton.events import PositionLogprobs
+from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
@@ -31,12 +32,15 @@ KINDS: tuple[SamplingOptions, ...] = (
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
 def pair(
-    request: pytest.FixtureRequest, plain_pair: RunningPair, tiny_model_dir: Callable[[str], Path]
+    request: pytest.FixtureRequest,
+    plain_pair: RunningPair,
+    tiny_model_dir: Callable[[str], Path],
+    forked: Callable[..., LocalPair],
 ) -> Iterator[RunningPair]:
     if request.param:
         yield plain_pair
         return
-    with running_pair(tiny_model_dir("llama"), decode_args=["--no-overlap"]) as running:
+    with running_pair(tiny_model_dir("llama"), kind=forked, decode_args=["--no-overlap"]) as running:
         yield running
 
 

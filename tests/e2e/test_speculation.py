@@ -5,13 +5,14 @@ What both services must have agreed on beforehand is in test_fingerprint_mismatc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from baton.events import Completion
+from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
 from tests.e2e.running import BOUND_S, RunningPair, running_pair
 from tests.support.draft_heads import save_copy_head
@@ -44,12 +45,17 @@ def layers_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=["chain", "tree", "layers"])
 def pair(
-    request: pytest.FixtureRequest, last_token_model_dir: Path, head_dir: Path, layers_dir: Path
+    request: pytest.FixtureRequest,
+    last_token_model_dir: Path,
+    head_dir: Path,
+    layers_dir: Path,
+    forked: Callable[..., LocalPair],
 ) -> Iterator[RunningPair]:
     draft = layers_dir if request.param == "layers" else head_dir
     is_tree = request.param == "tree"
     with running_pair(
         last_token_model_dir,
+        kind=forked,
         shared_args=(f"--draft={draft}", *(["--draft-topk=3"] if is_tree else [])),
         decode_args=("--no-adaptive-depth", *(TREE if is_tree else CHAIN)),
     ) as running:
@@ -57,8 +63,8 @@ def pair(
 
 
 @pytest.fixture(scope="module")
-def plain(last_token_model_dir: Path) -> Iterator[RunningPair]:
-    with running_pair(last_token_model_dir) as running:
+def plain(last_token_model_dir: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+    with running_pair(last_token_model_dir, kind=forked) as running:
         yield running
 
 

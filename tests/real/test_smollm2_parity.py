@@ -8,7 +8,7 @@ One file, so that one process computes the reference for all four. `make parity`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_in_one_process_sixteen_at_once_in_chunks_of_64_with_overlap(
 
 @pytest.mark.timeout(600)
 def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
-    model_dir: Path, reference: Reference, prompts: Prompts
+    model_dir: Path, reference: Reference, prompts: Prompts, forked: Callable[..., LocalPair]
 ) -> None:
     async def run(address: str) -> dict[str, list[int]]:
         async with AsyncClient(address) as client:
@@ -68,7 +68,7 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
             }
 
     with (
-        LocalPair(
+        forked(
             model=str(model_dir),
             dtype="float32",
             prefill_args=("--chunk-tokens=512", "--no-fused-forward", *ONE_THREAD),
@@ -103,7 +103,9 @@ def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
 
 
 @pytest.mark.timeout(600)
-def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Reference, prompts: Prompts) -> None:
+def test_a_chain_over_grpc_alone_without_overlap(
+    model_dir: Path, reference: Reference, prompts: Prompts, forked: Callable[..., LocalPair]
+) -> None:
     async def run(address: str) -> dict[str, Completion]:
         async with AsyncClient(address) as client:
             return {
@@ -113,7 +115,7 @@ def test_a_chain_over_grpc_alone_without_overlap(model_dir: Path, reference: Ref
 
     chain = ("--draft=demo", "--num-draft-tokens=4", "--no-adaptive-depth", "--no-overlap")
     with (
-        LocalPair(
+        forked(
             model=str(model_dir),
             dtype="float32",
             prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
