@@ -192,17 +192,18 @@ class KvPool:
     def check_conservation(self) -> None:
         """Every row and slot is in exactly one place (AssertionError otherwise). O(slots)."""
         leases = [*self._held.values(), *self._quarantined.values()]
-        places = [*self._slots.free, *(slot for lease in leases for slot in lease.slots.tolist())]
-        assert sorted(places) == list(range(PADDING_SLOT + 1, self.num_slots + 1)), (
-            f"slots are lost or held twice: {len(places)} placed, {len(set(places))} distinct, {self.num_slots} exist"
+        places = np.sort(np.concatenate([self._slots.free, *(lease.slots for lease in leases)]))
+        assert np.array_equal(places, np.arange(PADDING_SLOT + 1, self.num_slots + 1)), (
+            f"slots are lost or held twice: {len(places)} placed, {len(np.unique(places))} distinct, "
+            f"{self.num_slots} exist"
         )
         assert self.rows.num_free + len(leases) == self.rows.max_rows, (
             f"rows: {self.rows.num_free} free + {len(leases)} held or quarantined != {self.rows.max_rows}"
         )
         self._columns.check_counts()
         for lease in leases:
-            table = self.rows.req_to_token[lease.row, : lease.num_tokens].tolist()
-            assert table == lease.slots.tolist(), f"row {lease.row}: the table disagrees with the lease"
+            table = self.rows.req_to_token[lease.row, : lease.num_tokens].cpu().numpy()
+            assert np.array_equal(table, lease.slots), f"row {lease.row}: the table disagrees with the lease"
 
 
 def _zeros(group: LayerGroupSpec, num_slots: int, torch_device: torch.device) -> Tensor:

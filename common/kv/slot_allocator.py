@@ -23,8 +23,9 @@ class SlotAllocator:
         return self._num_free
 
     @property
-    def free(self) -> tuple[int, ...]:
-        return tuple(self._stack[: self._num_free].tolist())
+    def free(self) -> Slots:
+        """[num_free], as they are now."""
+        return self._stack[: self._num_free]
 
     def take(self, num_slots: int) -> Slots | None:
         """[num_slots] distinct slots, all or none."""
