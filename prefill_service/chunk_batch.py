@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.upload import upload, upload_array
@@ -42,13 +43,17 @@ class Chunk:
     def is_last(self) -> bool:
         return self.stop == self.prompt.num_tokens
 
-    def next_ids(self, num_ahead: int) -> list[int]:
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        return self.prompt.token_ids[self.start : self.stop]
+
+    def next_ids(self, num_ahead: int) -> NDArray[np.int64]:
         """The token after each of the chunk's and `num_ahead` more: the prompt's, whatever computes them.
 
         0 where the prompt has no more.
         """
-        following = self.prompt.row.token_ids[self.start + 1 : self.stop + 1 + num_ahead]
-        return [*following, *(0,) * (self.num_tokens + num_ahead - len(following))]
+        following = self.prompt.token_ids[self.start + 1 : self.stop + 1 + num_ahead]
+        return np.append(following, np.zeros(self.num_tokens + num_ahead - len(following), np.int64))
 
 
 def cut_chunks(
@@ -95,6 +100,9 @@ class ChunkBatch:
         def tensor(values: Sequence[int]) -> Tensor:
             return upload(values, torch.int64, device)
 
+        def joined(parts: Iterable[NDArray[np.int64]]) -> Tensor:
+            return upload_array(np.concatenate(list(parts)), device)
+
         leases = [chunk.prompt.lease for chunk in chunks]
         rows = [lease.row for lease in leases if lease is not None]
         assert len(rows) == len(chunks), "a prompt that computes holds a row"
@@ -102,17 +110,12 @@ class ChunkBatch:
         num_ahead = num_draft_layers - 1
         entries = tuple(i for i, chunk in enumerate(chunks) if chunk.is_last)
         forward_input = ForwardInput(
-            input_ids=tensor([token for c in chunks for token in c.prompt.row.token_ids[c.start : c.stop]]),
-            positions=tensor([position for c in chunks for position in range(c.start, c.stop)]),
-            out_cache_loc=upload_array(
-                np.concatenate(
-                    [
-                        lease.slots[c.start : c.stop]
-                        for c, lease in zip(chunks, leases, strict=True)
-                        if lease is not None
-                    ]
-                ),
-                device,
+            input_ids=joined(chunk.token_ids for chunk in chunks),
+            positions=joined(np.arange(chunk.start, chunk.stop) for chunk in chunks),
+            out_cache_loc=joined(
+                lease.slots[chunk.start : chunk.stop]
+                for chunk, lease in zip(chunks, leases, strict=True)
+                if lease is not None
             ),
             req_to_token=table,
             req_pool_indices=tensor(rows),
@@ -127,13 +130,10 @@ class ChunkBatch:
             chunks=tuple(chunks),
             forward_input=forward_input,
             next_tokens=NextTokens(
-                tensor([token for chunk in chunks for token in chunk.next_ids(num_ahead)]),
-                tensor(
-                    [
-                        place + i * num_ahead
-                        for i, c in enumerate(chunks)
-                        for place in range(stops[i] - c.num_tokens, stops[i])
-                    ]
+                joined(chunk.next_ids(num_ahead) for chunk in chunks),
+                joined(
+                    np.arange(stop - chunk.num_tokens, stop) + i * num_ahead
+                    for i, (chunk, stop) in enumerate(zip(chunks, stops, strict=True))
                 ),
             ),
             sampled_entries=entries,

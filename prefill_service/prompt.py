@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.kv.pool import RowLease
 from common.model.sampling_state import RowSeed
@@ -30,6 +33,10 @@ class Prompt:
     lease: RowLease | None = None
     num_launched_tokens: int = 0
     started_s: float = 0.0
+    token_ids: NDArray[np.int64] = field(init=False)  # the row's
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.array(self.row.token_ids, np.int64)
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from common.draft.load import load_draft
 from common.model.loader import load_target
@@ -62,8 +64,8 @@ def test_it_is_seen_when_a_chunk_does_not_end_with_the_prompts_next_token(  # ty
     whole = count(512)
     next_ids = Chunk.next_ids
 
-    def ends_with_nothing(self: Chunk, num_ahead: int) -> list[int]:
-        return [*next_ids(self, num_ahead)[:-1], 0]
+    def ends_with_nothing(self: Chunk, num_ahead: int) -> NDArray[np.int64]:
+        return np.append(next_ids(self, num_ahead)[:-1], 0)
 
     monkeypatch.setattr(Chunk, "next_ids", ends_with_nothing)
     assert count(16) != whole
