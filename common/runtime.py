@@ -91,6 +91,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             dtype=settings.dtype,
             attention=settings.attention,
             fuses=settings.fused_forward,
+            optimizes_modules=settings.optimized_modules,
         )
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error

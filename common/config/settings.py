@@ -46,6 +46,7 @@ class ServiceSettings(ProcessSettings):
     tf32: bool = False
     num_threads: Annotated[int, Field(ge=0)] = 0
     fused_forward: bool = True
+    optimized_modules: bool = True
     keep_kernels: bool = True
     switch_interval_s: Seconds = 0.0005
     max_rows: Positive = 32

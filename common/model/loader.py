@@ -27,21 +27,42 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_target(
-    directory: Path, *, device: str, dtype: str, attention: AttentionKind = "kernels", fuses: bool = False
+    directory: Path,
+    *,
+    device: str,
+    dtype: str,
+    attention: AttentionKind = "kernels",
+    fuses: bool = False,
+    optimizes_modules: bool = True,
 ) -> TargetModel:
-    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. `fuses`: on a CPU, and where its
-    class is known, also as a program, with weights of its own.
+    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. On a CPU, and where its class is
+    known: `fuses`, also as a program, with weights of its own; `optimizes_modules`, with fewer and larger modules.
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
     config = _load_config(directory)
     check_config(config, name=directory.name)
     model = _load_model(directory, config, DTYPES[dtype])
-    return target_of(model, name=directory.name, device=device, dtype=dtype, attention=attention, fuses=fuses)
+    return target_of(
+        model,
+        name=directory.name,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        fuses=fuses,
+        optimizes_modules=optimizes_modules,
+    )
 
 
 def target_of(
-    model: Any, *, name: str, device: str, dtype: str, attention: AttentionKind = "kernels", fuses: bool = False
+    model: Any,
+    *,
+    name: str,
+    device: str,
+    dtype: str,
+    attention: AttentionKind = "kernels",
+    fuses: bool = False,
+    optimizes_modules: bool = True,
 ) -> TargetModel:
     """A loaded causal language model as a target; it is changed, and attends nowhere else any more.
 
@@ -54,7 +75,8 @@ def target_of(
     decoder = None
     if torch_device.type == "cpu":
         decoder = _fused_decoder(model) if fuses else None
-        _use_cpu_kernels(model)
+        if optimizes_modules:
+            _use_cpu_kernels(model)
     return TargetModel(
         model=model,
         backend=new_attention(

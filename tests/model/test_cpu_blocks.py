@@ -33,8 +33,8 @@ FUSED = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "phi3": 0}
 """Attention blocks, and MLPs, of each tiny model; Phi-3 has joined layers of its own."""
 
 
-def modules_of(directory: Path, dtype: str) -> list[nn.Module]:
-    target: Any = load_target(directory, device="cpu", dtype=dtype)
+def modules_of(directory: Path, dtype: str, **options: Any) -> list[nn.Module]:
+    target: Any = load_target(directory, device="cpu", dtype=dtype, **options)
     return list(target._model.modules())
 
 
@@ -49,6 +49,11 @@ def test_the_blocks_of_known_architectures_are_fused(
     assert sum(isinstance(module, PackedGatedMLP) for module in modules) == num_fused
     num_norms = 2 * 2 + 1 + (2 * 2 if architecture == "qwen3" else 0)
     assert sum(isinstance(module, CpuRMSNorm) for module in modules) == num_norms
+
+
+def test_a_model_keeps_its_own_modules_where_that_is_asked_for(tiny_model_dir: Callable[[str], Path]) -> None:
+    modules = modules_of(tiny_model_dir("llama"), "float32", optimizes_modules=False)
+    assert all(type(module).__module__.startswith(("torch.", "transformers.")) for module in modules)
 
 
 def attention_block(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Forwards are fused on either service, and kernels kept; one setting each switches that off."""
+"""What makes forwards and starts fast on either service, and that one setting each switches it off."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from common import runtime
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
 from common.model import kernel_cache
+from common.model.cpu_norm import CpuRMSNorm
 from common.model.kernel_cache import kernels_dir
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
@@ -64,3 +65,14 @@ def test_kernels_are_kept_in_the_users_cache(
     settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, keep_kernels=keeps)
     runtime.open_runtime(settings).device.close(5.0)
     assert kernels_dir() == (kernels_cache_dir() if keeps else None)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("optimized", [True, False])
+def test_modules_are_optimized(
+    kind: type[ServiceSettings], optimized: bool, begun: list[int], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, optimized_modules=optimized)
+    opened = runtime.open_runtime(settings)
+    opened.device.close(5.0)
+    assert any(isinstance(module, CpuRMSNorm) for module in opened.model._model.modules()) == optimized
