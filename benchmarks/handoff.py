@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.handoff_peers import BARE_STREAM, VOCAB_SIZE, HandoffShape, NothingModel, bare_peer, prefill_peer
-from common.config.settings import DecodeSettings
+from common.config.settings import SWITCH_INTERVAL_S, DecodeSettings
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     keep_freed_memory()
-    sys.setswitchinterval(DecodeSettings.model_fields["switch_interval_s"].default)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
     num_bytes = args.prompts * shape.prompt_bytes
     sharing, nixl = replace(shape, kv_transport="shared_memory"), replace(shape, kv_transport="nixl")

@@ -20,7 +20,7 @@ import grpc
 import structlog
 import torch
 
-from common.config.settings import KvTransport, PrefillSettings
+from common.config.settings import SWITCH_INTERVAL_S, KvTransport
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
 from common.host_memory import keep_freed_memory
@@ -126,7 +126,7 @@ def _process(serve: object, argument: object) -> Iterator[str]:
 def _run(serve: object, argument: object, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     keep_freed_memory()
-    sys.setswitchinterval(PrefillSettings.model_fields["switch_interval_s"].default)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.run(serve(argument, pipe))  # type: ignore[operator]
 
 

@@ -19,6 +19,7 @@ from baton.load_generator import Workload, run_workload
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
+from common.config.settings import SWITCH_INTERVAL_S
 from common.device.factory import open_device
 from common.fused_forwards import fuse
 from common.model.kernel_cache import keep_kernels
@@ -58,6 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     num_threads = num_compute_threads(args.threads, 1.0)
     max_tokens = args.prompt_tokens + 64
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_kernels(kernels_cache_dir())
     model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=True)
     fuse(model, num_threads=num_threads, max_tokens=MAX_BATCH_TOKENS)  # one request: its engines compute in turn

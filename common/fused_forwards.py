@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -125,18 +126,17 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
 
 
 def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]) -> None:
-    """From where this process keeps kernels, once they are there. Raises StartupError."""
+    """From where this process keeps kernels, once they are there; what is damaged there is made anew. Raises
+    StartupError.
+    """
     from common.model.kernel_cache import kernels_dir
 
-    if (kept := kernels_dir()) is not None:
+    with contextlib.ExitStack() as stack:
+        kept = kernels_dir() or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-kernels-")))
         _load_kernels_from(kept, dtype, niceness, on_wait)
-        return
-    with tempfile.TemporaryDirectory(prefix="baton-kernels-") as scratch:
-        _load_kernels_from(Path(scratch), dtype, niceness, on_wait)
 
 
 def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]) -> None:
-    """What is not there is compiled, what is damaged made anew. Raises StartupError."""
     from common.model.fused.start import load_kernels
     from common.model.kernel_cache import kernels_key
 

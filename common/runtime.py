@@ -78,10 +78,10 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     timeline = Timeline()
     num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
-    if device.torch_device.type == "cpu" and settings.keep_kernels:
+    if device.torch_device.type == "cpu":
         from common.model.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
 
-        keep_kernels(kernels_cache_dir())
+        keep_kernels(kernels_cache_dir() if settings.keep_kernels else None)
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     try:

@@ -85,6 +85,10 @@ class _Expected:
     seconds: float
     tokens_per_s: float
 
+    @classmethod
+    def of(cls, num_tokens: float, seconds: float) -> _Expected:
+        return cls(num_tokens, seconds, num_tokens / seconds)
+
     def loss_s(self, best: _Expected) -> float:
         """How much sooner `best` would have committed as many tokens."""
         return self.seconds - self.num_tokens / best.tokens_per_s
@@ -170,13 +174,12 @@ class AdaptiveDepth:
     def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
         """Of the whole batch, at each depth."""
         plain_s, *drafting_s = self._times.steps_s(num_rows)
-        steps = [_Expected(num_rows, plain_s, num_rows / plain_s)]
+        steps = [_Expected.of(num_rows, plain_s)]
         num_accepted, is_reached = 0.0, 1.0
         for rate, step_s in zip(self._acceptance, drafting_s, strict=True):
             is_reached *= rate
             num_accepted += is_reached
-            num_tokens, seconds = num_rows + num_wanted * num_accepted, step_s + begin_s / _BEGIN_STEPS
-            steps.append(_Expected(num_tokens, seconds, num_tokens / seconds))
+            steps.append(_Expected.of(num_rows + num_wanted * num_accepted, step_s + begin_s / _BEGIN_STEPS))
         return steps
 
     def _best_depth(self, steps: Sequence[_Expected]) -> int:

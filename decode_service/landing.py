@@ -102,7 +102,7 @@ class Landed:
 class LandingZone:
     """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks."""
 
-    def __init__(self, *, device: Device, pool: KvPool, vocab_size: int, nontemporal_copies: bool = True) -> None:
+    def __init__(self, *, device: Device, pool: KvPool, vocab_size: int, nontemporal_copies: bool) -> None:
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size

@@ -40,7 +40,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.row.token_ids)
+        return len(self.token_ids)
 
     @property
     def num_left(self) -> int:

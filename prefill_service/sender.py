@@ -32,7 +32,10 @@ from prefill_service.prompt import Prompt
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """Part of one prompt's KV that fits one segment; its copy waits for `written`. `forward`: the number of its own."""
+    """Part of one prompt's KV that fits one segment; its copy waits for `written`. `forward`: the number of its own.
+
+    It is one queue's alone. Who takes it out may give it more layers.
+    """
 
     prompt: Prompt
     lease: RowLease
@@ -52,18 +55,13 @@ class _Piece:
     def slots(self) -> Slots:
         return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
 
-    def takes_in(self, following: _Piece) -> bool:
-        """Whether that one, of the same tokens, is their next layers, and few enough for one loan: then it is part of
-        this one now.
-        """
-        if (
-            following.num_tokens != self.num_tokens
-            or following.layer_start != self.layer_start + self.num_layers
-            or self.num_bytes + following.num_bytes > MAX_LENT_BYTES
-        ):
-            return False
-        self.num_layers += following.num_layers
-        return True
+    def may_take_in(self, following: _Piece) -> bool:
+        """Whether that one, of the same tokens, is their next layers, and few enough for one loan."""
+        return (
+            following.num_tokens == self.num_tokens
+            and following.layer_start == self.layer_start + self.num_layers
+            and self.num_bytes + following.num_bytes <= MAX_LENT_BYTES
+        )
 
     def split(self, max_segment_bytes: int) -> list[_Piece]:
         """The same KV in pieces of at most so many bytes, or a token of a layer."""
@@ -294,7 +292,8 @@ class KvSender:
                 continue
             tokens = (id(piece.prompt), piece.group.name, piece.token_start)
             place = last.get(tokens)
-            if place is not None and pieces[place].takes_in(piece):
+            if place is not None and pieces[place].may_take_in(piece):
+                pieces[place].num_layers += piece.num_layers
                 self._num_pieces[piece.prompt] -= 1
             else:
                 last[tokens] = len(pieces)

@@ -21,6 +21,7 @@ from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
 KvTransport = Literal["grpc", "shared_memory", "nixl"]
 
+SWITCH_INTERVAL_S = 0.0005
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
@@ -48,7 +49,7 @@ class ServiceSettings(ProcessSettings):
     fused_forward: bool = True
     optimized_modules: bool = True
     keep_kernels: bool = True
-    switch_interval_s: Seconds = 0.0005
+    switch_interval_s: Annotated[float, Field(gt=0, le=0.1)] = SWITCH_INTERVAL_S
     max_rows: Positive = 32
     max_kv_tokens: Positive = 32768
     max_context_tokens: Positive | None = None

@@ -25,7 +25,7 @@ class SlotAllocator:
     @property
     def free(self) -> Slots:
         """[num_free], as they are now."""
-        return self._stack[: self._num_free]
+        return self._stack[: self._num_free].copy()
 
     def take(self, num_slots: int) -> Slots | None:
         """[num_slots] distinct slots, all or none."""

@@ -27,15 +27,15 @@ class _Cache:
     directory: Path | None = None  # of this process
 
 
-def keep_kernels(directory: Path) -> None:
-    """Keep in `directory` what `compiled` compiles from now on. Until then, and where it cannot be written, each
-    process compiles for itself.
+def keep_kernels(directory: Path | None) -> None:
+    """Keep in `directory` what `compiled` compiles from now on. Until then, with None, and where it cannot be written,
+    each process compiles for itself.
     """
     _Cache.directory = directory
 
 
 def kernels_dir() -> Path | None:
-    """Where `keep_kernels` said; None before."""
+    """Where `keep_kernels` said; None: nowhere."""
     return _Cache.directory
 
 

@@ -32,8 +32,8 @@ class RowSeed:
 class SamplingState:
     """Tables of max_rows + 1 rows on the device; row 0 is padding.
 
-    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows]; bias and end ids padded to
-    fixed widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first).
+    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows], strided; bias and end ids
+    padded to fixed widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first).
     """
 
     def __init__(self, *, max_rows: int, vocab_size: int, torch_device: torch.device) -> None:
@@ -43,11 +43,11 @@ class SamplingState:
             return torch.zeros((rows, *shape), dtype=dtype, device=torch_device)
 
         self.vocab_size = vocab_size
-        self._integers = column(torch.int64, 4)  # a row's are written at once, each by one operation
-        self._numbers = column(torch.float32, 6)
-        self.seed, self.choice_index, self.min_position, self.top_k = self._integers.unbind(1)
-        self.temperature, self.top_p, self.min_p = self._numbers[:, :3].unbind(1)
-        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._numbers[:, 3:].unbind(1)
+        self._int_params = column(torch.int64, 4)  # tables of their own: a row is written by two operations
+        self._float_params = column(torch.float32, 6)
+        self.seed, self.choice_index, self.min_position, self.top_k = self._int_params.unbind(1)
+        self.temperature, self.top_p, self.min_p = self._float_params[:, :3].unbind(1)
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._float_params[:, 3:].unbind(1)
         self.bias_ids = column(torch.int64, MAX_LOGIT_BIAS_ENTRIES)
         self.bias_values = column(torch.float32, MAX_LOGIT_BIAS_ENTRIES)
         self.end_ids = column(torch.int64, MAX_END_TOKEN_IDS)
@@ -59,12 +59,13 @@ class SamplingState:
         """Forget the rows' earlier requests and start these. Runs on the forward stream."""
         device = self.seed.device
         rows = upload([seed.row for seed in seeds], torch.int64, device)
-        self._integers[rows] = upload([self._integers_of(seed) for seed in seeds], torch.int64, device)
-        self._numbers[rows] = upload([_numbers_of(seed.sampling) for seed in seeds], torch.float32, device)
+        self._int_params[rows] = upload([self._int_params_of(seed) for seed in seeds], torch.int64, device)
+        self._float_params[rows] = upload([_float_params_of(seed.sampling) for seed in seeds], torch.float32, device)
         for seed in seeds:
             self._reset_ragged(seed, device)
 
-    def _integers_of(self, seed: RowSeed) -> tuple[int, int, int, int]:
+    def _int_params_of(self, seed: RowSeed) -> tuple[int, int, int, int]:
+        """In the order of the columns."""
         sampling = seed.sampling
         signed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
         top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k else self.vocab_size
@@ -99,7 +100,8 @@ class SamplingState:
         self.output_counts.index_put_((each_row, token_ids), is_counted.to(torch.int32), accumulate=True)
 
 
-def _numbers_of(p: ResolvedSampling) -> tuple[float, ...]:
+def _float_params_of(p: ResolvedSampling) -> tuple[float, ...]:
+    """In the order of the columns."""
     return p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty
 
 

@@ -159,8 +159,8 @@ class PrefillServicer:
     # ---- one call ---------------------------------------------------------------------------------------------------
 
     async def _serve(self, context: HandoffContext) -> None:
+        # Refused no sooner: a client that still writes may be told INTERNAL (grpc/grpc#36066).
         batch = await self._first_command(context)
-        self._require_engine()  # not before: a client that still writes may be told INTERNAL (grpc/grpc#36066)
         with self._edge_track.span("check_rows", rows=len(batch.rows)):
             numbering = RowNumbering(self._checked_rows(batch))
         call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering, RowTraces(self._tracer))
@@ -204,17 +204,11 @@ class PrefillServicer:
             return False
         return compare_digest(batch.pool_secret, self._shared_pool.secret)
 
-    def _require_engine(self) -> None:
-        if not self._engine.is_alive:
-            raise EngineLost("the prefill engine is not running")
-
     def _require_engine_of(self, call: HandoffCall) -> None:
         """An engine that died before the call was known never fails it."""
-        try:
-            self._require_engine()
-        except EngineLost:
+        if not self._engine.is_alive:
             del self._calls[call.call_id]
-            raise
+            raise EngineLost("the prefill engine is not running")
 
     async def _first_command(self, context: HandoffContext) -> PrefillBatch:
         timeout_s = self._limits.first_command_timeout_s

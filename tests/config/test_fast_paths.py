@@ -6,15 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
+from torch import Tensor
 
 from common import runtime
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
 from common.model import kernel_cache
+from common.model.cpu_copy import copy_kv
 from common.model.cpu_norm import CpuRMSNorm
 from common.model.kernel_cache import kernels_dir
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
+from common.service_main import Process
+from decode_service.main import _engine
 
 BOTH = [PrefillSettings, DecodeSettings]
 
@@ -76,3 +81,17 @@ def test_modules_are_optimized(
     opened = runtime.open_runtime(settings)
     opened.device.close(5.0)
     assert any(isinstance(module, CpuRMSNorm) for module in opened.model._model.modules()) == optimized
+
+
+@pytest.mark.parametrize("nontemporal", [True, False])
+def test_large_kv_lands_past_the_caches(
+    nontemporal: bool, begun: list[int], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    settings = DecodeSettings(
+        model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, nontemporal_copies=nontemporal
+    )
+    process = Process(instance_id="a", runtime=runtime.open_runtime(settings), registry=CollectorRegistry())
+    engine = _engine(settings, process, on_step=lambda stats: None)
+    engine.close()
+    process.runtime.device.close(5.0)
+    assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)

@@ -142,3 +142,10 @@ def test_steps_without_drafts_are_charged_what_the_head_reads_for_want_of_room()
     assert times.steps_s(8)[0] == pytest.approx(0.011)
     assert times.read_s(8 * DEEPEST.max_draft_lag) == pytest.approx(0.128)
     assert times.read_s(16 * DEEPEST.max_draft_lag) == pytest.approx(0.256)
+
+
+def test_what_was_found_before_does_not_outlast_more_steps() -> None:
+    times = measured([*ALL_MET, 0, 0, 0])
+    before = [times.steps_s(num_rows)[0] for num_rows in (8, 12)]
+    measured([0] * 20, pace=3.0, times=times)
+    assert [times.steps_s(num_rows)[0] for num_rows in (8, 12)] == pytest.approx([3 * seconds for seconds in before])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Generic, TypeVar
 
 from common.load import EngineLoad, PoolCounts
@@ -59,15 +58,9 @@ class ScriptedPrefill:
     def __init__(self) -> None:
         self.commands: Record[Command] = Record()
         self.deliver: Callable[[Sequence[Event]], None] = lambda events: None
-        self.is_alive_for_looks: float = inf
+        self.is_alive = True
         empty = PoolCounts(total=8, free=8)
         self.load = EngineLoad(rows=empty, slots=empty, num_queued=0, num_running=0, num_steps=0)
-
-    @property
-    def is_alive(self) -> bool:
-        """True as many times as `is_alive_for_looks` says."""
-        self.is_alive_for_looks -= 1
-        return self.is_alive_for_looks >= 0
 
     def post(self, command: Command) -> None:
         self.commands.add(command)

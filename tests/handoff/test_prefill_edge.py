@@ -90,12 +90,7 @@ async def status_of(call: Call) -> grpc.aio.AioRpcError:
 
 
 async def refusal(edge: Edge, *rows: HandoffRow) -> grpc.aio.AioRpcError:
-    """How the call failed, be it before its first command was written or after."""
-    try:
-        call = await edge.open(*rows)
-    except grpc.aio.AioRpcError as failure:
-        return failure
-    return await status_of(call)
+    return await status_of(await edge.open(*rows))
 
 
 @asynccontextmanager
@@ -310,14 +305,11 @@ async def test_a_receiver_may_close_its_side_and_still_be_served(edge: Edge) -> 
     await ends_well(call)
 
 
-async def test_a_dead_engine_is_unavailable(edge: Edge) -> None:
-    edge.prefill.is_alive_for_looks = 0
-    assert (await refusal(edge)).code() == grpc.StatusCode.UNAVAILABLE
-
-
-async def test_an_engine_that_dies_while_the_call_opens_is_unavailable(edge: Edge) -> None:
+async def test_a_dead_engine_is_unavailable_once_the_command_has_come(edge: Edge) -> None:
+    edge.prefill.is_alive = False
     call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
-    edge.prefill.is_alive_for_looks = 1
+    await edge.channel.unary_unary("/baton.v1.Prefill/GetLoad")(b"")  # on the same connection: the call is there, too
+    assert not call.done()
     await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
     assert (await status_of(call)).code() == grpc.StatusCode.UNAVAILABLE
     assert edge.prefill.commands.all() == []
@@ -327,7 +319,7 @@ async def test_an_engine_that_dies_while_the_call_opens_is_unavailable(edge: Edg
 async def test_calls_of_an_engine_that_dies_are_unavailable(edge: Edge) -> None:
     call = await edge.open()
     await edge.opened()
-    edge.prefill.is_alive_for_looks = 0
+    edge.prefill.is_alive = False
     edge.servicer.engine_died(RuntimeError("out of memory"))
     status = await status_of(call)
     info = error_info(status)

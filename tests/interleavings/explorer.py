@@ -114,15 +114,16 @@ class _Run:
             return {}
         before = self.nodes[-1]
         asleep = {**before.sleep, **before.done}
-        since = device.trace[self._place_of_last(device) :]
+        since = device.trace[_place_of_last_choice(device.trace) :]
         return {
             process: footprint
             for process, footprint in asleep.items()
             if all(done.process != process and not done.footprint.conflicts_with(footprint) for done in since)
         }
 
-    def _place_of_last(self, device: ExploredDevice) -> int:
-        return _choice_places(device.trace)[-1]
+
+def _place_of_last_choice(trace: Sequence[Transition]) -> int:
+    return next(place for place in reversed(range(len(trace))) if len(trace[place].enabled) > 1)
 
 
 def _choice_places(trace: Sequence[Transition]) -> list[int]:

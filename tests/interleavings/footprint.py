@@ -39,13 +39,12 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """`places`: for each element of the storage the unit that it belongs to; None where all are one unit."""
+    """`places`: for each element of the storage the unit that it belongs to; None where all are one unit. A unit is
+    `name` with its place.
+    """
 
     name: Hashable
     places: Tensor | None = None
-
-    def unit(self, index: int) -> Unit:
-        return (self.name, index)
 
 
 def _index(table: Tensor, indices: Sequence[Tensor | None], *_: Any) -> Tensor:
@@ -212,12 +211,13 @@ class Memory(TorchDispatchMode):
             self._put(tensor, _Buffer(self._new_name()))
         buffer = self._buffers[storage]
         if buffer.places is None:
-            return (buffer.unit(0),)
+            return ((buffer.name, 0),)
         # The same view of a table of units, and the same choice from it, are the units that are touched.
         touched = buffer.places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if args and args[0] is tensor and (choose := _CHOICES.get(func)) is not None:
             touched = choose(touched, *args[1:])
-        return {buffer.unit(place) for place in touched.flatten().tolist()}
+        name = buffer.name
+        return {(name, place) for place in touched.flatten().tolist()}
 
     def _put(self, tensor: Tensor, buffer: _Buffer) -> None:
         storage = tensor.untyped_storage()

@@ -260,10 +260,13 @@ def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
         yield Shared(f"kv of {name}", buffer, 2)
     yield Shared("token table", pool.rows.req_to_token, is_written_by_host_alone=True)
     for holder in holders:
-        for name, value in _attributes(holder).items():
-            if not isinstance(value, Tensor) or value._is_view():  # a column is seen in the table that it is of
+        tensors = {name: value for name, value in _attributes(holder).items() if isinstance(value, Tensor)}
+        for name, value in tensors.items():
+            if not value.dim() or value.shape[0] != pool.rows.max_rows + 1:
                 continue
-            if value.dim() and value.shape[0] == pool.rows.max_rows + 1:
+            if value._is_view():  # a column: it is seen in its table
+                assert any(value._base is table for table in tensors.values())
+            else:
                 yield Shared(f"{type(holder).__name__}.{name}", value, 0)
 
 

@@ -5,7 +5,7 @@ services.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ ARGUMENTS = ("--num-threads=1", "--draft=demo")
 
 
 @pytest.fixture(scope="module")
-def pair(forked: Callable[..., LocalPair]) -> Iterator[LocalPair]:
+def pair() -> Iterator[LocalPair]:
     # In bfloat16 two logits are often the same, and which comes first changes with the number of drafts.
-    with forked(dtype="float32", prefill_args=ARGUMENTS, decode_args=ARGUMENTS, exposes_metrics=True) as pair:
+    with LocalPair(dtype="float32", prefill_args=ARGUMENTS, decode_args=ARGUMENTS, exposes_metrics=True) as pair:
         yield pair
 
 

@@ -57,20 +57,15 @@ def test_in_one_process_sixteen_at_once_in_chunks_of_64_with_overlap(
 
 
 @pytest.mark.timeout(600)
-def test_over_grpc_between_two_processes_four_at_once_in_chunks_of_512_without_overlap(
+def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
     model_dir: Path, reference: Reference, prompts: Prompts, forked: Callable[..., LocalPair]
 ) -> None:
     async def run(address: str) -> dict[str, list[int]]:
-        few = asyncio.Semaphore(4)
-
-        async def complete(client: AsyncClient, ids: list[int]) -> list[int]:
-            async with few:
-                completion = await client.complete(token_ids=ids, temperature=0.0, max_tokens=NEW_TOKENS)
-            return list(completion.token_ids)
-
         async with AsyncClient(address) as client:
-            outputs = await asyncio.gather(*(complete(client, ids) for _, ids in prompts))
-        return {name: output for (name, _), output in zip(prompts, outputs, strict=True)}
+            return {
+                name: list((await client.complete(token_ids=ids, temperature=0.0, max_tokens=NEW_TOKENS)).token_ids)
+                for name, ids in prompts
+            }
 
     with (
         forked(

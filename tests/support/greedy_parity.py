@@ -18,9 +18,9 @@ PROMPT_LENS = (1, 2, 15, 16, 17, 31, 40, 63, 64, 65, 70, 90, 100, 129, 130, 150)
 
 
 @cache
-def prompts(vocab_size: int = 260) -> list[list[int]]:
+def prompts(vocab_size: int = 260) -> tuple[tuple[int, ...], ...]:
     numbers = random.Random(11)
-    return [[numbers.randrange(10, vocab_size - 10) for _ in range(length)] for length in PROMPT_LENS]
+    return tuple(tuple(numbers.randrange(10, vocab_size - 10) for _ in range(length)) for length in PROMPT_LENS)
 
 
 @cache
