@@ -101,4 +101,4 @@ def test_what_the_readme_shows_works(
     code = block.replace("127.0.0.1:50051", decode).replace("http://127.0.0.1:8000", gateway.url)
     assert code != block
     exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.split()) > 10
+    assert capsys.readouterr().out.strip(), "nothing was answered"
