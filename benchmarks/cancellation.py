@@ -21,7 +21,7 @@ from tests.support.models import save_tiny_model
 
 NUM_SAMPLES = 5
 FREE_BOUND_S = 30.0
-PROMPT_TOKENS = 2000
+PROMPT_TOKENS = 1000
 CHUNK_TOKENS = 128
 NEW_TOKENS = 2000
 
@@ -80,8 +80,8 @@ class CancellationRig:
 
 @contextmanager
 def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
-    """The model has 16 KiB of KV a token, and lands it one 64-KiB segment at a time."""
-    model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=64)
+    """The model has 64 KiB of KV a token and lands it one such segment at a time: sending takes longer than computing."""
+    model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,
         shared_args=("--max-kv-tokens=8192",),

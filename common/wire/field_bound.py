@@ -34,7 +34,7 @@ def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> Non
                 _, position = read_varint(data, position, end)
             elif wire_type == _DELIMITED:
                 length, position = read_varint(data, position, end)
-                if field is not None and field.message_type is not None:
+                if length and field is not None and field.message_type is not None:
                     inside.append((f"{path}{field.name}.", field.message_type, position, min(position + length, end)))
                 position += length
             else:

@@ -21,7 +21,9 @@ from tests.wire.wire_samples import PLAIN_ROW
 
 MANY = MAX_MESSAGE_BYTES // 2 - 64
 CPU_BOUND_S = 1.0
-"""Ten times what the slowest takes; to parse these messages takes several times as much."""
+"""Four times what the slowest takes on a slow machine."""
+NUM_TRIES = 3
+"""The least CPU time of these: what else a core does, and when garbage is collected, only adds to it."""
 FINGERPRINT = encode_fingerprint(PLAIN).SerializeToString()
 
 
@@ -39,11 +41,15 @@ def decode_frame(data: bytes) -> object:
 
 def refused_field(decode: Callable[[bytes], object], data: bytes) -> str:
     assert len(data) <= MAX_MESSAGE_BYTES
-    began_s = time.thread_time()
-    with pytest.raises(ProtocolError) as caught:
-        decode(data)
-    assert time.thread_time() - began_s < CPU_BOUND_S
-    return caught.value.field
+    taken_s = []
+    for _ in range(NUM_TRIES):
+        began_s = time.thread_time()
+        with pytest.raises(ProtocolError) as caught:
+            decode(data)
+        taken_s.append(time.thread_time() - began_s)
+        if taken_s[-1] < CPU_BOUND_S:
+            return caught.value.field
+    raise AssertionError(f"refused after {taken_s} s of CPU time")
 
 
 COMMANDS = {
