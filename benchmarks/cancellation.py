@@ -80,7 +80,7 @@ class CancellationRig:
 
 @contextmanager
 def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
-    """The model has 64 KiB of KV a token and lands it one such segment at a time: sending takes longer than computing."""
+    """The model has 64 KiB of KV a token, a segment each; they land one at a time: that takes longer than computing."""
     model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,

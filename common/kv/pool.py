@@ -192,9 +192,11 @@ class KvPool:
     def check_conservation(self) -> None:
         """Every row and slot is in exactly one place (AssertionError otherwise). O(slots)."""
         leases = [*self._held.values(), *self._quarantined.values()]
-        places = np.sort(np.concatenate([self._slots.free, *(lease.slots for lease in leases)]))
-        assert np.array_equal(places, np.arange(PADDING_SLOT + 1, self.num_slots + 1)), (
-            f"slots are lost or held twice: {len(places)} placed, {len(np.unique(places))} distinct, "
+        places = np.concatenate([self._slots.free, *(lease.slots for lease in leases)])
+        num_places = np.bincount(places, minlength=self.num_slots + 1)
+        is_each_placed_once = not num_places[PADDING_SLOT] and bool(np.all(num_places[PADDING_SLOT + 1 :] == 1))
+        assert is_each_placed_once and len(places) == self.num_slots, (
+            f"slots are lost or held twice: {len(places)} placed, {np.count_nonzero(num_places)} distinct, "
             f"{self.num_slots} exist"
         )
         assert self.rows.num_free + len(leases) == self.rows.max_rows, (

@@ -22,7 +22,7 @@ from common.model.fused.attending import rotate
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
 from common.model.fused.memory import pointer
 from common.model.fused.numbers import input_like, kept, rounded
-from common.model.fused.operations import Call, Field, array_at, buffer_row, elements, words
+from common.model.fused.operations import Call, Field, array_at, buffer_row, copy_elements, elements, words
 
 QUERY_TOKENS = 64
 """New tokens of an item: so many that the panels they read stay a small part of the work, so few that threads end
@@ -96,7 +96,7 @@ def prepare_chunks(call, fields, epsilon, item, scratch, like):  # type: ignore[
             for d in range(head_dim):
                 pool_key[d] = rounded(token[d], like)
             start += num_kv_heads * head_dim
-            pool_value[:] = qkv[start : start + head_dim]
+            copy_elements(qkv[start : start + head_dim], pool_value)
     num_value_panels = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH
     for h in range(num_kv_heads):
         to_keys, to_values, num_packed = _packed_head(call, fields, b, h, like)

@@ -173,18 +173,20 @@ def buffer_row(call, number, row, width, offset, like):  # type: ignore[no-untyp
 
 
 @jit
+def copy_elements(source, target):  # type: ignore[no-untyped-def]
+    """Assigning slices does the same, and the check of their shapes takes a second to compile."""
+    for i in range(source.shape[0]):
+        target[i] = copied(source[i], target)
+
+
+@jit
 def embed(call, fields, item, like):  # type: ignore[no-untyped-def]
     width = fields[Field.WIDTH]
     ids = words(call[Call.INPUT_IDS], call[Call.NUM_TOKENS])
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
         source = elements(fields[Field.WEIGHT] + ids[token] * width * like.itemsize, width, like)
-        buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], like)[:] = source
-
-
-@jit
-def _copy(source, target):  # type: ignore[no-untyped-def]
-    for i in range(source.shape[0]):
-        target[i] = copied(source[i], target)
+        target = buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], like)
+        copy_elements(source, target)
 
 
 @jit
@@ -197,7 +199,7 @@ def norm(call, fields, epsilon, item, target_like, like):  # type: ignore[no-unt
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
-            _copy(source, target)
+            copy_elements(source, target)
 
 
 @jit
@@ -214,7 +216,7 @@ def normalise_input(call, fields, epsilon, scratch, like):  # type: ignore[no-un
         if fields[Field.NORM]:
             _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
-            _copy(source, target)
+            copy_elements(source, target)
 
 
 @jit

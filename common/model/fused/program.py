@@ -8,6 +8,7 @@ from common.model.cpu_kernel import jit
 from common.model.fused.attending import attend
 from common.model.fused.attending_chunks import attend_chunks, prepare_chunks
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH
+from common.model.fused.memory import pointer
 from common.model.fused.numbers import input_like
 from common.model.fused.operations import (
     ITEM_ROWS,
@@ -16,6 +17,8 @@ from common.model.fused.operations import (
     Call,
     Field,
     Kind,
+    array_at,
+    copy_elements,
     embed,
     largest,
     linear,
@@ -87,7 +90,7 @@ def _most_items(call, fields, like):  # type: ignore[no-untyped-def]
 def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
     num_operations = call[Call.NUM_OPERATIONS]
     operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
-    numbers = words(call[Call.NUMBERS], num_operations * 2).view(np.float64)
+    numbers = array_at(pointer(call[Call.NUMBERS]), (num_operations * 2,), np.float64)
     scratch = call[Call.SCRATCH] + thread * call[Call.SCRATCH_BYTES]
     inputs = scratch + SUMS_BYTES
     share, num_turns = _TURNS_A_THREAD * call[Call.NUM_THREADS], 0
@@ -156,14 +159,14 @@ def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):
     shared = words(shared_address, call.shape[0])
     if thread == 0:
         close_items(board, run, call[Call.NUM_OPERATIONS])
-        shared[:] = call
+        copy_elements(call, shared)
         open_items(board, run, call[Call.NUM_OPERATIONS], wake_or_sleep_fd)
     while True:
         if thread != 0:
             run = await_run(board, run, wake_or_sleep_fd)
             if run == STOP:
                 return
-            call[:] = shared
+            copy_elements(shared, call)
         if thread == 0 or is_run(board, run):
             _run(board, run, call, thread, like)
         if thread == 0:
