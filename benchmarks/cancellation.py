@@ -21,7 +21,7 @@ from tests.support.models import save_tiny_model
 
 NUM_SAMPLES = 5
 FREE_BOUND_S = 30.0
-PROMPT_TOKENS = 1000
+PROMPT_TOKENS = 1500
 CHUNK_TOKENS = 128
 NEW_TOKENS = 2000
 

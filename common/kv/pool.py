@@ -193,9 +193,11 @@ class KvPool:
         """Every row and slot is in exactly one place (AssertionError otherwise). O(slots)."""
         leases = [*self._held.values(), *self._quarantined.values()]
         places = np.concatenate([self._slots.free, *(lease.slots for lease in leases)])
-        num_places = np.bincount(places, minlength=self.num_slots + 1)
-        is_each_placed_once = not num_places[PADDING_SLOT] and bool(np.all(num_places[PADDING_SLOT + 1 :] == 1))
-        assert is_each_placed_once and len(places) == self.num_slots, (
+        assert PADDING_SLOT < places.min(initial=1) <= places.max(initial=1) <= self.num_slots, (
+            "slots that do not exist"
+        )
+        num_places = np.bincount(places, minlength=self.num_slots + 1)[PADDING_SLOT + 1 :]
+        assert np.all(num_places == 1), (
             f"slots are lost or held twice: {len(places)} placed, {np.count_nonzero(num_places)} distinct, "
             f"{self.num_slots} exist"
         )

@@ -7,10 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from baton import errors
+from baton.client import EventStream
+from baton.events import Delta
 from baton.server_info import InferenceLoad
 from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, CancellationRig, Phase, cancellation_rig
 from tests.e2e.running import RunningPair, is_empty, wait_until
 
+RUNNING_TIMEOUT_S = 1.5
+"""In which NEW_TOKENS do not end."""
+WAITING_TIMEOUT_S = 0.5
 STEPS_ON_THE_WAY = 10
 """What may run while the news of a dropped stream travels: two steps as a rule, and a step takes milliseconds."""
 
@@ -63,7 +68,16 @@ def test_dropping_the_stream_frees_both_sides(rig: CancellationRig, phase: Phase
 
 
 def test_a_deadline_frees_both_sides_whether_the_request_runs_or_waits(rig: CancellationRig) -> None:
-    streams = [rig.generate(timeout_s=0.5) for _ in range(2)]
-    for stream in streams:
+    def generate(timeout_s: float) -> EventStream:
+        return rig.pair.client.generate(
+            token_ids=[10, 11], timeout_s=timeout_s, max_tokens=NEW_TOKENS, ignore_eos=True, temperature=0.0
+        )
+
+    running = generate(RUNNING_TIMEOUT_S)
+    assert any(isinstance(event, Delta) for event in running), "it did not run"
+    waiting = generate(WAITING_TIMEOUT_S)
+    wait_until(lambda: rig.pair.load().num_queued == 1, about=rig.pair.load)
+    for stream in (waiting, running):
         with pytest.raises(errors.DeadlineExceeded):
             list(stream)
+    wait_until(rig.pair.holds_nothing, about=rig.pair.prefill_load)

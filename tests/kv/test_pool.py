@@ -184,6 +184,16 @@ def test_a_slot_held_twice_is_found() -> None:
         pool.check_conservation()
 
 
+@pytest.mark.parametrize("slot", [-1, 0, MAX_TOKENS + 1, 1 << 60])
+def test_a_slot_that_does_not_exist_is_found(slot: int) -> None:
+    pool = make_pool()
+    lease = pool.reserve(2)
+    assert lease is not None
+    lease.slots[0] = slot
+    with pytest.raises(AssertionError, match="slots that do not exist"):
+        pool.check_conservation()
+
+
 def test_a_row_counted_in_another_state_is_found() -> None:
     pool = make_pool()
     lease = pool.reserve(1)

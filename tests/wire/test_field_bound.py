@@ -23,7 +23,7 @@ MANY = MAX_MESSAGE_BYTES // 2 - 64
 CPU_BOUND_S = 1.0
 """Four times what the slowest takes on a slow machine."""
 NUM_TRIES = 3
-"""The least CPU time of these: what else a core does, and when garbage is collected, only adds to it."""
+"""One of them is fast enough: what else a core does, and when garbage is collected, only adds to its CPU time."""
 FINGERPRINT = encode_fingerprint(PLAIN).SerializeToString()
 
 
