@@ -152,11 +152,6 @@ class ScheduleBatch:
         """Slots that `prepare_for_decode` takes from the pool."""
         return int(pool.num_missing(self.rows, self._wanted_tokens()).sum())
 
-    def has_slots_in(self, pool: KvPool) -> bool:
-        """Whether `prepare_for_decode` finds in the pool what it takes."""
-        num_free = pool.num_free_slots
-        return self.batch_size * self.num_step_slots <= num_free or self.num_slots_needed(pool) <= num_free
-
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Slots for what the next step writes of each entry, in order of position.
 

@@ -292,7 +292,9 @@ class DecodeEngine:
             return None
         num_wanted = running.batch_size - len(running.undrafted)
         running.spec_info = self._depth.choose(draft_lag=running.draft_lag, num_wanted=num_wanted)
-        return running.spec_info if running.has_slots_in(self.pool) else running.spec_info.at_depth(0)
+        if running.num_slots_needed(self.pool) > self.pool.num_free_slots:
+            return running.spec_info.at_depth(0)
+        return running.spec_info
 
     def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
         prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)
