@@ -83,11 +83,11 @@ def test_the_status_page_has_what_both_services_expose(gateway: GatewayHere) -> 
 
     wait_until(lambda: [service["is_ready"] for service in snapshot()["services"]] == [True, True])
     over_http(gateway, QUESTIONS[0])
-    # A round asks for metrics and load at the same time, not in the same moment.
+    # A round asks both services for metrics and load at the same time, not in the same moment.
     wait_until(lambda: sum(snapshot()["pair"]["outcomes"].values()) == 1 and replicas() == [(True, 0)])
+    wait_until(lambda: snapshot()["pair"]["phases"]["prefill"]["num_observed"] == 1)
     shown = snapshot()
     assert sorted(service["role"] for service in shown["services"]) == ["decode", "prefill"]
-    assert shown["pair"]["phases"]["prefill"]["num_observed"] == 1
     assert shown["pair"]["acceptance"]["drafted"] > 0
 
 
