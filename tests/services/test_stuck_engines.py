@@ -169,7 +169,8 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
 
 LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
     import sys, threading
-    from common import service_main
+    from types import SimpleNamespace
+    from common import runtime, service_main
     from common.config.settings import DecodeSettings
     from common.errors import EngineStalled
 
@@ -178,7 +179,7 @@ LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
         print("served", end="")
         raise EngineStalled("stream forward has not moved")
 
-    service_main._open_runtime = lambda settings: None
+    runtime.open_runtime = lambda settings: SimpleNamespace(close=lambda: None)
     sys.exit(service_main.run_service("decode_service", DecodeSettings, lambda: serve, []))
 """
 
