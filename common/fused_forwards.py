@@ -6,9 +6,9 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -20,7 +20,7 @@ from common.errors import StartupError
 from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
 from common.model_cache import make_once, run_python
-from common.openmp import set_own_num_threads
+from common.work_beside import Check, Stopped, Work
 
 _CLOSE_TIMEOUT_S = 5.0
 _NICENESS = 15  # of compiling beside serving
@@ -29,48 +29,15 @@ _COMPILE_TIMEOUT_S = 900.0  # it takes some 20 s of a core that it has for itsel
 _log = structlog.get_logger(__name__)
 
 
-class Fusing:
-    """The thread beside serving; before, it would take the interpreter's lock from what serving waits for.
-
-    It is to be stopped before the process ends: the interpreter's end breaks the operator that a thread is in, and with
-    it the process.
+def new_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> Work | None:
+    """What lets `model`, and `draft` with it, run their forwards of up to `max_tokens` tokens by one kernel, on
+    `num_threads` threads, as soon as that is compiled and seen to agree. What goes wrong is logged, and both go on as
+    they were. None where the model has no program.
     """
-
-    def __init__(self, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
-        self._stopping = threading.Event()
-        arguments = (model, draft, num_threads, max_tokens, self._check)
-        self._thread = threading.Thread(target=_fuse_logged, args=arguments, name="fusing", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """End it, where it has not come to its end: between two forwards, or with its compiler. False when it did not
-        end within `timeout_s`.
-        """
-        self._stopping.set()
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _check(self) -> None:
-        if self._stopping.is_set():
-            raise _Stopped
-
-
-class _Stopped(Exception):
-    """The service ends."""
-
-
-def new_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> Fusing | None:
-    """What, once started, lets `model`, and `draft` with it, run their forwards of up to `max_tokens` tokens by one
-    kernel, on `num_threads` threads, as soon as that is compiled and seen to agree. What goes wrong is logged, and both
-    go on as they were. None where the model has no program.
-    """
-    if model.decoder is None:
+    if model.new_decoder is None:
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
         return None
-    return Fusing(model, draft, num_threads=num_threads, max_tokens=max_tokens)
+    return partial(_fuse_logged, model, draft, num_threads, max_tokens)
 
 
 def fuse(
@@ -80,7 +47,7 @@ def fuse(
     num_threads: int,
     max_tokens: int,
     niceness: int = 0,
-    on_wait: Callable[[], None] = lambda: None,
+    on_wait: Check = lambda: None,
 ) -> float:
     """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError.
 
@@ -89,11 +56,12 @@ def fuse(
     """
     from common.model.fused.start import difference, new_forwards, tolerance, with_capture
 
-    assert model.decoder is not None
+    assert model.new_decoder is not None
     dtype = model.dtype
     _load_kernels(dtype, niceness, on_wait)
     programs = draft.programs if draft is not None else None
-    decoders = [with_capture(model.decoder, model.capture), *((programs.extend, programs.step) if programs else ())]
+    decoder = with_capture(model.new_decoder(on_wait), model.capture)
+    decoders = [decoder, *((programs.extend, programs.step) if programs else ())]
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
         apart = difference(model, forward, on_wait=on_wait)
@@ -125,7 +93,7 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
     return None
 
 
-def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]) -> None:
+def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Check) -> None:
     """From where this process keeps kernels, once they are there; what is damaged there is made anew. Raises
     StartupError.
     """
@@ -136,7 +104,7 @@ def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]
         _load_kernels_from(kept, dtype, niceness, on_wait)
 
 
-def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: Callable[[], None]) -> None:
+def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: Check) -> None:
     from common.model.fused.start import load_kernels
     from common.model.kernel_cache import kernels_key
 
@@ -163,7 +131,7 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: C
 
     try:
         is_from_cache = load()
-    except (StartupError, _Stopped):
+    except (StartupError, Stopped):
         raise
     except Exception as error:  # whatever its reader says
         _log.warning("kernels_damaged", error=repr(error))
@@ -174,20 +142,20 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: C
 
 
 def _fuse_logged(
-    model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int, on_wait: Callable[[], None]
+    model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int, on_wait: Check
 ) -> None:
     begin_s = time.monotonic()
-    set_own_num_threads(1)  # it only compares a few tokens
     try:
         apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens, niceness=_NICENESS, on_wait=on_wait)
-    except _Stopped:
-        return
+    except Stopped:
+        raise
     except Exception as error:
         _log.warning("fused_forward_failed", error=str(error), exc_info=not isinstance(error, StartupError))
-        model.decoder = None  # and its weights
         if draft is not None:
             draft.programs = None
         return
+    finally:
+        model.new_decoder = None  # and with it weights that operators have packed for themselves
     _log.info(
         "fused_forward_ready",
         seconds=round(time.monotonic() - begin_s, 1),

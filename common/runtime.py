@@ -18,7 +18,7 @@ from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
-from common.fused_forwards import Fusing, new_fusing
+from common.fused_forwards import new_fusing
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
@@ -28,6 +28,7 @@ from common.openmp import num_compute_threads
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.wire.fingerprint import Fingerprint
+from common.work_beside import Work, WorkBeside
 
 _FUSED_SHARE_OF_CORES = 1.0
 """In either service: threads that take items as they come lose little to others on their cores."""
@@ -51,7 +52,8 @@ class Runtime:
     fingerprint: Fingerprint
     architecture: str
     max_context_tokens: int
-    fusing: Fusing | None = None
+    fusing: Work | None
+    beside: WorkBeside
 
     @property
     def forward_counts(self) -> Mapping[str, ForwardCounts]:
@@ -59,15 +61,16 @@ class Runtime:
         counts = {"target": self.model.forward_counts}
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
 
-    def start_fusing(self) -> None:
-        """Fuse forwards beside serving, where settings and model allow it. To be called once it serves."""
-        if self.fusing is not None:
-            self.fusing.start()
+    def start_beside(self, populate: Work) -> None:
+        """Populate the KV pool beside serving, then fuse forwards where settings and model allow it. To be called once
+        it serves.
+        """
+        self.beside.start(populate, *(() if self.fusing is None else (self.fusing,)))
 
     def close(self) -> None:
         """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
-        if self.fusing is not None and not self.fusing.stop(_STOP_TIMEOUT_S):
-            _log.warning("fusing_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
+        if not self.beside.stop(_STOP_TIMEOUT_S):
+            _log.warning("work_beside_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
 
 
 def open_runtime(settings: ServiceSettings) -> Runtime:
@@ -115,6 +118,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         fingerprint=fingerprint,
         architecture=architecture,
         fusing=fusing,
+        beside=WorkBeside(),
         max_context_tokens=min(bound for bound in bounds if bound is not None),
     )
 

@@ -167,7 +167,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         readiness = asyncio.create_task(
             server.follow(
                 lambda: is_ready(is_engine_well=watchdog.is_well, replicas=replicas, live_requests=live_requests),
-                on_ready=runtime.start_fusing,
+                on_ready=lambda: runtime.start_beside(engine.pool.populate),
             ),
             name="readiness",
         )

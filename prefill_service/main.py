@@ -126,7 +126,10 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
         port = await server.start(settings.listen)
         _log.info("serving", port=port)
         readiness = asyncio.create_task(
-            server.follow(lambda: watchdog.is_well and not terminated.is_set(), on_ready=runtime.start_fusing),
+            server.follow(
+                lambda: watchdog.is_well and not terminated.is_set(),
+                on_ready=lambda: runtime.start_beside(engine.pool.populate),
+            ),
             name="readiness",
         )
 

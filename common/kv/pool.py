@@ -4,12 +4,13 @@
                         RESERVED, TRANSFERRING,          until no stream work that
                         RUNNING (the engine says)        touches the row is left
 
-Only an engine's own thread calls this. Nothing here blocks.
+Only an engine's own thread calls this, but for `populate`. Nothing else here blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,12 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.stream import Event, Stream
+from common.errors import StartupError
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.load import PoolCounts
+from common.untouched_memory import populate, untouched_zeros
 
 __all__ = ["KvPool", "LeaseState", "RowLease"]
 
@@ -79,7 +82,8 @@ class KvPool:
     """Rows, token slots and the KV of every layer group, allocated once.
 
     `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. They lie in `memory`, which has
-    these groups and `max_kv_tokens` slots, where it is given; then rows do not grow.
+    these groups and `max_kv_tokens` slots, where it is given; then rows do not grow. Else, on a CPU, the system
+    gives their memory when it is first touched, or populated. Raises StartupError when there is no room for them.
     """
 
     def __init__(
@@ -103,6 +107,15 @@ class KvPool:
         self._columns = RowColumns(max_rows + 1, max_tokens_per_row=max_tokens_per_row)
         self._held: dict[int, RowLease] = {}
         self._quarantined: dict[int, RowLease] = {}
+
+    def populate(self, check: Callable[[], None]) -> None:
+        """Have the system give the buffers' memory, so that no forward or copy waits for it. For a thread beside the
+        engine's. `check` is called between parts, and may raise.
+        """
+        if self._memory is None:
+            for buffer in self.buffers.values():
+                if buffer.device.type == "cpu":
+                    populate(buffer, check)
 
     @property
     def num_free_slots(self) -> int:
@@ -212,7 +225,15 @@ class KvPool:
 
 def _zeros(group: LayerGroupSpec, num_slots: int, torch_device: torch.device) -> Tensor:
     shape = (group.num_layers, group.num_planes, num_slots + 1, group.num_heads, group.head_dim)
-    return torch.zeros(shape, dtype=getattr(torch, group.dtype), device=torch_device)
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        if torch_device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=torch_device)
+        return untouched_zeros(num_bytes).view(dtype).view(shape)
+    except (OSError, OverflowError, torch.OutOfMemoryError) as error:
+        needed = f"{num_slots} tokens take {num_bytes / 2**30:,.1f} GiB on {torch_device}"
+        raise StartupError(f"max_kv_tokens: {needed}, which are not to be had: {error}") from error
 
 
 def _view(memory: SharedPool, group: LayerGroupSpec) -> Tensor:

@@ -51,6 +51,10 @@ class FusedDecoder:
     sines: Tensor
 
 
+NewDecoder = Callable[[Callable[[], None]], FusedDecoder]
+"""Packs a model's weights once more: it takes memory and time. Its argument is called between layers, and may raise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Largest:
     """Of each row of logits: `token_ids` [R] int64, the first of its largest or its first NaN, and `are_not_finite` [R]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ATTENTION_NAME
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.cpu_linear import pack_linears
-from common.model.forward_program import FusedDecoder
+from common.model.forward_program import NewDecoder
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
-
-_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,7 +33,7 @@ def load_target(
     optimizes_modules: bool = True,
 ) -> TargetModel:
     """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. On a CPU, and where its class is
-    known: `fuses`, also as a program, with weights of its own; `optimizes_modules`, with fewer and larger modules.
+    known: `fuses`, also ready to be written down as a program; `optimizes_modules`, with fewer and larger modules.
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
@@ -72,9 +69,9 @@ def target_of(
     model = model.to(torch_device).eval().requires_grad_(False)
     shape = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
-    decoder = None
+    new_decoder = None
     if torch_device.type == "cpu":
-        decoder = _fused_decoder(model) if fuses else None
+        new_decoder = _new_decoder(model) if fuses else None
         if optimizes_modules:
             _use_cpu_kernels(model)
     return TargetModel(
@@ -101,18 +98,14 @@ def target_of(
         eos_token_ids=_eos_token_ids(model.generation_config, config),
         dtype=DTYPES[dtype],
         torch_device=torch_device,
-        decoder=decoder,
+        new_decoder=new_decoder,
     )
 
 
-def _fused_decoder(model: nn.Module) -> FusedDecoder | None:
-    from common.model.fused.decoder import can_fuse, fused_decoder  # as below
+def _new_decoder(model: nn.Module) -> NewDecoder | None:
+    from common.model.fused.decoder import can_fuse, decoder_of  # as below
 
-    try:
-        return fused_decoder(model) if can_fuse(model) else None
-    except (OSError, RuntimeError) as error:  # no memory for the weights once more
-        _log.warning("no program of the model: %s", error)
-        return None
+    return decoder_of(model) if can_fuse(model) else None
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram, FusedDecoder, Largest, OnLayerKv
+from common.model.forward_program import ForwardProgram, Largest, NewDecoder, OnLayerKv
 from common.telemetry.forward_counts import ForwardCounts
 
 _FINAL = -1  # among captured states: what leaves the final norm
@@ -61,7 +61,8 @@ class Target(Protocol):
 class TargetModel:
     """A decoder-only model whose KV lives in a pool shaped by `layer_group`.
 
-    `attention` is the backend of its layers; `decoder` is the same model as a program, where there is one.
+    `attention` is the backend of its layers; `new_decoder` writes the same model down as a program,
+    where that is known, and keeps its first weights for as long as it is here.
     `forward` is called from one thread at a time. `eos_token_ids` are the ids after which the model is done.
     `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` states after the final norm to logits.
     """
@@ -78,9 +79,9 @@ class TargetModel:
         eos_token_ids: tuple[int, ...],
         dtype: torch.dtype,
         torch_device: torch.device,
-        decoder: FusedDecoder | None = None,
+        new_decoder: NewDecoder | None = None,
     ) -> None:
-        self.decoder = decoder
+        self.new_decoder = new_decoder
         self._model = model
         self.attention = backend
         self.layer_group = layer_group

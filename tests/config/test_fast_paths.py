@@ -30,11 +30,29 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     def new_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
-        assert model.decoder is not None
+        assert model.new_decoder is not None
         seen.append(max_tokens)
 
     monkeypatch.setattr(runtime, "new_fusing", new_fusing)
     return seen
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_the_pool_is_populated_beside_serving_before_forwards_are_fused(
+    fuses: bool, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: lambda check: done.append("fuse"))
+    settings = DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, fused_forward=fuses)
+    opened = runtime.open_runtime(settings)
+    assert done == []
+    opened.start_beside(lambda check: done.append("populate"))
+    thread = opened.beside._thread
+    assert thread is not None
+    thread.join(20.0)
+    opened.close()
+    opened.device.close(5.0)
+    assert done == ["populate", *(["fuse"] if fuses else [])]
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -44,7 +62,7 @@ def test_one_setting_switches_it_off(
     model = str(tiny_model_dir("llama"))
     opened = runtime.open_runtime(kind(model=model, dtype="float32", num_threads=1, fused_forward=False))
     opened.device.close(5.0)
-    assert begun == [] and opened.model.decoder is None
+    assert begun == [] and opened.model.new_decoder is None
 
 
 def test_what_a_service_may_put_into_a_forward_is_fused(

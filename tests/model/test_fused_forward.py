@@ -15,11 +15,12 @@ from common.errors import StartupError
 from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram
+from common.model.forward_program import ForwardProgram, FusedDecoder
 from common.model.fused.attending import PART_TOKENS
 from common.model.fused.start import difference, new_forwards, with_capture
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from common.work_beside import Stopped
 
 _NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 640, 200, 512
 
@@ -127,8 +128,7 @@ def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetMode
     known = (small, large)
     batches = [replace(batch, kv=batch.kv.clone(), input_ids=torch.zeros_like(batch.input_ids)) for batch in known]
     expected = [program.forward(replace(batch, kv=batch.kv.clone())) for batch in known]
-    assert model.decoder is not None
-    fresh = new_forwards([with_capture(model.decoder, model.capture)], num_threads=2, max_tokens=_MAX_TOKENS)[0]
+    fresh = new_forwards([with_capture(_decoder(model), model.capture)], num_threads=2, max_tokens=_MAX_TOKENS)[0]
     try:
         computes = [fresh.prepare(batch) for batch in batches]
         dropped = [fresh.prepare(replace(large, kv=large.kv.clone())) for _ in range(3)]
@@ -180,18 +180,19 @@ def test_comparing_the_two_shows_no_progress_of_the_model(model: TargetModel, pr
 
 
 def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert model.decoder is not None
+    decoder = _decoder(model)
     monkeypatch.setattr("common.model.fused.forward._MAX_BUFFERS", 0)
     before = set(threading.enumerate())
     with pytest.raises(AssertionError):
-        new_forwards([model.decoder], num_threads=2, max_tokens=1)
+        new_forwards([decoder], num_threads=2, max_tokens=1)
     assert set(threading.enumerate()) <= before
 
 
 def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
     model = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
-    assert model.decoder is not None
-    model.decoder.program.numbers[:] *= 1.5
+    decoder = _decoder(model)
+    decoder.program.numbers[:] *= 1.5
+    model.new_decoder = lambda on_layer: decoder
     before = threading.enumerate()
     with pytest.raises(StartupError, match="differ from the model's"):
         fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
@@ -217,16 +218,47 @@ def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> Non
 
 
 def test_forwards_past_the_rotation_table_are_the_models_own(model: TargetModel, program: ForwardProgram) -> None:
-    assert model.decoder is not None
     batch = _batch(model, prefix_lens=[6], num_new=[1])
     assert program.takes(batch)
-    assert not program.takes(replace(batch, max_seq_len=model.decoder.cosines.shape[0] + 1))
+    assert not program.takes(replace(batch, max_seq_len=_decoder(model).cosines.shape[0] + 1))
     many = torch.zeros(_MAX_TOKENS + 1, dtype=torch.int64)
     assert not program.takes(replace(batch, input_ids=many))
 
 
 def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
-    assert load_target(tiny_model_dir("phi3"), device="cpu", dtype="float32", fuses=True).decoder is None
+    assert load_target(tiny_model_dir("phi3"), device="cpu", dtype="float32", fuses=True).new_decoder is None
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_it_is_written_down_when_asked_from_the_weights_there_were(tiny_model_dir, changes: bool) -> None:  # type: ignore[no-untyped-def]
+    """However operators keep theirs by then, who see nothing of it."""
+    directory = tiny_model_dir("llama")
+    kept, changed = (
+        load_target(directory, device="cpu", dtype="float32", fuses=True, optimizes_modules=is_changed)
+        for is_changed in (False, changes)
+    )
+    expected, seen = _decoder(kept), _decoder(changed)
+    assert all(map(torch.equal, seen.program.kept, expected.program.kept)) and len(seen.program.kept) > 10
+    assert torch.equal(seen.cosines, expected.cosines)
+
+
+def test_writing_it_down_can_be_stopped_between_layers(model: TargetModel) -> None:
+    begun: list[int] = []
+
+    def stop() -> None:
+        begun.append(len(begun))
+        if len(begun) == 2:
+            raise Stopped
+
+    assert model.new_decoder is not None
+    with pytest.raises(Stopped):
+        model.new_decoder(stop)
+    assert model.new_decoder(lambda: None).program.operations.size
+
+
+def _decoder(model: TargetModel) -> FusedDecoder:
+    assert model.new_decoder is not None
+    return model.new_decoder(lambda: None)
 
 
 def _assert_same(model: TargetModel, program: ForwardProgram, batch: ForwardInput) -> None:

@@ -18,6 +18,7 @@ from common.model import kernel_cache
 from common.model.fused import start
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from common.work_beside import WorkBeside
 
 BOUND_S = 20.0
 
@@ -63,40 +64,59 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
 
 
 @pytest.fixture
-def model(tiny_model_dir: Callable[[str], Path]) -> TargetModel:
-    return load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
+def model_dir(tiny_model_dir: Callable[[str], Path]) -> Path:
+    return tiny_model_dir("llama")
+
+
+@pytest.fixture
+def model(model_dir: Path) -> TargetModel:
+    return load_target(model_dir, device="cpu", dtype="float32", fuses=True)
+
+
+def fuse_again(model_dir: Path) -> list[str]:
+    """As a process of its own would."""
+    return fuse_beside(load_target(model_dir, device="cpu", dtype="float32", fuses=True))
+
+
+def started(model: TargetModel) -> WorkBeside:
+    fusing, beside = new_fusing(model, None, num_threads=1, max_tokens=64), WorkBeside()
+    assert fusing is not None
+    beside.start(fusing)
+    return beside
+
+
+def finish(beside: WorkBeside) -> None:
+    assert beside._thread is not None
+    beside._thread.join(BOUND_S)
+    assert beside.stop(0.0)
 
 
 def fuse_beside(model: TargetModel) -> list[str]:
     """The names of the log's lines."""
     with capture_logs() as logs:
-        fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
-        assert fusing is not None
-        fusing.start()
-        fusing._thread.join(BOUND_S)
-        assert fusing.stop(0.0)
+        finish(started(model))
     return [str(line["event"]) for line in logs]
 
 
-def test_they_are_compiled_once_and_used(model: TargetModel, kernels: Kernels) -> None:
-    assert fuse_beside(model) == ["compiling_kernels", "fused_forward_ready"]
+def test_they_are_compiled_once_and_used(model_dir: Path, model: TargetModel, kernels: Kernels) -> None:
+    assert fuse_again(model_dir) == ["compiling_kernels", "fused_forward_ready"]
     assert fuse_beside(model) == ["fused_forward_ready"]
-    assert model.runs_program and kernels.num_compiled == 1
+    assert model.runs_program and kernels.num_compiled == 1 and model.new_decoder is None
 
 
 def test_where_none_are_kept_every_start_compiles_them_and_leaves_nothing(
-    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model_dir: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kernel_cache._Cache, "directory", None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert [fuse_beside(model) for _ in range(2)] == [["compiling_kernels", "fused_forward_ready"]] * 2
+    assert [fuse_again(model_dir) for _ in range(2)] == [["compiling_kernels", "fused_forward_ready"]] * 2
     assert kernels.num_compiled == 2 and not list(tmp_path.iterdir())
 
 
 def test_what_computes_something_else_is_closed_and_never_used(model: TargetModel, kernels: Kernels) -> None:
     kernels.apart = 1.0
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
-    assert not model.runs_program and kernels.forward.is_closed and model.decoder is None
+    assert not model.runs_program and kernels.forward.is_closed and model.new_decoder is None
 
 
 def test_a_defect_is_logged_with_where_it_is(
@@ -104,21 +124,18 @@ def test_a_defect_is_logged_with_where_it_is(
 ) -> None:
     monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
     with capture_logs() as logs:
-        fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
-        assert fusing is not None
-        fusing.start()
-        assert fusing.stop(BOUND_S)
+        finish(started(model))
     if not any(line["event"] == "fused_forward_failed" for line in logs):
         pytest.fail(f"not logged: {logs}")
     assert logs[-1]["exc_info"] is True
 
 
-def test_damaged_kernels_are_compiled_again(model: TargetModel, kernels: Kernels, tmp_path: Path) -> None:
-    fuse_beside(model)
+def test_damaged_kernels_are_compiled_again(model_dir: Path, kernels: Kernels, tmp_path: Path) -> None:
+    fuse_again(model_dir)
     (kept,) = tmp_path.rglob("kernel.nbc")
     kept.write_bytes(kept.read_bytes()[:-3])
-    assert fuse_beside(model) == ["kernels_damaged", "compiling_kernels", "fused_forward_ready"]
-    assert fuse_beside(model) == ["fused_forward_ready"]
+    assert fuse_again(model_dir) == ["kernels_damaged", "compiling_kernels", "fused_forward_ready"]
+    assert fuse_again(model_dir) == ["fused_forward_ready"]
 
 
 def test_a_compiler_that_takes_too_long_is_given_up(
@@ -143,17 +160,8 @@ def test_it_ends_with_its_service(model: TargetModel, kernels: Kernels) -> None:
 
     kernels.on_compile = compile_for_ever
     with capture_logs() as logs:
-        fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
-        assert fusing is not None
-        fusing.start()
+        beside = started(model)
         assert is_compiling.wait(BOUND_S)
-        assert fusing.stop(BOUND_S)
+        assert beside.stop(BOUND_S)
     assert has_ended.is_set() and not model.runs_program
     assert [line["event"] for line in logs] == ["compiling_kernels"]
-
-
-def test_one_that_was_never_started_is_stopped_at_once(model: TargetModel) -> None:
-    """The service's start failed before it served."""
-    fusing = new_fusing(model, None, num_threads=1, max_tokens=64)
-    assert fusing is not None and fusing.stop(0.0)
-    assert not model.runs_program

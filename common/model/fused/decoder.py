@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from common.model.forward_program import AttentionSize, FusedDecoder, Program
+from common.model.forward_program import AttentionSize, FusedDecoder, NewDecoder, Program
 from common.model.fused.builder import ProgramBuilder
 from common.model.fused.dot_products import PANEL_WIDTH, step_of
 from common.model.fused.numbers import DTYPES
@@ -26,7 +28,7 @@ outside; of a model's the residual stream, which does not.
 
 
 def can_fuse(model: nn.Module) -> bool:
-    """Whether `fused_decoder` knows the model's class, dtype and sizes. That it computes what the model does is to be
+    """Whether `decoder_of` knows the model's class, dtype and sizes. That it computes what the model does is to be
     seen by running both.
     """
     if type(model) not in _KNOWN:
@@ -44,11 +46,12 @@ def can_fuse(model: nn.Module) -> bool:
     )
 
 
-@torch.no_grad()
-def fused_decoder(model: nn.Module) -> FusedDecoder:
-    """`model`, which `can_fuse`, with packed weights of its own; embedding and norms are shared."""
-    base, num_positions = _base(model), _config(model).max_position_embeddings
-    return FusedDecoder(_program(model), *rotation(base.rotary_emb, base.embed_tokens.weight.dtype, num_positions))
+def decoder_of(model: nn.Module) -> NewDecoder:
+    """What writes down `model`, which `can_fuse`, as it is now: it may be changed before that is called. The decoder
+    has packed weights of its own and shares embedding and norms.
+    """
+    base = _base(model)
+    return partial(_write, _parts(model), base.rotary_emb, num_positions=_config(model).max_position_embeddings)
 
 
 def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -58,29 +61,88 @@ def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[T
     return cosines[0].contiguous(), sines[0].contiguous()
 
 
-def _program(model: nn.Module) -> Program:
-    base = _base(model)
-    epsilon = float(_config(model).rms_norm_eps)
+@dataclass(frozen=True, slots=True)
+class _LayerParts:
+    """The weights of a layer."""
+
+    heads: tuple[Tensor, ...]
+    head_biases: tuple[Tensor, ...]
+    out: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    gate_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The weights of a model, wherever it keeps them by now."""
+
+    embedding: Tensor
+    layers: Sequence[_LayerParts]
+    attention: AttentionSize
+    norm: Tensor
+    head: Tensor
+    epsilon: float
+
+
+def _parts(model: nn.Module) -> _Parts:
+    base, config = _base(model), _config(model)
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    hidden_size, vocab_size = head.in_features, head.out_features
-    builder = ProgramBuilder(head.weight.dtype)
+    return _Parts(
+        embedding=base.embed_tokens.weight.detach(),
+        layers=tuple(map(_layer_parts, base.layers)),
+        attention=_attention_size(base.layers[0].self_attn),
+        norm=base.norm.weight.detach(),
+        head=head.weight.detach(),
+        epsilon=float(config.rms_norm_eps),
+    )
+
+
+def _layer_parts(layer: Any) -> _LayerParts:
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return _LayerParts(
+        heads=tuple(part.weight.detach() for part in heads),
+        head_biases=tuple(part.bias.detach() for part in heads if part.bias is not None),
+        out=attention.o_proj.weight.detach(),
+        gate=mlp.gate_proj.weight.detach(),
+        up=mlp.up_proj.weight.detach(),
+        down=mlp.down_proj.weight.detach(),
+        input_norm=layer.input_layernorm.weight.detach(),
+        gate_norm=layer.post_attention_layernorm.weight.detach(),
+        query_norm=_weight(attention, "q_norm"),
+        key_norm=_weight(attention, "k_norm"),
+    )
+
+
+@torch.no_grad()
+def _write(parts: _Parts, rope: nn.Module, on_layer: Callable[[], None], *, num_positions: int) -> FusedDecoder:
+    return FusedDecoder(_program(parts, on_layer), *rotation(rope, parts.embedding.dtype, num_positions))
+
+
+def _program(parts: _Parts, on_layer: Callable[[], None]) -> Program:
+    vocab_size, hidden_size = parts.head.shape
+    size, epsilon = parts.attention, parts.epsilon
+    builder = ProgramBuilder(parts.head.dtype)
     logits = builder.buffer(vocab_size, is_float=True)
     states, stream = builder.buffer(1), builder.buffer(hidden_size)
     assert (logits, states, stream) == (LOGITS, STATES, STREAM)
-    size = _attention_size(base.layers[0].self_attn)
     heads = builder.buffer((size.num_heads + 2 * size.num_kv_heads) * size.head_dim)
     attended = builder.buffer(size.num_heads * size.head_dim, is_input=True)
-    gated = builder.buffer(base.layers[0].mlp.gate_proj.out_features, is_input=True)
-    builder.embed(base.embed_tokens.weight.detach(), stream)
-    for number, layer in enumerate(base.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    gated = builder.buffer(parts.layers[0].gate.shape[0], is_input=True)
+    builder.embed(parts.embedding, stream)
+    for number, layer in enumerate(parts.layers):
+        on_layer()
         builder.linear(
             stream,
             heads,
-            torch.cat([part.weight for part in parts]),
-            bias=torch.cat([part.bias for part in parts]) if attention.q_proj.bias is not None else None,
-            norm=layer.input_layernorm.weight.detach(),
+            torch.cat(layer.heads),
+            bias=torch.cat(layer.head_biases) if layer.head_biases else None,
+            norm=layer.input_norm,
             epsilon=epsilon,
             shows_layer=True,
         )
@@ -89,26 +151,19 @@ def _program(model: nn.Module) -> Program:
             attended,
             size,
             layer=number,
-            query_norm=_weight(attention, "q_norm"),
-            key_norm=_weight(attention, "k_norm"),
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
             epsilon=epsilon,
         )
-        builder.linear(attended, stream, attention.o_proj.weight.detach(), store=Store.ADD)
-        builder.gate(
-            stream,
-            gated,
-            mlp.gate_proj.weight,
-            mlp.up_proj.weight,
-            norm=layer.post_attention_layernorm.weight.detach(),
-            epsilon=epsilon,
-        )
-        builder.linear(gated, stream, mlp.down_proj.weight.detach(), store=Store.ADD)
-    final: Tensor = base.norm.weight.detach()
+        builder.linear(attended, stream, layer.out, store=Store.ADD)
+        builder.gate(stream, gated, layer.gate, layer.up, norm=layer.gate_norm, epsilon=epsilon)
+        builder.linear(gated, stream, layer.down, store=Store.ADD)
+    on_layer()
     builder.linear(
         stream,
         logits,
-        head.weight.detach(),
-        norm=final,
+        parts.head,
+        norm=parts.norm,
         epsilon=epsilon,
         store=Store.LOGITS,
         selected_rows=True,

@@ -5,11 +5,10 @@ With pages of 4 KiB a pass over the weights looks up tens of thousands of them, 
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
-
 import torch
 from torch import Tensor
+
+from common.untouched_memory import untouched_zeros
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
@@ -26,16 +25,8 @@ class WeightMemory:
         """A [num_elements] tensor of zeros at a multiple of 64 bytes."""
         num_bytes = num_elements * dtype.itemsize
         if self._used_bytes + num_bytes + _ALIGNMENT > self._chunk.shape[0]:
-            self._chunk, self._used_bytes = _new_chunk(max(num_bytes + _ALIGNMENT, _CHUNK_BYTES)), 0
+            chunk_bytes = max(num_bytes + _ALIGNMENT, _CHUNK_BYTES)
+            self._chunk, self._used_bytes = untouched_zeros(chunk_bytes, in_large_pages=True), 0
         start = self._used_bytes + -(self._chunk.data_ptr() + self._used_bytes) % _ALIGNMENT
         self._used_bytes = start + num_bytes
         return self._chunk[start : start + num_bytes].view(dtype)
-
-
-def _new_chunk(num_bytes: int) -> Tensor:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has other rules
-    with suppress(OSError):  # a kernel without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,95 @@
+"""A pool's memory on a CPU: taken from the system when it is used, or beside serving, and never changed by that."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import StartupError
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool
+from common.work_beside import Stopped
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+GROUP = LayerGroupSpec(name="target", num_layers=4, num_planes=2, num_heads=2, head_dim=64, dtype="bfloat16")
+NUM_SLOTS = 16384  # 32 MiB
+
+
+@pytest.fixture
+def pool() -> KvPool:
+    return KvPool(
+        groups=[GROUP],
+        max_rows=2,
+        max_kv_tokens=NUM_SLOTS,
+        max_tokens_per_row=16,
+        torch_device=torch.device("cpu"),
+    )
+
+
+def resident_bytes(memory: Tensor) -> int:
+    """Of its pages, those that the system has given."""
+    first, num_pages = memory.data_ptr() // mmap.PAGESIZE, -(-memory.nbytes // mmap.PAGESIZE)
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+        pages.seek(8 * first)
+        entries = np.frombuffer(pages.read(8 * num_pages), np.uint64)
+    assert len(entries) == num_pages
+    return int(np.count_nonzero(entries >> np.uint64(63))) * mmap.PAGESIZE
+
+
+def own_bytes() -> int:
+    """Of the process's memory, what it does not share: not with the system's one page of zeros, for one."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) << 10
+
+
+def test_it_takes_what_is_used(pool: KvPool) -> None:
+    buffer = pool.buffers["target"]
+    assert resident_bytes(buffer) == 0
+    used = buffer[0, 0, :4096].fill_(1.0)
+    assert used.nbytes <= resident_bytes(buffer) <= used.nbytes + (4 << 20)  # in large pages, too
+    assert not buffer[1].any()
+
+
+def test_populated_it_is_all_there_as_it_was(pool: KvPool) -> None:
+    buffer = pool.buffers["target"]
+    buffer[2, 1, 77] = 3.0
+    before = own_bytes()
+    pool.populate(lambda: None)
+    assert resident_bytes(buffer) >= buffer.nbytes
+    assert own_bytes() - before >= 0.9 * buffer.nbytes, "pages to be read only: a write has to wait all the same"
+    assert (buffer[2, 1, 77] == 3.0).all()
+    buffer[2, 1, 77] = 0.0
+    assert not buffer.any()
+
+
+def test_populating_ends_between_two_parts(pool: KvPool) -> None:
+    num_parts = 0
+
+    def check() -> None:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pool.populate(check)
+    assert resident_bytes(pool.buffers["target"]) < pool.buffers["target"].nbytes // 2
+
+
+@pytest.mark.parametrize("num_slots", [10**12, 10**17])
+def test_one_that_there_is_no_room_for_names_its_setting(num_slots: int) -> None:
+    with pytest.raises(StartupError, match=rf"^max_kv_tokens: {num_slots} tokens take .* GiB on cpu, .*not to be had"):
+        KvPool(
+            groups=[GROUP],
+            max_rows=2,
+            max_kv_tokens=num_slots,
+            max_tokens_per_row=16,
+            torch_device=torch.device("cpu"),
+        )
