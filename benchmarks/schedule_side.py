@@ -22,6 +22,7 @@ import torch
 
 from baton.load_generator import percentile
 from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import CoreSpeed
 from benchmarks.schedule_rig import STEPS_A_TURN, ScheduleRig
 from decode_service.spec_info import SpecInfo
 
@@ -40,7 +41,9 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians in microseconds; `num_running`: rows in a step, on average. `total` is the step's and its delivery's."""
+    """Medians in microseconds; `num_running`: rows in a step, on average. `total` is the step's and its delivery's.
+    `core_speed`: what the core had of its best speed meanwhile, in the median.
+    """
 
     batch_size: int
     num_running: float
@@ -49,6 +52,7 @@ class Cost:
     cpu: float
     parts: dict[str, float]
     edge: float
+    core_speed: float
 
 
 def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | None, num_steps: int) -> Cost:
@@ -58,8 +62,10 @@ def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | No
         rig.step()
     rig.watch.forget()
     rig.num_tokens = 0
+    core = CoreSpeed()
     for _ in range(num_steps):
         rig.step()
+        core.sample()
     num_running = rig.num_tokens / num_steps
     rig.close()
     seconds = rig.watch.seconds
@@ -73,6 +79,7 @@ def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | No
         cpu=median_us(seconds["cpu"]),
         parts=parts,
         edge=median_us(seconds["edge"]) / STEPS_A_TURN,
+        core_speed=core.share,
     )
 
 
@@ -93,15 +100,15 @@ def table_of(name: str, costs: list[Cost]) -> list[str]:
         "",
         "| batch | rows in a step | schedule side, µs | p99 | CPU | "
         + " | ".join(PARTS)
-        + " | µs a row | edge, µs a token event |",
-        "|" + "---|" * (len(PARTS) + 7),
+        + " | µs a row | edge, µs a token event | core's speed, of its best |",
+        "|" + "---|" * (len(PARTS) + 8),
     ]
     for cost in costs:
         figures = [cost.total, cost.p99, cost.cpu, *(cost.parts[part] for part in PARTS)]
         lines.append(
             f"| {cost.batch_size} | {cost.num_running:.1f} | "
             + " | ".join(f"{figure:.0f}" for figure in figures)
-            + f" | {cost.total / cost.num_running:.2f} | {cost.edge / cost.num_running:.1f} |"
+            + f" | {cost.total / cost.num_running:.2f} | {cost.edge / cost.num_running:.1f} | {cost.core_speed:.0%} |"
         )
     return lines
 
