@@ -30,10 +30,13 @@ class CoreSpeed:
         self._seconds.append(time.perf_counter() - begun_s)
 
     @property
-    def share(self) -> float:
-        """Of the best speed seen, in the median."""
+    def best_s(self) -> float:
         ordered = sorted(self._seconds)
-        return ordered[len(ordered) // _BEST_SHARE] / statistics.median(ordered)
+        return ordered[len(ordered) // _BEST_SHARE]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self._seconds)
 
 
 def describe_machine() -> str:

@@ -42,7 +42,7 @@ SCENARIOS = {
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Medians in microseconds; `num_running`: rows in a step, on average. `total` is the step's and its delivery's.
-    `core_speed`: what the core had of its best speed meanwhile, in the median.
+    `core`: how fast it was meanwhile.
     """
 
     batch_size: int
@@ -52,7 +52,7 @@ class Cost:
     cpu: float
     parts: dict[str, float]
     edge: float
-    core_speed: float
+    core: CoreSpeed
 
 
 def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | None, num_steps: int) -> Cost:
@@ -79,7 +79,7 @@ def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | No
         cpu=median_us(seconds["cpu"]),
         parts=parts,
         edge=median_us(seconds["edge"]) / STEPS_A_TURN,
-        core_speed=core.share,
+        core=core,
     )
 
 
@@ -94,6 +94,7 @@ def exponent(costs: list[Cost]) -> float:
 
 
 def table_of(name: str, costs: list[Cost]) -> list[str]:
+    best_s = min(cost.core.best_s for cost in costs)
     lines = [
         "",
         f"**{name}**: growth exponent {exponent(costs):.2f}",
@@ -104,11 +105,12 @@ def table_of(name: str, costs: list[Cost]) -> list[str]:
         "|" + "---|" * (len(PARTS) + 8),
     ]
     for cost in costs:
+        speed = best_s / cost.core.median_s
         figures = [cost.total, cost.p99, cost.cpu, *(cost.parts[part] for part in PARTS)]
         lines.append(
             f"| {cost.batch_size} | {cost.num_running:.1f} | "
             + " | ".join(f"{figure:.0f}" for figure in figures)
-            + f" | {cost.total / cost.num_running:.2f} | {cost.edge / cost.num_running:.1f} | {cost.core_speed:.0%} |"
+            + f" | {cost.total / cost.num_running:.2f} | {cost.edge / cost.num_running:.1f} | {speed:.0%} |"
         )
     return lines
 

@@ -47,27 +47,27 @@ def fuse(
     num_threads: int,
     max_tokens: int,
     niceness: int = 0,
-    on_wait: Check = lambda: None,
+    check: Check = lambda: None,
 ) -> float:
     """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError.
 
-    A head without programs goes on as it was. `niceness`: of the process that compiles. `on_wait` is called between its
+    A head without programs goes on as it was. `niceness`: of the process that compiles. `check` is called between its
     parts and while others work for it, and may raise.
     """
     from common.model.fused.start import difference, new_forwards, tolerance, with_capture
 
     assert model.new_decoder is not None
     dtype = model.dtype
-    _load_kernels(dtype, niceness, on_wait)
+    _load_kernels(dtype, niceness, check)
     programs = draft.programs if draft is not None else None
-    decoder = with_capture(model.new_decoder(on_wait), model.capture)
+    decoder = with_capture(model.new_decoder(check), model.capture)
     decoders = [decoder, *((programs.extend, programs.step) if programs else ())]
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
-        apart = difference(model, forward, on_wait=on_wait)
+        apart = difference(model, forward, check=check)
         if not apart <= tolerance(dtype):
             raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
-        on_wait()
+        check()
         head = _compared_head(draft, of_head, model) if draft is not None and of_head else None
     except BaseException:
         forward.close(_CLOSE_TIMEOUT_S)
@@ -93,7 +93,7 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
     return None
 
 
-def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Check) -> None:
+def _load_kernels(dtype: torch.dtype, niceness: int, check: Check) -> None:
     """From where this process keeps kernels, once they are there; what is damaged there is made anew. Raises
     StartupError.
     """
@@ -101,10 +101,10 @@ def _load_kernels(dtype: torch.dtype, niceness: int, on_wait: Check) -> None:
 
     with contextlib.ExitStack() as stack:
         kept = kernels_dir() or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-kernels-")))
-        _load_kernels_from(kept, dtype, niceness, on_wait)
+        _load_kernels_from(kept, dtype, niceness, check)
 
 
-def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: Check) -> None:
+def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check) -> None:
     from common.model.fused.start import load_kernels
     from common.model.kernel_cache import kernels_key
 
@@ -112,22 +112,22 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: C
     directory = kept / f"{kernels_key()}-{name}"
     give_up_s = time.monotonic() + _COMPILE_TIMEOUT_S
 
-    def check() -> None:
-        on_wait()
+    def look() -> None:
+        check()
         if time.monotonic() > give_up_s:
             raise StartupError(f"kernels were not compiled within {_COMPILE_TIMEOUT_S:g} s")
 
     def compile_kernels(scratch: Path, out: Path) -> None:
         _log.info("compiling_kernels", dtype=name)
         arguments = ["-m", "common.model.fused.compile", name, str(out), str(os.getpid()), str(niceness)]
-        error = run_python(arguments, on_wait=check)
+        error = run_python(arguments, on_wait=look)
         if error is not None:
             raise StartupError(f"kernels could not be compiled: {error}")
         if next(out.rglob("*.nbc"), None) is None:
             raise StartupError("compiled kernels were not kept")
 
     def load() -> bool:
-        return load_kernels(make_once(directory, compile_kernels, lambda stage, num_done, num_total: check()), dtype)
+        return load_kernels(make_once(directory, compile_kernels, lambda stage, num_done, num_total: look()), dtype)
 
     try:
         is_from_cache = load()
@@ -141,12 +141,10 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, on_wait: C
         _log.warning("kernels_compiled_beside_serving", directory=str(directory))
 
 
-def _fuse_logged(
-    model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int, on_wait: Check
-) -> None:
+def _fuse_logged(model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int, check: Check) -> None:
     begin_s = time.monotonic()
     try:
-        apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens, niceness=_NICENESS, on_wait=on_wait)
+        apart = fuse(model, draft, num_threads=num_threads, max_tokens=max_tokens, niceness=_NICENESS, check=check)
     except Stopped:
         raise
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -28,7 +29,7 @@ from common.openmp import num_compute_threads
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.wire.fingerprint import Fingerprint
-from common.work_beside import Work, WorkBeside
+from common.work_beside import Check, Work, WorkBeside
 
 _FUSED_SHARE_OF_CORES = 1.0
 """In either service: threads that take items as they come lose little to others on their cores."""
@@ -65,7 +66,7 @@ class Runtime:
         """Populate the KV pool beside serving, then fuse forwards where settings and model allow it. To be called once
         it serves.
         """
-        self.beside.start(populate, *(() if self.fusing is None else (self.fusing,)))
+        self.beside.start(partial(_populate_logged, populate), *(() if self.fusing is None else (self.fusing,)))
 
     def close(self) -> None:
         """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
@@ -148,6 +149,13 @@ def _architecture(directory: Path) -> str:
         return str(json.loads((directory / "config.json").read_text())["architectures"][0])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise StartupError(f"{directory}: config.json names no architecture: {error}") from error
+
+
+def _populate_logged(populate: Work, check: Check) -> None:
+    try:
+        populate(check)
+    except OSError as error:
+        _log.warning("kv_pool_not_populated", error=str(error))
 
 
 class _LoggedProgress:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import structlog
+
 from common.openmp import set_own_num_threads
 
 Check = Callable[[], None]
 Work = Callable[[Check], None]
-"""To call what it is given between its parts, which raises Stopped when the service ends; it handles its own errors."""
+"""To call what it is given between its parts, which raises Stopped when the service ends. Whatever else it raises is
+logged, and the next one begins.
+"""
+
+_log = structlog.get_logger(__name__)
 
 
 class Stopped(Exception):
@@ -47,9 +53,12 @@ class WorkBeside:
         set_own_num_threads(1)
         for work in works:
             try:
+                self._check()
                 work(self._check)
             except Stopped:
                 return
+            except Exception:
+                _log.error("work_beside_failed", exc_info=True)
 
     def _check(self) -> None:
         if self._stopping.is_set():

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.available_memory import require_room
 from common.device.stream import Event, Stream
 from common.errors import StartupError
 from common.kv.layer_group import LayerGroupSpec
@@ -98,10 +99,11 @@ class KvPool:
     ) -> None:
         self.groups = {group.name: group for group in groups}
         self._memory = memory
-        self.buffers: dict[str, Tensor] = {
-            group.name: _zeros(group, max_kv_tokens, torch_device) if memory is None else _view(memory, group)
-            for group in groups
-        }
+        self.buffers = (
+            _new_buffers(groups, max_kv_tokens, torch_device)
+            if memory is None
+            else {group.name: _view(memory, group) for group in groups}
+        )
         self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
         self._slots = SlotAllocator(max_kv_tokens)
         self._columns = RowColumns(max_rows + 1, max_tokens_per_row=max_tokens_per_row)
@@ -109,8 +111,9 @@ class KvPool:
         self._quarantined: dict[int, RowLease] = {}
 
     def populate(self, check: Callable[[], None]) -> None:
-        """Have the system give the buffers' memory, so that no forward or copy waits for it. For a thread beside the
-        engine's. `check` is called between parts, and may raise.
+        """Have the system give the buffers' memory, so that none waits for it later; a `memory` is there already.
+        For a thread beside the engine's. `check` is called between parts, and may raise. Raises OSError where the
+        system cannot.
         """
         if self._memory is None:
             for buffer in self.buffers.values():
@@ -223,17 +226,30 @@ class KvPool:
             assert np.array_equal(table, lease.slots), f"row {lease.row}: the table disagrees with the lease"
 
 
-def _zeros(group: LayerGroupSpec, num_slots: int, torch_device: torch.device) -> Tensor:
-    shape = (group.num_layers, group.num_planes, num_slots + 1, group.num_heads, group.head_dim)
-    dtype: torch.dtype = getattr(torch, group.dtype)
-    num_bytes = math.prod(shape) * dtype.itemsize
+def _new_buffers(groups: Sequence[LayerGroupSpec], num_slots: int, torch_device: torch.device) -> dict[str, Tensor]:
+    num_bytes = sum(math.prod(_shape(group, num_slots)) * _dtype(group).itemsize for group in groups)
     try:
-        if torch_device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=torch_device)
-        return untouched_zeros(num_bytes).view(dtype).view(shape)
+        if torch_device.type == "cpu":
+            require_room(num_bytes)
+        return {group.name: _zeros(_shape(group, num_slots), _dtype(group), torch_device) for group in groups}
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:
         needed = f"{num_slots} tokens take {num_bytes / 2**30:,.1f} GiB on {torch_device}"
         raise StartupError(f"max_kv_tokens: {needed}, which are not to be had: {error}") from error
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, torch_device: torch.device) -> Tensor:
+    if torch_device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=torch_device)
+    return untouched_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _shape(group: LayerGroupSpec, num_slots: int) -> tuple[int, ...]:
+    return (group.num_layers, group.num_planes, num_slots + 1, group.num_heads, group.head_dim)
+
+
+def _dtype(group: LayerGroupSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    return dtype
 
 
 def _view(memory: SharedPool, group: LayerGroupSpec) -> Tensor:

@@ -52,7 +52,9 @@ class FusedDecoder:
 
 
 NewDecoder = Callable[[Callable[[], None]], FusedDecoder]
-"""Packs a model's weights once more: it takes memory and time. Its argument is called between layers, and may raise."""
+"""Packs a model's weights once more: it takes memory and time. Its argument is called between parts of them, and may
+raise.
+"""
 
 
 @dataclass(frozen=True, slots=True)

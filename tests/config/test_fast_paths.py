@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from common import runtime
@@ -19,6 +21,7 @@ from common.model.kernel_cache import kernels_dir
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
 from common.service_main import Process
+from common.work_beside import Check
 from decode_service.main import _engine
 
 BOTH = [PrefillSettings, DecodeSettings]
@@ -42,17 +45,43 @@ def test_the_pool_is_populated_beside_serving_before_forwards_are_fused(
     fuses: bool, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Callable[[str], Path]
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: lambda check: done.append("fuse"))
+    is_populated, is_fused = threading.Event(), threading.Event()
+
+    def populate(_check: Check) -> None:
+        done.append("populate")
+        is_populated.set()
+
+    def fuse(_check: Check) -> None:
+        done.append("fuse")
+        is_fused.set()
+
+    monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: fuse)
     settings = DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, fused_forward=fuses)
     opened = runtime.open_runtime(settings)
     assert done == []
-    opened.start_beside(lambda check: done.append("populate"))
-    thread = opened.beside._thread
-    assert thread is not None
-    thread.join(20.0)
+    opened.start_beside(populate)
+    assert is_populated.wait(20.0) and (not fuses or is_fused.wait(20.0))
     opened.close()
     opened.device.close(5.0)
     assert done == ["populate", *(["fuse"] if fuses else [])]
+
+
+def test_a_pool_that_cannot_be_populated_is_told_and_forwards_are_fused(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    is_fused = threading.Event()
+    monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: lambda check: is_fused.set())
+    opened = runtime.open_runtime(DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1))
+
+    def populate(_check: Check) -> None:
+        raise OSError("not here")
+
+    with capture_logs() as logs:
+        opened.start_beside(populate)
+        assert is_fused.wait(20.0)
+        opened.close()
+    opened.device.close(5.0)
+    assert [(line["event"], line.get("error")) for line in logs] == [("kv_pool_not_populated", "not here")]
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -12,7 +12,7 @@ from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.gateway.pair_here import pair_here
 from tests.support.loop_thread import LoopThread
 
-START_BOUND_S = 60.0
+START_BOUND_S = 180.0  # of which kernels may take most
 
 
 @pytest.fixture(scope="session")

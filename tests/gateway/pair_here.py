@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings, PrefillSettings
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
-from tests.services.services_here import free_address, serving_here
+from tests.services.services_here import LOOK_INTERVAL_S, free_address, serving_here
 from tests.support.loop_thread import LoopThread
+
+FUSED_BOUND_S = 120.0  # kernels are compiled where none are kept
 
 
 @contextmanager
@@ -25,7 +28,6 @@ def pair_here(loop: LoopThread, model: Path) -> Iterator[Client]:
         "dtype": "float32",
         "num_threads": 1,
         "max_kv_tokens": 8192,
-        "fused_forward": False,  # answers are compared more closely than kernels, once they are there, agree with it
         "debug_checks": True,
     }
     prefill = PrefillSettings(listen=free_address(), **common)  # type: ignore[arg-type]
@@ -33,9 +35,12 @@ def pair_here(loop: LoopThread, model: Path) -> Iterator[Client]:
     stack = AsyncExitStack()
 
     async def start(patch: pytest.MonkeyPatch) -> None:
-        await stack.enter_async_context(serving_here(prefill_main, prefill, "baton.v1.Prefill", patch))
+        first = await stack.enter_async_context(serving_here(prefill_main, prefill, "baton.v1.Prefill", patch))
         service = await stack.enter_async_context(serving_here(decode_main, decode, "baton.v1.Inference", patch))
         await service.turns(HealthStatus.SERVING)
+        async with asyncio.timeout(FUSED_BOUND_S):  # answers are compared more closely than these agree with operators
+            while not (first.model.runs_program and service.model.runs_program):  # noqa: ASYNC110 - threads set it
+                await asyncio.sleep(LOOK_INTERVAL_S)
 
     try:
         with pytest.MonkeyPatch.context() as patch:  # what is patched is read while they start

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common import available_memory, untouched_memory
 from common.errors import StartupError
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 GROUP = LayerGroupSpec(name="target", num_layers=4, num_planes=2, num_heads=2, head_dim=64, dtype="bfloat16")
 NUM_SLOTS = 16384  # 32 MiB
+POOL_BYTES = 4 * 2 * (NUM_SLOTS + 1) * 2 * 64 * 2
 
 
 @pytest.fixture
@@ -33,20 +37,17 @@ def pool() -> KvPool:
     )
 
 
-def resident_bytes(memory: Tensor) -> int:
-    """Of its pages, those that the system has given."""
+PRESENT, EXCLUSIVE = np.uint64(1 << 63), np.uint64(1 << 56)
+
+
+def resident_bytes(memory: Tensor, kind: np.uint64 = PRESENT) -> int:
+    """Of its pages, those that the system has given; EXCLUSIVE ones are no others', as its one page of zeros is."""
     first, num_pages = memory.data_ptr() // mmap.PAGESIZE, -(-memory.nbytes // mmap.PAGESIZE)
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
         pages.seek(8 * first)
         entries = np.frombuffer(pages.read(8 * num_pages), np.uint64)
     assert len(entries) == num_pages
-    return int(np.count_nonzero(entries >> np.uint64(63))) * mmap.PAGESIZE
-
-
-def own_bytes() -> int:
-    """Of the process's memory, what it does not share: not with the system's one page of zeros, for one."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) << 10
+    return int(np.count_nonzero(entries & kind)) * mmap.PAGESIZE
 
 
 def test_it_takes_what_is_used(pool: KvPool) -> None:
@@ -60,10 +61,9 @@ def test_it_takes_what_is_used(pool: KvPool) -> None:
 def test_populated_it_is_all_there_as_it_was(pool: KvPool) -> None:
     buffer = pool.buffers["target"]
     buffer[2, 1, 77] = 3.0
-    before = own_bytes()
     pool.populate(lambda: None)
     assert resident_bytes(buffer) >= buffer.nbytes
-    assert own_bytes() - before >= 0.9 * buffer.nbytes, "pages to be read only: a write has to wait all the same"
+    assert resident_bytes(buffer, EXCLUSIVE) >= buffer.nbytes, "pages to be read only: a write has to wait all the same"
     assert (buffer[2, 1, 77] == 3.0).all()
     buffer[2, 1, 77] = 0.0
     assert not buffer.any()
@@ -81,6 +81,27 @@ def test_populating_ends_between_two_parts(pool: KvPool) -> None:
     with pytest.raises(Stopped):
         pool.populate(check)
     assert resident_bytes(pool.buffers["target"]) < pool.buffers["target"].nbytes // 2
+
+
+def test_populating_tells_what_the_system_cannot(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untouched_memory, "_MADV_POPULATE_WRITE", 9999)
+    with pytest.raises(OSError, match="Invalid argument"):
+        pool.populate(lambda: None)
+
+
+@pytest.mark.parametrize("num_available", [2 * POOL_BYTES - 1, 2 * POOL_BYTES])
+def test_it_asks_for_all_its_groups_before_it_is_made(num_available: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: num_available)
+    groups = [GROUP, replace(GROUP, name="draft")]
+    raises = pytest.raises(StartupError, match=r"^max_kv_tokens: 16384 tokens take 0\.1 GiB on cpu, .*are available")
+    with nullcontext() if num_available == 2 * POOL_BYTES else raises:
+        KvPool(
+            groups=groups,
+            max_rows=2,
+            max_kv_tokens=NUM_SLOTS,
+            max_tokens_per_row=16,
+            torch_device=torch.device("cpu"),
+        )
 
 
 @pytest.mark.parametrize("num_slots", [10**12, 10**17])

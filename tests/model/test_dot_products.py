@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.cpu_numbers import has_bfloat16
+from common.model.fused import dot_products
 from common.model.fused.dot_products import MAX_ROWS, PANEL_WIDTH, packed, panel_products, products_of, step_of
 from common.model.fused.numbers import input_dtype
 from common.model.fused.weight_memory import WeightMemory
@@ -50,7 +51,7 @@ def panel_and_rows(width: int, num_rows: int, dtype: torch.dtype) -> tuple[Tenso
     generator = torch.Generator().manual_seed(width * 10 + num_rows)
     weight = torch.randn((PANEL_WIDTH, width), generator=generator).to(dtype)
     x = torch.randn((num_rows, width + 5), generator=generator).to(dtype)[:, :width]
-    (panel,) = packed(weight, WeightMemory())
+    (panel,) = packed(weight, WeightMemory(), lambda: None)
     return panel, x, x.double() @ weight.double().T
 
 
@@ -64,6 +65,18 @@ def test_each_number_of_rows_in_passes_of_whole_steps_or_of_halves_gives_the_sam
         seen = run(WHOLE, panel, x.float())
         torch.testing.assert_close(torch.from_numpy(seen).double(), expected, atol=1e-4, rtol=1e-4)
         assert np.array_equal(run(HALVES, panel, x.float()), seen)
+
+
+@pytest.mark.parametrize("dtype", list(_BITS), ids=str)
+def test_a_weight_is_packed_in_parts_of_whole_panels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is left of outputs; and may be stopped before each part."""
+    weight = torch.randn((7 * PANEL_WIDTH + 3, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
+    at_once, checks = packed(weight, WeightMemory(), lambda: None), list[None]()
+    monkeypatch.setattr(dot_products, "_PART_BYTES", 3 * PANEL_WIDTH * 6 * dtype.itemsize)
+    assert torch.equal(packed(weight, WeightMemory(), lambda: checks.append(None)), at_once)
+    assert len(checks) == 3 and at_once.count_nonzero() == weight.count_nonzero()
+    outputs = at_once.transpose(1, 2).flatten(0, 1).flatten(1)
+    assert torch.equal(outputs[: len(weight)], weight)
 
 
 @pytest.mark.parametrize("dtype", list(_BITS), ids=str)

@@ -18,7 +18,7 @@ from common.model import kernel_cache
 from common.model.fused import start
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.work_beside import WorkBeside
+from common.work_beside import Work, WorkBeside
 
 BOUND_S = 20.0
 
@@ -78,23 +78,23 @@ def fuse_again(model_dir: Path) -> list[str]:
     return fuse_beside(load_target(model_dir, device="cpu", dtype="float32", fuses=True))
 
 
-def started(model: TargetModel) -> WorkBeside:
+def started(model: TargetModel, *then: Work) -> WorkBeside:
     fusing, beside = new_fusing(model, None, num_threads=1, max_tokens=64), WorkBeside()
     assert fusing is not None
-    beside.start(fusing)
+    beside.start(fusing, *then)
     return beside
 
 
-def finish(beside: WorkBeside) -> None:
-    assert beside._thread is not None
-    beside._thread.join(BOUND_S)
-    assert beside.stop(0.0)
+def fuse_to_the_end(model: TargetModel) -> None:
+    has_ended = threading.Event()
+    beside = started(model, lambda check: has_ended.set())
+    assert has_ended.wait(BOUND_S) and beside.stop(BOUND_S)
 
 
 def fuse_beside(model: TargetModel) -> list[str]:
     """The names of the log's lines."""
     with capture_logs() as logs:
-        finish(started(model))
+        fuse_to_the_end(model)
     return [str(line["event"]) for line in logs]
 
 
@@ -124,7 +124,7 @@ def test_a_defect_is_logged_with_where_it_is(
 ) -> None:
     monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
     with capture_logs() as logs:
-        finish(started(model))
+        fuse_to_the_end(model)
     if not any(line["event"] == "fused_forward_failed" for line in logs):
         pytest.fail(f"not logged: {logs}")
     assert logs[-1]["exc_info"] is True

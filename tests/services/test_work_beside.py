@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from common.work_beside import Stopped, WorkBeside
+from baton.server_info import HealthStatus
+from common.config.settings import DecodeSettings, PrefillSettings
+from common.kv.pool import KvPool
+from common.work_beside import Check, Stopped, WorkBeside
+from decode_service import main as decode_main
+from prefill_service import main as prefill_main
+from tests.services.services_here import free_address, serving_here, until
 
 BOUND_S = 20.0
 
@@ -24,7 +33,7 @@ def test_works_are_done_in_order() -> None:
 def test_it_ends_between_two_parts_and_begins_nothing_more() -> None:
     has_begun, seen = threading.Event(), list[BaseException]()
 
-    def for_ever(check: Callable[[], None]) -> None:
+    def for_ever(check: Check) -> None:
         has_begun.set()
         try:
             while True:
@@ -44,13 +53,47 @@ def test_one_that_was_never_started_is_stopped_at_once() -> None:
     assert WorkBeside().stop(0.0)
 
 
-def test_one_that_does_not_end_is_told() -> None:
-    may_end, beside = threading.Event(), WorkBeside()
+def test_one_that_does_not_end_is_told_and_nothing_begins_after_it() -> None:
+    may_end, beside, later = threading.Event(), WorkBeside(), list[str]()
 
-    def wait(check: Callable[[], None]) -> None:
+    def wait(_check: Check) -> None:
         may_end.wait(BOUND_S)
 
-    beside.start(wait)
+    beside.start(wait, lambda check: later.append("begun"))
     assert not beside.stop(0.01)
     may_end.set()
-    assert beside.stop(BOUND_S)
+    assert beside.stop(BOUND_S) and later == []
+
+
+def test_one_that_fails_is_logged_and_the_next_begins() -> None:
+    is_done, beside = threading.Event(), WorkBeside()
+
+    def fail(_check: Check) -> None:
+        raise ValueError("no such thing")
+
+    with capture_logs() as logs:
+        beside.start(fail, lambda check: is_done.set())
+        assert is_done.wait(BOUND_S) and beside.stop(BOUND_S)
+    assert [(line["event"], line["log_level"], line["exc_info"]) for line in logs] == [
+        ("work_beside_failed", "error", True)
+    ]
+
+
+async def test_both_services_populate_their_pools_once_they_are_ready(
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common: dict[str, Any] = {
+        "model": str(tiny_model_dir("llama")),
+        "dtype": "float32",
+        "num_threads": 1,
+        "fused_forward": False,
+    }
+    prefill = PrefillSettings(listen=free_address(), max_kv_tokens=512, **common)
+    decode = DecodeSettings(listen=free_address(), prefill=(prefill.listen,), max_kv_tokens=1024, **common)
+    populated: list[int] = []
+    monkeypatch.setattr(KvPool, "populate", lambda pool, check: populated.append(pool.num_free_slots))
+    async with serving_here(prefill_main, prefill, "baton.v1.Prefill", monkeypatch):
+        await until(lambda: populated == [512])
+        async with serving_here(decode_main, decode, "baton.v1.Inference", monkeypatch) as service:
+            await service.turns(HealthStatus.SERVING)
+            await until(lambda: populated == [512, 1024])

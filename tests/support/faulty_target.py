@@ -34,6 +34,10 @@ class FaultyTarget(TargetModel):
     def num_layers_begun(self) -> int:
         return self._sound.num_layers_begun
 
+    @property
+    def runs_program(self) -> bool:
+        return self._sound.runs_program
+
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
         return partial(self.forward, batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -54,10 +55,13 @@ def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: 
 
 
 class ProgramBuilder:
-    """Buffers are numbers; weights are [outputs, inputs] in `dtype`."""
+    """Buffers are numbers; weights are [outputs, inputs] in `dtype`. `check` is called between parts of them, and may
+    raise.
+    """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, check: Callable[[], None] = lambda: None) -> None:
         self._dtype = dtype
+        self._check = check
         self._memory = WeightMemory()
         self._operations: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
@@ -126,7 +130,7 @@ class ProgramBuilder:
         fields = {
             Field.SOURCE: source,
             Field.TARGET: target,
-            Field.WEIGHT: self._address(packed(weight, self._memory)),
+            Field.WEIGHT: self._address(packed(weight, self._memory, self._check)),
             Field.BIAS: self._address(bias),
             Field.NORM: self._address(norm),
             Field.WIDTH: width,

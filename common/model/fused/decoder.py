@@ -120,14 +120,14 @@ def _layer_parts(layer: Any) -> _LayerParts:
 
 
 @torch.no_grad()
-def _write(parts: _Parts, rope: nn.Module, on_layer: Callable[[], None], *, num_positions: int) -> FusedDecoder:
-    return FusedDecoder(_program(parts, on_layer), *rotation(rope, parts.embedding.dtype, num_positions))
+def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_positions: int) -> FusedDecoder:
+    return FusedDecoder(_program(parts, check), *rotation(rope, parts.embedding.dtype, num_positions))
 
 
-def _program(parts: _Parts, on_layer: Callable[[], None]) -> Program:
+def _program(parts: _Parts, check: Callable[[], None]) -> Program:
     vocab_size, hidden_size = parts.head.shape
     size, epsilon = parts.attention, parts.epsilon
-    builder = ProgramBuilder(parts.head.dtype)
+    builder = ProgramBuilder(parts.head.dtype, check)
     logits = builder.buffer(vocab_size, is_float=True)
     states, stream = builder.buffer(1), builder.buffer(hidden_size)
     assert (logits, states, stream) == (LOGITS, STATES, STREAM)
@@ -136,7 +136,6 @@ def _program(parts: _Parts, on_layer: Callable[[], None]) -> Program:
     gated = builder.buffer(parts.layers[0].gate.shape[0], is_input=True)
     builder.embed(parts.embedding, stream)
     for number, layer in enumerate(parts.layers):
-        on_layer()
         builder.linear(
             stream,
             heads,
@@ -158,7 +157,6 @@ def _program(parts: _Parts, on_layer: Callable[[], None]) -> Program:
         builder.linear(attended, stream, layer.out, store=Store.ADD)
         builder.gate(stream, gated, layer.gate, layer.up, norm=layer.gate_norm, epsilon=epsilon)
         builder.linear(gated, stream, layer.down, store=Store.ADD)
-    on_layer()
     builder.linear(
         stream,
         logits,

@@ -11,7 +11,7 @@ A sum is taken in the order of the steps whatever the pass, so that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from common.model.fused.weight_memory import WeightMemory
 
 PANEL_WIDTH = 32
 MAX_ROWS, _MAX_WHOLE_ROWS = (8, 8) if HAS_WIDE_REGISTERS else (5, 2)
+_PART_BYTES = 64 << 20
 _BYTES_AHEAD = 1024  # of the panel, asked for before they are needed
 
 _PANEL_VECTORS = PANEL_WIDTH // LANES
@@ -52,8 +53,11 @@ def step_of(dtype: torch.dtype) -> int:
     return {torch.bfloat16: 2, torch.float32: 1}[dtype]
 
 
-def packed(weight: Tensor, memory: WeightMemory) -> Tensor:
-    """`weight` [outputs, inputs], whose inputs are whole steps, in panels. Missing outputs of the last are 0."""
+def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> Tensor:
+    """`weight` [outputs, inputs], whose inputs are whole steps, in panels. Missing outputs of the last are 0.
+
+    `check` is called before each 64 MiB, and may raise.
+    """
     num_outputs, num_inputs = weight.shape
     step = step_of(weight.dtype)
     assert num_inputs % step == 0
@@ -62,7 +66,12 @@ def packed(weight: Tensor, memory: WeightMemory) -> Tensor:
     whole = num_outputs // PANEL_WIDTH
     steps = weight.contiguous().view(torch.int32)  # steps are moved as one number: several times faster than as two
     panels = storage.view(torch.int32).view(num_panels, num_inputs // step, PANEL_WIDTH)
-    panels[:whole] = steps[: whole * PANEL_WIDTH].unflatten(0, (whole, PANEL_WIDTH)).transpose(1, 2)
+    in_part = max(1, _PART_BYTES // (PANEL_WIDTH * num_inputs * weight.itemsize))
+    for first in range(0, whole, in_part):
+        check()
+        last = min(first + in_part, whole)
+        part = steps[first * PANEL_WIDTH : last * PANEL_WIDTH]
+        panels[first:last] = part.unflatten(0, (last - first, PANEL_WIDTH)).transpose(1, 2)
     if rest := num_outputs - whole * PANEL_WIDTH:
         panels[whole, :, :rest] = steps[-rest:].t()
     return storage.view(*panels.shape, step)

@@ -76,9 +76,9 @@ def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_toke
         raise
 
 
-def difference(model: TargetModel, forward: ForwardProgram, *, on_wait: Callable[[], None] = lambda: None) -> float:
+def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[], None] = lambda: None) -> float:
     """Of `forward`'s logits and states from those of `model`, which does not run it yet: the largest of a few forwards,
-    each relative to the model's. `on_wait` is called between them, and may raise.
+    each relative to the model's. `check` is called between them, and may raise.
     """
     generator = torch.Generator().manual_seed(0)
     group = model.layer_group
@@ -102,9 +102,9 @@ def difference(model: TargetModel, forward: ForwardProgram, *, on_wait: Callable
             kv=kv.clone(),
             logits_rows=None,
         )
-        on_wait()
+        check()
         expected = model.forward_to_compare(replace(batch, kv=kv))
-        on_wait()
+        check()
         logits, states, found = forward.forward(batch)
         largest = max(largest, relative(logits, expected.logits), relative(batch.kv, kv))
         assert found is not None
