@@ -77,8 +77,16 @@ PROBED_CONFIGS: dict[str, tuple[Any, str]] = {
         hf.RwkvConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
         "attention in 0 of 2 layers",
     ),
-    "gptj": (
-        hf.GPTJConfig(vocab_size=32, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
+    "gpt_neo": (
+        hf.GPTNeoConfig(
+            vocab_size=32,
+            hidden_size=32,
+            num_layers=2,
+            attention_types=[[["global"], 2]],
+            num_heads=2,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
         "attention outside transformers' attention interface",
     ),
 }
