@@ -7,69 +7,55 @@ asks first.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from common.control_groups import ControlGroup, groups_of
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """Of a control group: below `directory`, its limit, what it has, and of its statistics what it would give back."""
-
-    directory: str
-    limit: str
-    usage: str
-    reclaimable: str
-
-
-_V2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-_V1 = _Files("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V1_LIMITS, _V1_USAGE = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
+_V1_RECLAIMABLE = ("total_inactive_file", "total_active_file")
+_V2_LIMITS, _V2_USAGE = ("memory.max", "memory.high"), "memory.current"
+_V2_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+"""Names in memory.stat: files' caches, among them weights that were read or are mapped."""
 
 
 def require_room(num_bytes: int) -> None:
     """Raises OSError when the system has less, as far as it says."""
     available = available_bytes()
     if available is not None and num_bytes > available:
-        raise OSError(errno.ENOMEM, f"{available / 2**30:,.1f} GiB of memory are available")
+        needed, there = (f"{number / 2**30:,.1f} GiB" for number in (num_bytes, available))
+        raise OSError(errno.ENOMEM, f"{needed} are needed and {there} of memory are available")
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Without swapping: what the system has left, or this process's control groups, with what files' caches would give
     back. None where the system does not say.
     """
-    rooms = [room for room in (_system_room(root), *_group_rooms(root)) if room is not None]
+    kib = _numbers(root / "proc/meminfo").get("MemAvailable:")
+    rooms = [] if kib is None else [kib << 10]
+    for group in groups_of("memory", root):
+        rooms += _rooms(group)
     return max(0, min(rooms)) if rooms else None
 
 
-def _system_room(root: Path) -> int | None:
-    kib = _numbers(root / "proc/meminfo").get("MemAvailable:")
-    return None if kib is None else kib << 10
+def _rooms(group: ControlGroup) -> list[int]:
+    """By each limit of the group."""
+    limits, usage, reclaimable = (
+        (_V2_LIMITS, _V2_USAGE, _V2_RECLAIMABLE) if group.is_v2 else (_V1_LIMITS, _V1_USAGE, _V1_RECLAIMABLE)
+    )
+    used = _number(group.directory / usage)
+    bounds = [bound for name in limits if (bound := _number(group.directory / name)) is not None]
+    if used is None or not bounds:
+        return []
+    statistics = _numbers(group.directory / "memory.stat")
+    return [bound - used + sum(statistics.get(name, 0) for name in reclaimable) for bound in bounds]
 
 
-def _group_rooms(root: Path) -> Iterator[int | None]:
+def _number(path: Path) -> int | None:
+    """None where there is no such file, or no number in it, as where there is no limit."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        files = _V1 if controllers else _V2
-        top = root / files.directory
-        group = top / path.lstrip("/")
-        for each in (group, *group.parents):
-            yield _room(each, files)  # in a container the path may be the host's, and its own group the top
-            if each == top:
-                break
-
-
-def _room(group: Path, files: _Files) -> int | None:
-    try:
-        limit, usage = (int((group / name).read_text()) for name in (files.limit, files.usage))
-    except (OSError, ValueError):  # no such group or no limit
+        return int(path.read_text())
+    except (OSError, ValueError):
         return None
-    return limit - usage + _numbers(group / "memory.stat").get(files.reclaimable, 0)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ import torch
 from common.draft.head import HeadProgram
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
-from common.model.forward_program import ForwardProgram
+from common.model.forward_program import ForwardProgram, FusedDecoder
 from common.model.target import TargetModel
 from common.model_cache import make_once, run_python
 from common.work_beside import Check, Stopped, Work
@@ -51,17 +50,19 @@ def fuse(
 ) -> float:
     """The same at once. Returns how far the two were apart, relative to the logits. Raises StartupError.
 
-    A head without programs goes on as it was. `niceness`: of the process that compiles. `check` is called between its
-    parts and while others work for it, and may raise.
+    To be called once: what neither needs any more is let go of. A head without programs goes on as it was. `niceness`:
+    of the process that compiles. `check` is called between its parts and while others work for it, and may raise.
     """
-    from common.model.fused.start import difference, new_forwards, tolerance, with_capture
+    from common.model.fused.start import difference, new_forwards, tolerance
 
-    assert model.new_decoder is not None
     dtype = model.dtype
-    _load_kernels(dtype, niceness, check)
-    programs = draft.programs if draft is not None else None
-    decoder = with_capture(model.new_decoder(check), model.capture)
-    decoders = [decoder, *((programs.extend, programs.step) if programs else ())]
+    try:
+        _load_kernels(dtype, niceness, check)
+        decoders = _decoders(model, draft, check)
+    finally:
+        model.new_decoder = None  # and with it weights that operators have packed for themselves
+        if draft is not None:
+            draft.new_programs = None
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
         apart = difference(model, forward, check=check)
@@ -78,6 +79,18 @@ def fuse(
     return apart
 
 
+def _decoders(model: TargetModel, draft: PagedHead | None, check: Check) -> list[FusedDecoder]:
+    """The target's, then where they are known how the head's for extend and step."""
+    from common.model.fused.start import with_capture
+
+    assert model.new_decoder is not None
+    target = with_capture(model.new_decoder(check), model.capture)
+    if draft is None or draft.new_programs is None:
+        return [target]
+    programs = draft.new_programs(check)
+    return [target, programs.extend, programs.step]
+
+
 def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: TargetModel) -> HeadProgram | None:
     """None, logged, when it computes something else than `draft` does, which goes on as it was."""
     from common.draft.fused_head import FusedHead, difference
@@ -89,19 +102,22 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
     if apart <= tolerance(model.dtype):
         return head
     _log.warning("fused_draft_head_failed", error=f"it differs from the head's layers by {apart:.3g} of the logits")
-    draft.programs = None
     return None
 
 
 def _load_kernels(dtype: torch.dtype, niceness: int, check: Check) -> None:
-    """From where this process keeps kernels, once they are there; what is damaged there is made anew. Raises
-    StartupError.
+    """From where this process keeps kernels, once they are there; what is damaged there is made anew, and what cannot
+    be kept there is made for this process. Raises StartupError, and OSError where nothing can be written at all.
     """
     from common.model.kernel_cache import kernels_dir
 
-    with contextlib.ExitStack() as stack:
-        kept = kernels_dir() or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-kernels-")))
-        _load_kernels_from(kept, dtype, niceness, check)
+    if (kept := kernels_dir()) is not None:
+        try:
+            return _load_kernels_from(kept, dtype, niceness, check)
+        except OSError as error:
+            _log.warning("kernels_not_kept", directory=str(kept), error=str(error))
+    with tempfile.TemporaryDirectory(prefix="baton-kernels-") as directory:
+        _load_kernels_from(Path(directory), dtype, niceness, check)
 
 
 def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check) -> None:
@@ -131,7 +147,7 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
 
     try:
         is_from_cache = load()
-    except (StartupError, Stopped):
+    except (StartupError, Stopped, OSError):
         raise
     except Exception as error:  # whatever its reader says
         _log.warning("kernels_damaged", error=repr(error))
@@ -148,15 +164,11 @@ def _fuse_logged(model: TargetModel, draft: PagedHead | None, num_threads: int, 
     except Stopped:
         raise
     except Exception as error:
-        _log.warning("fused_forward_failed", error=str(error), exc_info=not isinstance(error, StartupError))
-        if draft is not None:
-            draft.programs = None
+        _log.warning("fused_forward_failed", error=str(error), exc_info=not isinstance(error, StartupError | OSError))
         return
-    finally:
-        model.new_decoder = None  # and with it weights that operators have packed for themselves
     _log.info(
         "fused_forward_ready",
         seconds=round(time.monotonic() - begin_s, 1),
         difference=round(apart, 5),
-        draft_head=draft is not None and draft.programs is not None,
+        draft_head=draft is not None and draft.runs_program,
     )

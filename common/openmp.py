@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+from common.num_cores import num_cores
+
 _SPINS = 10_000  # tens of microseconds: longer than what lies between two operations of a forward
 
 
@@ -32,4 +34,4 @@ def set_own_num_threads(num_threads: int) -> None:
 
 def num_compute_threads(num_wanted: int, share: float) -> int:
     """`num_wanted`, or for 0 that share of the cores which this process may use."""
-    return num_wanted or max(1, int(len(os.sched_getaffinity(0)) * share))
+    return num_wanted or max(1, int(num_cores() * share))

@@ -53,6 +53,7 @@ class Runtime:
     fingerprint: Fingerprint
     architecture: str
     max_context_tokens: int
+    populates: bool
     fusing: Work | None
     beside: WorkBeside
 
@@ -63,10 +64,11 @@ class Runtime:
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
 
     def start_beside(self, populate: Work) -> None:
-        """Populate the KV pool beside serving, then fuse forwards where settings and model allow it. To be called once
-        it serves.
+        """Populate the KV pool beside serving, then fuse forwards, each where settings and model allow it. To be called
+        once it serves.
         """
-        self.beside.start(partial(_populate_logged, populate), *(() if self.fusing is None else (self.fusing,)))
+        populating = partial(_populate_logged, populate) if self.populates else None
+        self.beside.start(*(work for work in (populating, self.fusing) if work is not None))
 
     def close(self) -> None:
         """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
@@ -94,7 +96,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             device=settings.device,
             dtype=settings.dtype,
             attention=settings.attention,
-            fuses=settings.fused_forward,
+            fuses=settings.fuses_forwards,
             optimizes_modules=settings.optimized_modules,
         )
     except (OSError, ValueError) as error:
@@ -103,7 +105,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
     fingerprint, architecture = compute_fingerprint(directory, model, draft=draft), _architecture(directory)
     fusing = None
-    if settings.fused_forward and model.torch_device.type == "cpu":
+    if settings.fuses_forwards and model.torch_device.type == "cpu":
         fusing = new_fusing(
             model,
             head,
@@ -118,6 +120,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         timeline=timeline,
         fingerprint=fingerprint,
         architecture=architecture,
+        populates=settings.populate_pool,
         fusing=fusing,
         beside=WorkBeside(),
         max_context_tokens=min(bound for bound in bounds if bound is not None),
@@ -133,7 +136,7 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
         device=settings.device,
         dtype=settings.dtype,
         attention=settings.attention,
-        fuses=settings.fused_forward,
+        fuses=settings.fuses_forwards,
     )
     num_layers, num_ids = head.layer_group.num_layers, head.token_ids.shape[0]
     if settings.draft_topk > 1 and num_layers > 1:

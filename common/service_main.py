@@ -63,7 +63,8 @@ def run_service(
             configure_logs(settings.log_level, service=program, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
             spin_briefly()
-            keep_freed_memory()
+            if settings.keep_freed_memory:
+                keep_freed_memory()
             sys.setswitchinterval(settings.switch_interval_s)
             with _all_kept():
                 from common.runtime import open_runtime

@@ -21,6 +21,7 @@ from common.available_memory import require_room
 
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14's mman.h
 _POPULATED_BYTES = 1 << 20  # at once: whoever changes the process's memory map waits for it
+_ASKED_BYTES = 64 << 20
 
 
 def untouched_zeros(num_bytes: int, *, in_large_pages: bool = False) -> Tensor:
@@ -40,8 +41,8 @@ def untouched_zeros(num_bytes: int, *, in_large_pages: bool = False) -> Tensor:
 def populate(memory: Tensor, check: Callable[[], None]) -> None:
     """Touch all of `memory`, of `untouched_zeros`, without changing it: others may read and write there meanwhile.
 
-    `check` is called between parts, and may raise. Raises OSError where the system cannot, as Linux before 5.14: each
-    page comes when it is used.
+    `check` is called between parts, and may raise. Raises OSError where the system cannot, as Linux before 5.14, or has
+    less left than is still to come, others having taken it: then each page comes when it is used.
     """
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"not known of {sys.platform}")
@@ -50,6 +51,8 @@ def populate(memory: Tensor, check: Callable[[], None]) -> None:
     num_bytes = memory.nbytes
     for start in range(0, num_bytes, _POPULATED_BYTES):
         check()
+        if start % _ASKED_BYTES == 0:
+            require_room(num_bytes - start)
         part = min(_POPULATED_BYTES, num_bytes - start)
         if madvise(memory.data_ptr() + start, part, _MADV_POPULATE_WRITE) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

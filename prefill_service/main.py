@@ -15,10 +15,12 @@ from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
+from common.kv.shared_pool import SharedPool
 from common.service_main import Process
 from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
+from common.telemetry.step_stats import OnStep
 from common.timeline_rpc import TimelineServicer
 from common.watchdog import Watchdog
 from common.wire.framed_payload import FramedPayload
@@ -57,26 +59,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
 async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) -> None:
     runtime = process.runtime
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
-    engine = PrefillEngine(
-        model=runtime.model,
-        draft=runtime.draft,
-        draft_topk=settings.draft_topk,
-        device=runtime.device,
-        max_rows=settings.max_rows,
-        max_kv_tokens=settings.max_kv_tokens,
-        max_context_tokens=runtime.max_context_tokens,
-        chunk_tokens=settings.chunk_tokens,
-        max_batch_tokens=settings.max_batch_tokens,
-        send_budget_bytes=settings.send_budget_bytes,
-        max_segment_bytes=settings.max_segment_bytes,
-        max_queued_rows=settings.max_queued_rows,
-        early_sending=settings.early_sending,
-        on_step=engine_metrics.on_step,
-        timeline=runtime.timeline,
-        debug_checks=settings.debug_checks,
-        shared_pool=lent.pool,
-        new_payload=FramedPayload.new,
-    )
+    engine = _engine(settings, process, lent.pool, on_step=engine_metrics.on_step)
 
     def deliver(events: Sequence[Event]) -> None:
         handoff_metrics.on_frames(event.frame for event in events if isinstance(event, FrameReady))
@@ -153,6 +136,33 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
             raise watchdog.lost
         if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S if watchdog.is_well else 0.0):
             raise EngineStalled("the engine did not stop")
+
+
+def _engine(
+    settings: PrefillSettings, process: Process, shared_pool: SharedPool | None, on_step: OnStep
+) -> PrefillEngine:
+    runtime = process.runtime
+    return PrefillEngine(
+        model=runtime.model,
+        draft=runtime.draft,
+        draft_topk=settings.draft_topk,
+        device=runtime.device,
+        max_rows=settings.max_rows,
+        max_kv_tokens=settings.max_kv_tokens,
+        max_context_tokens=runtime.max_context_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
+        send_budget_bytes=settings.send_budget_bytes,
+        max_segment_bytes=settings.max_segment_bytes,
+        max_queued_rows=settings.max_queued_rows,
+        early_sending=settings.early_sending,
+        overlap=settings.overlap,
+        on_step=on_step,
+        timeline=runtime.timeline,
+        debug_checks=settings.debug_checks,
+        shared_pool=shared_pool,
+        new_payload=FramedPayload.new if settings.framed_payloads else None,
+    )
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:

@@ -37,6 +37,11 @@ class ServiceSettings(ProcessSettings):
         """Of a forward that one kernel computes."""
         raise NotImplementedError
 
+    @property
+    def fuses_forwards(self) -> bool:
+        """Whether one kernel may compute a whole forward; it attends by itself."""
+        return self.fused_forward and self.attention == "kernels"
+
     metrics_listen: OptionalAddress = ""
     model: str = "demo"
     draft: str = ""
@@ -49,11 +54,14 @@ class ServiceSettings(ProcessSettings):
     fused_forward: bool = True
     optimized_modules: bool = True
     keep_kernels: bool = True
+    populate_pool: bool = True
+    keep_freed_memory: bool = True
     switch_interval_s: Annotated[float, Field(gt=0, le=0.1)] = SWITCH_INTERVAL_S
     max_rows: Positive = 32
     max_kv_tokens: Positive = 32768
     max_context_tokens: Positive | None = None
     engine_stall_timeout_s: Seconds = 60.0
+    overlap: bool = True
     debug_checks: bool = False
     tls_ca: Path | None = None
     auth_token_file: Path | None = None
@@ -76,6 +84,7 @@ class PrefillSettings(ServiceSettings):
     kv_transport: KvTransport = "grpc"
     max_queued_rows: Positive = 1024
     early_sending: bool = True
+    framed_payloads: bool = True
     stall_timeout_s: Seconds = 30.0
 
     @property
@@ -96,7 +105,6 @@ class DecodeSettings(ServiceSettings):
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     adaptive_depth: bool = True
-    overlap: bool = True
     cuda_graphs: bool = True
     nontemporal_copies: bool = True
     receive_budget_bytes: Positive = 128 << 20

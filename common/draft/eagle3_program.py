@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.draft.checkpoint import Checkpoint
-from common.draft.head import HeadPrograms
+from common.draft.head import HeadPrograms, NewHeadPrograms
 from common.draft.spec import Eagle3Spec
 from common.model.forward_program import AttentionSize, FusedDecoder, Program
 from common.model.fused.builder import ProgramBuilder
@@ -24,9 +26,10 @@ _OUTPUT, _INPUT = STATES, STREAM
 """Buffers: what the head gives out, which until then is its residual stream; and what it reads beside the tokens."""
 
 
-def eagle3_programs(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> HeadPrograms | None:
-    """The head in `checkpoint`, whose tensors fit `spec` and `target`. None where it is of another dtype or sizes than
-    kernels know, norms each captured state by itself, or has the target's output head.
+def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewHeadPrograms | None:
+    """What writes down the head in `checkpoint`, whose tensors fit `spec` and `target`; to be called once. None where
+    it is of another dtype or sizes than kernels know, norms each captured state by itself, or has the target's output
+    head.
     """
     block, dtype = spec.block, target.dtype
     widths = (block.hidden_size, spec.target_hidden_size, block.intermediate_size, block.num_heads * block.head_dim)
@@ -40,14 +43,20 @@ def eagle3_programs(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetMode
         or not has_output_head
     ):
         return None
-    tables = rotation(LlamaRotaryEmbedding(block.rope), dtype, target.max_context_tokens)
-    table: Tensor = target.input_embeddings.weight.detach()  # type: ignore[operator]
-    extend, step = _write(checkpoint, spec, table, dtype)
-    return HeadPrograms(FusedDecoder(extend, *tables), FusedDecoder(step, *tables))
+    return partial(_write, checkpoint, spec, target)
 
 
 @torch.no_grad()
-def _write(checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, dtype: torch.dtype) -> tuple[Program, Program]:
+def _write(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel, check: Callable[[], None]) -> HeadPrograms:
+    tables = rotation(LlamaRotaryEmbedding(spec.block.rope), target.dtype, target.max_context_tokens)
+    table: Tensor = target.input_embeddings.weight.detach()  # type: ignore[operator]
+    extend, step = _programs(checkpoint, spec, table, ProgramBuilder(target.dtype, check))
+    return HeadPrograms(FusedDecoder(extend, *tables), FusedDecoder(step, *tables))
+
+
+def _programs(
+    checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, builder: ProgramBuilder
+) -> tuple[Program, Program]:
     """Programs with the same weights, which begin otherwise. `embedding` is the target's."""
     block, size, epsilon = spec.block, spec.block.hidden_size, spec.block.norm_epsilon
     prefix = "midlayer." if checkpoint.has_prefix("midlayer.") else "layers.0."
@@ -60,7 +69,6 @@ def _write(checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, dtype: t
     def bias(name: str, width: int, *, is_there: bool) -> Tensor | None:
         return checkpoint.take(f"{name}.bias", width) if is_there else None
 
-    builder = ProgramBuilder(dtype)
     logits = builder.buffer(spec.draft_vocab_size, is_float=True)
     output, given = builder.buffer(size), builder.buffer(captured_size)
     assert (logits, output, given) == (LOGITS, _OUTPUT, _INPUT)

@@ -10,6 +10,7 @@ head with one layer does at each step is one call: `extend` from the target's st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -81,6 +82,10 @@ class HeadPrograms:
 
     extend: FusedDecoder
     step: FusedDecoder
+
+
+NewHeadPrograms = Callable[[Callable[[], None]], HeadPrograms]
+"""As NewDecoder does, of a head."""
 
 
 class HeadProgram(Protocol):

@@ -35,7 +35,7 @@ def load_draft(
     fuses: bool = False,
 ) -> PagedHead:
     """The head in `directory`, with `target`'s dtype (a key of DTYPES) and device; it shares `target`'s embedding.
-    `fuses`: where its format is known, also as programs, with weights of its own.
+    `fuses`: where its format is known, it can also be written down as programs, and its tensors stay until then.
 
     Raises DraftMismatch for tensors or config keys that are missing, unknown or do not fit each other or the target,
     and UnsupportedModel for traits that are not served. Nothing is ever initialised at random.
@@ -58,9 +58,9 @@ def load_draft(
     head = _make(HeadParts(checkpoint, target, str(directory), dtype, attention), spec)
     checkpoint.finish()
     if fuses and isinstance(spec, Eagle3Spec):
-        from common.draft.eagle3_program import eagle3_programs  # the compiler behind it is of no use elsewhere
+        from common.draft.eagle3_program import programs_of  # the compiler behind it is of no use elsewhere
 
-        head.programs = eagle3_programs(of_programs, spec, target)
+        head.new_programs = programs_of(of_programs, spec, target)
     return head
 
 

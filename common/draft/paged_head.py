@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.draft.checkpoint import Checkpoint
-from common.draft.head import DraftOutput, HeadProgram, HeadPrograms, output_of
+from common.draft.head import DraftOutput, HeadProgram, NewHeadPrograms, output_of
 from common.draft.kernels import Kernels, Op, Rotation, kernels_for
 from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
@@ -42,7 +42,7 @@ class HeadParts:
 class PagedHead(ABC):
     """Base of the heads. Positions have no limit: cosines and sines are computed for those of the batch.
 
-    `programs`: the head written down, where it is.
+    `new_programs` writes the head down, where that is known how.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PagedHead(ABC):
         token_ids: Tensor,
         feeds_target_hidden: bool = False,
     ) -> None:
-        self.programs: HeadPrograms | None = None
+        self.new_programs: NewHeadPrograms | None = None
         self.algorithm = algorithm
         self.layer_group = LayerGroupSpec(
             name=DRAFT_GROUP,
@@ -95,6 +95,10 @@ class PagedHead(ABC):
     def run_program(self, program: HeadProgram) -> None:
         """From the next step on, for those it takes. May be called from any thread, beside forwards."""
         self._program = program
+
+    @property
+    def runs_program(self) -> bool:
+        return self._program is not None
 
     @torch.inference_mode()
     def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:

@@ -53,7 +53,7 @@ class FusedDecoder:
 
 NewDecoder = Callable[[Callable[[], None]], FusedDecoder]
 """Packs a model's weights once more: it takes memory and time. Its argument is called between parts of them, and may
-raise.
+raise. Raises OSError where there is no room for them.
 """
 
 

@@ -5,24 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from common import runtime
+from common import runtime, service_main
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
+from common.errors import StartupError
 from common.model import kernel_cache
+from common.model.attention_torch import TorchAttention
 from common.model.cpu_copy import copy_kv
 from common.model.cpu_norm import CpuRMSNorm
 from common.model.kernel_cache import kernels_dir
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
-from common.service_main import Process
-from common.work_beside import Check
+from common.process_exit import EXIT_STARTUP
+from common.service_main import Process, Serve, run_service
+from common.wire.framed_payload import FramedPayload
+from common.work_beside import Check, Work
+from decode_service import main as decode_main
 from decode_service.main import _engine
+from prefill_service import main as prefill_main
 
 BOTH = [PrefillSettings, DecodeSettings]
 
@@ -40,30 +49,41 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("fuses", [True, False])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["populate", "fuse"]),
+        ({"fused_forward": False}, ["populate"]),
+        ({"populate_pool": False}, ["fuse"]),
+        ({"populate_pool": False, "fused_forward": False}, []),
+    ],
+    ids=str,
+)
 def test_the_pool_is_populated_beside_serving_before_forwards_are_fused(
-    fuses: bool, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Callable[[str], Path]
+    options: dict[str, bool],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model_dir: Callable[[str], Path],
 ) -> None:
     done: list[str] = []
-    is_populated, is_fused = threading.Event(), threading.Event()
+    have_begun = threading.Semaphore(0)
 
-    def populate(_check: Check) -> None:
-        done.append("populate")
-        is_populated.set()
+    def work(name: str) -> Work:
+        def run(_check: Check) -> None:
+            done.append(name)
+            have_begun.release()
 
-    def fuse(_check: Check) -> None:
-        done.append("fuse")
-        is_fused.set()
+        return run
 
-    monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: fuse)
-    settings = DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, fused_forward=fuses)
+    monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: work("fuse"))
+    settings = DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, **options)
     opened = runtime.open_runtime(settings)
-    assert done == []
-    opened.start_beside(populate)
-    assert is_populated.wait(20.0) and (not fuses or is_fused.wait(20.0))
+    opened.start_beside(work("populate"))
+    for _ in expected:
+        assert have_begun.acquire(timeout=20.0)
     opened.close()
     opened.device.close(5.0)
-    assert done == ["populate", *(["fuse"] if fuses else [])]
+    assert done == expected
 
 
 def test_a_pool_that_cannot_be_populated_is_told_and_forwards_are_fused(
@@ -85,13 +105,16 @@ def test_a_pool_that_cannot_be_populated_is_told_and_forwards_are_fused(
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_one_setting_switches_it_off(
-    kind: type[ServiceSettings], begun: list[int], tiny_model_dir: Callable[[str], Path]
+@pytest.mark.parametrize("options", [{"fused_forward": False}, {"attention": "torch"}], ids=str)
+def test_forwards_are_not_fused_where_a_setting_says_so(
+    kind: type[ServiceSettings], options: dict[str, Any], begun: list[int], tiny_model_dir: Callable[[str], Path]
 ) -> None:
+    """One kernel attends by itself: with attention by operators there is none."""
     model = str(tiny_model_dir("llama"))
-    opened = runtime.open_runtime(kind(model=model, dtype="float32", num_threads=1, fused_forward=False))
+    opened = runtime.open_runtime(kind(model=model, dtype="float32", num_threads=1, **options))
     opened.device.close(5.0)
     assert begun == [] and opened.model.new_decoder is None
+    assert isinstance(opened.model.attention, TorchAttention) == ("attention" in options)
 
 
 def test_what_a_service_may_put_into_a_forward_is_fused(
@@ -128,6 +151,71 @@ def test_modules_are_optimized(
     opened = runtime.open_runtime(settings)
     opened.device.close(5.0)
     assert any(isinstance(module, CpuRMSNorm) for module in opened.model._model.modules()) == optimized
+
+
+class Made(Exception):
+    """With what something was to be made."""
+
+
+OPTIONS: list[tuple[ModuleType, type[ServiceSettings], str, dict[str, Any], str, Any, Any]] = [
+    (decode_main, DecodeSettings, "DecodeEngine", {"overlap": False}, "overlap", True, False),
+    (decode_main, DecodeSettings, "DecodeEngine", {"cuda_graphs": False}, "replays_forwards", True, False),
+    (decode_main, DecodeSettings, "DecodeEngine", {"adaptive_depth": False}, "adapts_depth", True, False),
+    (decode_main, DecodeSettings, "GrpcTransport", {"connections_per_prefill": 1}, "num_channels_per_replica", 2, 1),
+    (prefill_main, PrefillSettings, "PrefillEngine", {"overlap": False}, "overlap", True, False),
+    (prefill_main, PrefillSettings, "PrefillEngine", {"early_sending": False}, "early_sending", True, False),
+    (
+        prefill_main,
+        PrefillSettings,
+        "PrefillEngine",
+        {"framed_payloads": False},
+        "new_payload",
+        FramedPayload.new,
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("main", "kind", "name", "options", "argument", "on", "off"), OPTIONS)
+def test_one_setting_each_reaches_what_it_switches(
+    main: Any,
+    kind: Any,
+    name: str,
+    options: dict[str, Any],
+    argument: str,
+    on: Any,
+    off: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which does as it is told, by suites of its own."""
+
+    def make(**arguments: Any) -> None:
+        raise Made(arguments[argument])
+
+    monkeypatch.setattr(main, name, make)
+    process = Process(instance_id="a", runtime=MagicMock(draft=None), registry=CollectorRegistry())
+    for settings, expected in ((kind(), on), (kind(**options), off)):
+        with pytest.raises(Made) as made:
+            if name == "GrpcTransport":
+                main._transport(settings, process, lambda command: None)
+            elif main is decode_main:
+                main._engine(settings, process, lambda stats: None)
+            else:
+                main._engine(settings, process, None, lambda stats: None)
+        assert made.value.args == (expected,)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_service_keeps_freed_memory(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def import_serve() -> Serve[DecodeSettings]:
+        raise StartupError("far enough")
+
+    monkeypatch.setattr(service_main, "keep_freed_memory", lambda: done.append("kept"))
+    arguments = [] if keeps else ["--no-keep-freed-memory"]
+    assert run_service("decode_service", DecodeSettings, import_serve, arguments) == EXIT_STARTUP
+    assert done == ["kept"] * keeps
 
 
 @pytest.mark.parametrize("nontemporal", [True, False])

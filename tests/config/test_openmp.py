@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from common import runtime
+from common import openmp, runtime
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import StartupError
 from common.openmp import num_compute_threads, spin_briefly
@@ -21,7 +21,7 @@ from common.telemetry.timeline import Timeline
 def test_zero_threads_are_a_share_of_the_cores(
     wanted: int, share: float, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(openmp, "num_cores", lambda: cores)
     assert num_compute_threads(wanted, share) == expected
 
 
@@ -56,7 +56,7 @@ def test_each_service_takes_its_share(
         seen.append(num_threads)
         raise StartupError("far enough")
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(openmp, "num_cores", lambda: 6)
     monkeypatch.setattr(runtime, "open_device", open_device)
     with pytest.raises(StartupError):
         runtime.open_runtime(kind())

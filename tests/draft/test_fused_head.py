@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common import available_memory
 from common.draft.head import DraftOutput
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
@@ -48,14 +49,13 @@ def new(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> New:
 def head(request: pytest.FixtureRequest, new: New) -> Iterator[PagedHead]:
     target, head = new(*request.param)
     fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS)
-    assert head._program is not None
+    assert head.runs_program and head.new_programs is None
     yield head
     assert target._program is not None and target._program.close(5.0), "a thread of the team did not end"
 
 
 def _dtype(head: PagedHead) -> torch.dtype:
-    assert head.programs is not None
-    return head.programs.extend.program.dtype
+    return getattr(torch, head.layer_group.dtype)  # type: ignore[no-any-return]
 
 
 def _batch(head: PagedHead, *, prefix_lens: list[int], num_new: list[int]) -> ForwardInput:
@@ -150,10 +150,12 @@ def test_what_the_target_captured_is_left_as_it_is(head: PagedHead) -> None:
 def test_a_program_that_computes_something_else_is_not_used(new: New) -> None:
     """And the target's is all the same."""
     target, head = new("midlayer")
-    assert head.programs is not None
-    head.programs.step.program.numbers[:] *= 1.5
+    assert head.new_programs is not None
+    programs = head.new_programs(lambda: None)
+    programs.step.program.numbers[:] *= 1.5
+    head.new_programs = lambda check: programs
     fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS)
-    assert head._program is None and head.programs is None
+    assert not head.runs_program and head.new_programs is None
     assert target._program is not None and target._program.close(5.0)
 
 
@@ -166,14 +168,25 @@ def test_heads_that_are_not_written_down_run_by_operators(
         save_eagle1_head(tmp_path / "eagle-1", target_dir=target_dir),
     ]
     for directory in directories:
-        assert load_draft(directory, target=target, device="cpu", dtype="float32", fuses=True).programs is None
+        assert load_draft(directory, target=target, device="cpu", dtype="float32", fuses=True).new_programs is None
+
+
+def test_a_head_is_loaded_where_there_is_no_room_for_its_programs(
+    target: TargetModel, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_eagle3_head(tmp_path / "head", target_dir=target_dir)
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: 0)
+    head = load_draft(directory, target=target, device="cpu", dtype="float32", fuses=True)
+    assert head.new_programs is not None
+    with pytest.raises(OSError, match="are available"):
+        head.new_programs(lambda: None)
 
 
 def test_nothing_is_written_down_where_it_is_switched_off(
     target: TargetModel, target_dir: Path, tmp_path: Path
 ) -> None:
     directory = save_eagle3_head(tmp_path / "head", target_dir=target_dir)
-    assert load_draft(directory, target=target, device="cpu", dtype="float32").programs is None
+    assert load_draft(directory, target=target, device="cpu", dtype="float32").new_programs is None
 
 
 def _assert_same(head: PagedHead, batch: ForwardInput, compute: Callable[[ForwardInput], DraftOutput]) -> None:

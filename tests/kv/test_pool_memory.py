@@ -89,6 +89,16 @@ def test_populating_tells_what_the_system_cannot(pool: KvPool, monkeypatch: pyte
         pool.populate(lambda: None)
 
 
+def test_populating_ends_where_others_have_taken_what_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untouched_memory, "_ASKED_BYTES", 4 << 20)
+    memory = untouched_memory.untouched_zeros(16 << 20)
+    rooms = iter([16 << 20, 12 << 20, (8 << 20) - 1])
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: next(rooms))
+    with pytest.raises(OSError, match="are available"):
+        untouched_memory.populate(memory, lambda: None)
+    assert resident_bytes(memory) == 8 << 20
+
+
 @pytest.mark.parametrize("num_available", [2 * POOL_BYTES - 1, 2 * POOL_BYTES])
 def test_it_asks_for_all_its_groups_before_it_is_made(num_available: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available_memory, "available_bytes", lambda: num_available)

@@ -33,8 +33,10 @@ def model(request: pytest.FixtureRequest, tiny_model_dir) -> TargetModel:  # typ
 @pytest.fixture(scope="module")
 def program(model: TargetModel) -> Iterator[ForwardProgram]:
     model.capture_hidden(HiddenCapture(layers=(0, model.num_layers), final=True))
+    new_decoder = model.new_decoder
     fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
-    assert model._program is not None
+    assert model._program is not None and model.new_decoder is None
+    model.new_decoder = new_decoder  # for tests that write it down once more
     yield model._program
     assert model._program.close(5.0), "a thread of the team did not end"
 

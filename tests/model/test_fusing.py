@@ -12,10 +12,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common import fused_forwards
+from common import available_memory, fused_forwards
 from common.fused_forwards import new_fusing
 from common.model import kernel_cache
-from common.model.fused import start
+from common.model.fused import start, weight_memory
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.work_beside import Work, WorkBeside
@@ -117,6 +117,27 @@ def test_what_computes_something_else_is_closed_and_never_used(model: TargetMode
     kernels.apart = 1.0
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
     assert not model.runs_program and kernels.forward.is_closed and model.new_decoder is None
+
+
+def test_where_kernels_cannot_be_kept_they_are_compiled_for_this_process(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kernel_cache._Cache, "directory", tmp_path / "file" / "kernels")
+    assert fuse_beside(model) == ["kernels_not_kept", "compiling_kernels", "fused_forward_ready"]
+    assert model.runs_program
+
+
+def test_where_there_is_no_room_for_all_weights_none_are_packed(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(weight_memory, "untouched_zeros", lambda *_, **__: pytest.fail("took some of it"))
+    with capture_logs() as logs:
+        fuse_to_the_end(model)
+    assert [line["event"] for line in logs] == ["compiling_kernels", "fused_forward_failed"]
+    assert "are available" in logs[-1]["error"] and not logs[-1]["exc_info"]
+    assert not model.runs_program and model.new_decoder is None
 
 
 def test_a_defect_is_logged_with_where_it_is(

@@ -79,7 +79,7 @@ def test_one_that_fails_is_logged_and_the_next_begins() -> None:
     ]
 
 
-async def test_both_services_populate_their_pools_once_they_are_ready(
+async def test_both_services_populate_their_pools_once_they_are_ready_and_not_before(
     tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common: dict[str, Any] = {
@@ -92,8 +92,9 @@ async def test_both_services_populate_their_pools_once_they_are_ready(
     decode = DecodeSettings(listen=free_address(), prefill=(prefill.listen,), max_kv_tokens=1024, **common)
     populated: list[int] = []
     monkeypatch.setattr(KvPool, "populate", lambda pool, check: populated.append(pool.num_free_slots))
-    async with serving_here(prefill_main, prefill, "baton.v1.Prefill", monkeypatch):
-        await until(lambda: populated == [512])
-        async with serving_here(decode_main, decode, "baton.v1.Inference", monkeypatch) as service:
+    async with serving_here(decode_main, decode, "baton.v1.Inference", monkeypatch) as service:
+        await service.turns(HealthStatus.NOT_SERVING)  # without a replica
+        assert populated == []
+        async with serving_here(prefill_main, prefill, "baton.v1.Prefill", monkeypatch):
             await service.turns(HealthStatus.SERVING)
             await until(lambda: populated == [512, 1024])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from common.available_memory import require_room
 from common.model.forward_program import AttentionSize, FusedDecoder, NewDecoder, Program
 from common.model.fused.builder import ProgramBuilder
 from common.model.fused.dot_products import PANEL_WIDTH, step_of
@@ -76,6 +77,10 @@ class _LayerParts:
     query_norm: Tensor | None
     key_norm: Tensor | None
 
+    @property
+    def packed_bytes(self) -> int:
+        return sum(weight.nbytes for weight in (*self.heads, self.out, self.gate, self.up, self.down))
+
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
@@ -87,6 +92,12 @@ class _Parts:
     norm: Tensor
     head: Tensor
     epsilon: float
+
+    @property
+    def needed_bytes(self) -> int:
+        """To pack them: what is packed, and the two of a gate side by side meanwhile."""
+        packed = self.head.nbytes + sum(layer.packed_bytes for layer in self.layers)
+        return packed + max(layer.gate.nbytes + layer.up.nbytes for layer in self.layers)
 
 
 def _parts(model: nn.Module) -> _Parts:
@@ -121,6 +132,7 @@ def _layer_parts(layer: Any) -> _LayerParts:
 
 @torch.no_grad()
 def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_positions: int) -> FusedDecoder:
+    require_room(parts.needed_bytes)  # before any of it is taken from what others use
     return FusedDecoder(_program(parts, check), *rotation(rope, parts.embedding.dtype, num_positions))
 
 
