@@ -36,7 +36,9 @@ def check_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
     assert batch.seq_lens_cpu.tolist() == lengths, "seq_lens_cpu are not the requests'"
     assert batch.draft_lag == rows, "draft_lag are not the requests'"
     assert batch.sampling_needs[:, 0].tolist() == [row % 2 for row in rows], "sampling_needs are not the requests'"
-    assert batch.sampling.sampled == tuple(i for i, row in enumerate(rows) if row % 2), "sampling outlived its batch"
+    assert batch.sampling.sampled.tolist() == [i for i, row in enumerate(rows) if row % 2], (
+        "sampling outlived its batch"
+    )
     assert batch.request_ids == tuple(f"row {row}" for row in rows), "request_ids outlived their batch"
     assert batch.undrafted == tuple(i for i, row in enumerate(rows) if row % 3 == 0), "undrafted outlived its batch"
     assert batch.batch_size == len(rows)
