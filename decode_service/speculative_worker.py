@@ -229,7 +229,7 @@ class SpeculativeWorker(ABC):
 
     def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
         """A step's own tokens, of which those past the accepted ones mean nothing."""
-        assert not any(batch.draft_lag), "a step that drafts has seeds, and so a head that has read everything"
+        assert not batch.draft_lag.any(), "a step that drafts has seeds, and so a head that has read everything"
         num_rows, num_tokens = verified.tokens.shape
         starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
         return Unread(
