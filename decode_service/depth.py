@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.spec_info import SpecInfo
 from decode_service.step_times import StepTimes
@@ -44,7 +47,7 @@ class Depth(Protocol):
     def levels(self) -> Sequence[SpecInfo]:
         """Every depth that may be chosen, seed or none."""
 
-    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         """For B rows, of which `num_wanted` may be drafted for; `draft_lag` [B]: tokens that the head has not read.
 
         May be asked more than once a step.
@@ -53,7 +56,7 @@ class Depth(Protocol):
     def launched(self, spec_info: SpecInfo) -> None:
         """The step was launched, with what was chosen or with less."""
 
-    def observe(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
+    def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
         """Its outcome; `draft_lag` [B] as it was before."""
 
 
@@ -67,13 +70,13 @@ class FixedDepth:
     def levels(self) -> Sequence[SpecInfo]:
         return (self._spec_info.at_depth(0), self._spec_info)
 
-    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         return self._spec_info if num_wanted else self._spec_info.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:
         pass
 
-    def observe(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
+    def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
         pass
 
 
@@ -113,7 +116,7 @@ class AdaptiveDepth:
     def levels(self) -> Sequence[SpecInfo]:
         return self._levels
 
-    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         self._probe_is_new = None
         if not num_wanted:
             return self._levels[0].without_seed()
@@ -145,7 +148,7 @@ class AdaptiveDepth:
             self._num_new = self._num_new + 1 if self._probe_is_new else 0
             self._num_probes += 1
 
-    def observe(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
+    def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
         num_rows = Counter(stats.accept_lens)
         for level in range(spec_info.num_steps):
             num_reached = sum(num for accept_len, num in num_rows.items() if accept_len > level)
@@ -157,11 +160,11 @@ class AdaptiveDepth:
         self._stale_steps = [min(steps + 1, _MAX_STALE_STEPS) for steps in self._stale_steps]
         self._times.add(spec_info, draft_lag=draft_lag, stats=stats)
 
-    def _begin_s(self, draft_lag: Sequence[int]) -> float:
+    def _begin_s(self, draft_lag: NDArray[np.int64]) -> float:
         """To leave a seed for the next step; nothing where there is one, or where the head reads all the same."""
         if self._has_seeds or self._levels[0].must_catch_up(draft_lag):
             return 0.0
-        return self._times.read_s(sum(draft_lag) + len(draft_lag))
+        return self._times.read_s(int(draft_lag.sum()) + len(draft_lag))
 
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
         """Whether to probe, once there is a seed; `probe_s` is what that would lose."""

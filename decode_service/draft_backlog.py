@@ -10,13 +10,13 @@ lag        0         1         2       3   ─▶ the head reads 4 tokens
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from common.device.upload import upload
+from common.device.upload import upload_array
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from decode_service.schedule_batch import ForwardBatch
@@ -46,19 +46,21 @@ class DraftBacklog:
 
     def put(self, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
         """The one token a row of a step without drafts: `captured` [B, states * H], `next_ids` [B]."""
-        places = upload(batch.draft_lag, torch.int64, next_ids.device)
+        places = upload_array(batch.draft_lag, next_ids.device)
         self._captured[batch.req_pool_indices, places] = captured
         self._next_ids[batch.req_pool_indices, places] = next_ids
 
     def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
         """Behind `put`: all that the head has not read of the batch's rows."""
-        device = self._next_ids.device
-        num_tokens = [lag + 1 for lag in batch.draft_lag]
-        entries = upload([i for i, num in enumerate(num_tokens) for _ in range(num)], torch.int64, device)
-        places = upload(list(itertools.chain.from_iterable(map(range, num_tokens))), torch.int64, device)
-        last = upload([stop - 1 for stop in itertools.accumulate(num_tokens)], torch.int64, device)
+        num_tokens = batch.draft_lag + 1
+        prefix_lens = batch.seq_lens_cpu - num_tokens
+        stops = num_tokens.cumsum()
+        entry = np.arange(len(num_tokens)).repeat(num_tokens)
+        place = np.arange(len(entry)) - (stops - num_tokens).repeat(num_tokens)
+        columns = (entry, place, prefix_lens.repeat(num_tokens) + place, stops - 1)
+        on_device = upload_array(np.concatenate(columns), self._next_ids.device)
+        entries, places, positions, last = on_device.split([len(column) for column in columns])
         rows = batch.req_pool_indices[entries]
-        positions = (batch.prefix_lens - upload(batch.draft_lag, torch.int64, device))[entries] + places
         next_ids = self._next_ids[rows, places]
         window = ForwardInput(
             input_ids=next_ids,
@@ -67,9 +69,9 @@ class DraftBacklog:
             req_to_token=pool.rows.req_to_token,
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            prefix_lens=tuple(length - num for length, num in zip(batch.seq_lens_cpu, num_tokens, strict=True)),
-            extend_lens=tuple(num_tokens),
-            max_seq_len=max(batch.seq_lens_cpu, default=0),
+            prefix_lens=tuple(prefix_lens.tolist()),
+            extend_lens=tuple(num_tokens.tolist()),
+            max_seq_len=int(batch.seq_lens_cpu.max(initial=0)),
             kv=pool.buffers[group],
             logits_rows=None,
         )

@@ -62,7 +62,7 @@ class EagleWorker(SpeculativeWorker):
         positions = batch.positions.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         slots = batch.out_cache_loc.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         columns = zip(*(column.unbind() for column in (positions, slots, positions + 1, positions + 2)), strict=True)
-        before = max(batch.seq_lens_cpu, default=0) - batch.num_tokens
+        before = int(batch.seq_lens_cpu.max(initial=0)) - batch.num_tokens
         for number, (own, own_slots, seq_lens, drafted) in enumerate(columns, start=1):
             window = ForwardInput(
                 input_ids=own,  # until the token is known

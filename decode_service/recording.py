@@ -71,7 +71,7 @@ def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch
         req_pool_indices_cpu=column(PADDING_ROW, "cpu"),
         seq_lens=column(seq_len),
         seq_lens_cpu=column(seq_len, "cpu"),
-        draft_lag=[0] * num_rows,
+        draft_lag=np.zeros(num_rows, np.int64),
         forward_mode=ForwardMode.DECODE,
         sampling_needs=np.zeros((num_rows, NUM_NEEDS), np.int64),
     )

@@ -87,9 +87,8 @@ class ResultTaker:
             request_ids = tuple([request_ids[i] for i in entries.tolist()])
         are_added = np.arange(token_ids.shape[1]) < num_added[:, None]
         logprobs: tuple[TokenLogprobs | None, ...] = ()
-        if results.logprobs:
-            places = entries[:, None] * token_ids.shape[1] + np.arange(token_ids.shape[1])
-            logprobs = tuple([results.logprobs[i] for i in places[are_added].tolist()])
+        if results.logprobs is not None:
+            logprobs = tuple(results.logprobs[entries][are_added].tolist())
         self._post(Tokens(request_ids, tuple(num_added.tolist()), tuple(token_ids[are_added].tolist()), logprobs))
         for i in entries[have_ended].tolist():
             self._finish(reqs[i], now_s)

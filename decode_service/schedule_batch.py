@@ -42,7 +42,7 @@ class ScheduleBatch:
     """Entry i of `reqs` and of every column is one request; order is kept by every operation.
 
     `req_pool_indices`, `seq_lens` [B] int64 on the device, `*_cpu` their twins on the host, which never share storage
-    with them. A tensor here is replaced, never written in place: a forward in flight may read it. `spec_info` is None
+    with them. A column here is replaced, never written in place: a forward in flight may read it. `spec_info` is None
     without speculation. `draft_lag` [B]: how many tokens the draft head has not read, those of launched steps included.
     What follows from which requests there are is made when it is asked for, and again when entries come or go.
     """
@@ -55,7 +55,7 @@ class ScheduleBatch:
         req_pool_indices_cpu: Tensor,
         seq_lens: Tensor,
         seq_lens_cpu: Tensor,
-        draft_lag: list[int],
+        draft_lag: NDArray[np.int64],
         forward_mode: ForwardMode,
         sampling_needs: NDArray[np.int64],
     ) -> None:
@@ -82,7 +82,7 @@ class ScheduleBatch:
             req_pool_indices_cpu=nothing(host),
             seq_lens=nothing(torch_device),
             seq_lens_cpu=nothing(host),
-            draft_lag=[],
+            draft_lag=np.empty(0, np.int64),
             forward_mode=ForwardMode.DECODE,
             sampling_needs=sampling_needs([]),
         )
@@ -100,7 +100,7 @@ class ScheduleBatch:
             req_pool_indices_cpu=rows,
             seq_lens=device_copy(seq_lens_cpu, torch_device),
             seq_lens_cpu=seq_lens_cpu,
-            draft_lag=[0] * len(reqs),
+            draft_lag=np.zeros(len(reqs), np.int64),
             forward_mode=ForwardMode.PREBUILT,
             sampling_needs=sampling_needs([req.sampling for req in reqs]),
         )
@@ -184,13 +184,12 @@ class ScheduleBatch:
         keep = np.array(keep, dtype=np.int64)
         keep_cpu = torch.from_numpy(keep)
         keep_device = device_copy(keep_cpu, self.seq_lens.device)
-        kept = keep.tolist()
-        self.reqs = [self.reqs[i] for i in kept]
+        self.reqs = [self.reqs[i] for i in keep.tolist()]
         self.req_pool_indices = self.req_pool_indices[keep_device]
         self.req_pool_indices_cpu = self.req_pool_indices_cpu[keep_cpu]
         self.seq_lens = self.seq_lens[keep_device]
         self.seq_lens_cpu = self.seq_lens_cpu[keep_cpu]
-        self.draft_lag = [self.draft_lag[i] for i in kept]
+        self.draft_lag = self.draft_lag[keep]
         self.sampling_needs = self.sampling_needs[keep]
         self._forget_what_follows()
 
@@ -201,7 +200,7 @@ class ScheduleBatch:
         self.req_pool_indices_cpu = torch.cat([self.req_pool_indices_cpu, other.req_pool_indices_cpu])
         self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
         self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
-        self.draft_lag = [*self.draft_lag, *other.draft_lag]
+        self.draft_lag = np.concatenate([self.draft_lag, other.draft_lag])
         self.sampling_needs = np.concatenate([self.sampling_needs, other.sampling_needs])
         self._forget_what_follows()
 
@@ -225,14 +224,14 @@ class ForwardBatch:
     req_pool_indices: Tensor
     seq_lens: Tensor
     prefix_lens: Tensor
-    seq_lens_cpu: tuple[int, ...]
+    seq_lens_cpu: NDArray[np.int64]
     seq_lens_sum: int
     positions: Tensor
     out_cache_loc: Tensor
     sampling: SamplingBatch
     spec_info: SpecInfo | None
     undrafted: tuple[int, ...]
-    draft_lag: tuple[int, ...]
+    draft_lag: NDArray[np.int64]
     forward_mode: ForwardMode
 
     @classmethod
@@ -240,22 +239,22 @@ class ForwardBatch:
         assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
         num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
         num_ahead = num_tokens if batch.spec_info is not None and batch.spec_info.has_drafts else 0
-        seq_lens_cpu = tuple((batch.seq_lens_cpu.numpy() + num_ahead).tolist())
+        seq_lens_cpu = batch.seq_lens_cpu.numpy() + num_ahead
         seq_lens = batch.seq_lens + num_ahead if num_ahead else batch.seq_lens.clone()
         prefix_lens = seq_lens - num_tokens
-        assert min(seq_lens_cpu, default=1) > 0, f"a length is not positive: {seq_lens_cpu}"
+        assert seq_lens_cpu.min(initial=1) > 0, f"a length is not positive: {seq_lens_cpu}"
         return cls(
             req_pool_indices=batch.req_pool_indices.clone(),
             seq_lens=seq_lens,
             prefix_lens=prefix_lens,
             seq_lens_cpu=seq_lens_cpu,
-            seq_lens_sum=sum(seq_lens_cpu),
+            seq_lens_sum=int(seq_lens_cpu.sum()),
             positions=prefix_lens if num_tokens == 1 else _windows(prefix_lens, num_tokens).flatten(),
             out_cache_loc=batch.out_cache_loc.clone(),
             sampling=batch.sampling,
             spec_info=batch.spec_info,
             undrafted=batch.undrafted,
-            draft_lag=tuple(batch.draft_lag),
+            draft_lag=batch.draft_lag.copy(),
             forward_mode=batch.forward_mode,
         )
 
@@ -279,11 +278,9 @@ class ForwardBatch:
         return self.spec_info is not None and not self.spec_info.head_reads(self.draft_lag)
 
     @property
-    def draft_lag_after(self) -> list[int]:
+    def draft_lag_after(self) -> NDArray[np.int64]:
         """What the head has not read once the step is done."""
-        if not self.leaves_head_behind:
-            return [0] * self.batch_size
-        return [lag + 1 for lag in self.draft_lag]
+        return self.draft_lag + 1 if self.leaves_head_behind else np.zeros_like(self.draft_lag)
 
     @property
     def max_accept_len(self) -> int:

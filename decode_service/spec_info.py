@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_DRAFT_LAG = 128
 
@@ -42,17 +44,17 @@ class SpecInfo:
     def without_seed(self) -> SpecInfo:
         return replace(self, leaves_seed=False)
 
-    def must_catch_up(self, draft_lag: Sequence[int]) -> bool:
+    def must_catch_up(self, draft_lag: NDArray[np.int64]) -> bool:
         """Whether a row has no room for one token more that the head has not read; `draft_lag` [B]: those it has."""
-        return max(draft_lag, default=0) + 1 >= self.max_draft_lag
+        return int(draft_lag.max(initial=0)) + 1 >= self.max_draft_lag
 
-    def head_reads(self, draft_lag: Sequence[int]) -> bool:
+    def head_reads(self, draft_lag: NDArray[np.int64]) -> bool:
         """Whether the head reads behind a step what it has not read, instead of being left behind."""
         return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
 
-    def num_head_tokens(self, draft_lag: Sequence[int]) -> int:
+    def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:
         """Tokens that the head then reads: as many as the step may commit, and those of steps before."""
-        return sum(draft_lag) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
+        return int(draft_lag.sum()) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
 
     @property
     def has_drafts(self) -> bool:

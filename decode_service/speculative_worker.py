@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Measured, Scope, Stream
-from common.device.upload import upload
+from common.device.upload import upload, upload_array
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import seed_columns
@@ -167,7 +167,7 @@ class SpeculativeWorker(ABC):
             prepared.positions + 1,
             self._state,
             batch.sampling.repeated(num_nodes),
-            tree.ancestors() if batch.sampling.penalised else None,
+            tree.ancestors() if batch.sampling.penalised.size else None,
             found=target.largest,
         )
         accepted = tree.accept(sampled.token_ids.view(num_rows, num_nodes))
@@ -180,9 +180,9 @@ class SpeculativeWorker(ABC):
             sampled = _along(path, sampled, batch, num_nodes)
             self._move_kv(batch, path)
         tokens = sampled.token_ids.view(num_rows, -1)
-        if batch.sampling.penalised:
+        if batch.sampling.penalised.size:
             is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
-            entries = upload(batch.sampling.penalised, torch.int64, tokens.device)
+            entries = upload_array(batch.sampling.penalised, tokens.device)
             self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
         output.sampled.set(sampled)
         output.accept_lens.set(accept_lens)
@@ -229,7 +229,7 @@ class SpeculativeWorker(ABC):
 
     def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
         """A step's own tokens, of which those past the accepted ones mean nothing."""
-        assert not any(batch.draft_lag), "a step that drafts has seeds, and so a head that has read everything"
+        assert not batch.draft_lag.any(), "a step that drafts has seeds, and so a head that has read everything"
         num_rows, num_tokens = verified.tokens.shape
         starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
         return Unread(
@@ -251,6 +251,6 @@ def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) 
     token_ids, is_invalid = sampled.token_ids[nodes], sampled.is_invalid[nodes]
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return Sampled(token_ids, is_invalid)
-    entries = upload(batch.sampling.with_logprobs, torch.int64, path.device)
+    entries = upload_array(batch.sampling.with_logprobs, path.device)
     nodes = nodes_of(entries, torch.arange(entries.shape[0], device=path.device))
     return Sampled(token_ids, is_invalid, sampled.logprobs[nodes], sampled.top_ids[nodes], sampled.top_logprobs[nodes])

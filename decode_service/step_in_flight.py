@@ -18,7 +18,6 @@ from common.device.stream import Device, Event, Scope, Stream
 from common.device.upload import device_copy
 from common.model.logprobs import unpack_logprobs
 from common.model.sampling import Sampled, sampled_to_host
-from common.model.sampling_params import TokenLogprobs
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.future_map import RelayPayload
 from decode_service.request import Request
@@ -30,14 +29,14 @@ from decode_service.worker import WorkerOutput
 class RowResults:
     """Outcomes of rows, as columns: of `token_ids` [B, W] int64 each commits its first `accept_lens` [B].
 
-    `are_invalid` [B] bool: rows whose relayed input or logits were not usable. `logprobs`: one entry per token, row
-    after row, None of rows that want none; empty where nobody wants any.
+    `are_invalid` [B] bool: rows whose relayed input or logits were not usable. `logprobs` [B, W] of TokenLogprobs, None
+    of rows that want none; None where nobody wants any.
     """
 
     token_ids: NDArray[np.int64]
     accept_lens: NDArray[np.int64]
     are_invalid: NDArray[np.bool_]
-    logprobs: Sequence[TokenLogprobs | None] = ()
+    logprobs: NDArray[np.object_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +141,9 @@ class StepInFlight:
             accept_lens = host.accept_lens.numpy()
             are_accepted = np.arange(width) < accept_lens[:, None]
             are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
-        logprobs: Sequence[TokenLogprobs | None] = ()
-        if self.batch.sampling.with_logprobs:
-            wanted = [req.sampling.num_logprobs for req in self.reqs for _ in range(width)]
-            logprobs = unpack_logprobs(host.sampled, self.batch.sampling.repeated(width), wanted)
+        logprobs = None
+        if self.batch.sampling.with_logprobs.size:
+            logprobs = unpack_logprobs(host.sampled, self.batch.sampling, width=width)
         return RowResults(
             token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
             accept_lens=accept_lens,
@@ -162,7 +160,7 @@ def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
         token_ids=token_ids.reshape(-1, 1),
         accept_lens=np.ones_like(token_ids),
         are_invalid=np.zeros(token_ids.shape, dtype=np.bool_),
-        logprobs=logprobs if any(logprobs) else (),
+        logprobs=np.fromiter(logprobs, np.object_, len(logprobs)).reshape(-1, 1) if any(logprobs) else None,
     )
 
 

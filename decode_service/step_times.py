@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median_high
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
 
@@ -67,7 +70,7 @@ class StepTimes:
         """The head's forward over tokens that it has not read."""
         return num_tokens * self._read_s_per_token.at(num_tokens)
 
-    def add(self, spec_info: SpecInfo, *, draft_lag: Sequence[int], stats: SpeculationStats) -> None:
+    def add(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
         """A step; `draft_lag` [B]: tokens that the head had not read before."""
         if stats.verify_s <= 0:  # the clock is too coarse: this step is no measure, nor a neighbour
             self._before = self._latest = None

@@ -153,7 +153,7 @@ def window_input(
     if positions is None:
         positions = _chain_positions(batch, num_before, num_tokens)
     is_decode = num_tokens == 1 and tree_mask is None
-    prefix_lens_cpu = tuple(length - batch.num_tokens + num_before for length in batch.seq_lens_cpu)
+    prefix_lens_cpu = batch.seq_lens_cpu + (num_before - batch.num_tokens)
     return ForwardInput(
         input_ids=_flat(tokens),
         positions=_flat(positions),
@@ -161,9 +161,9 @@ def window_input(
         req_to_token=pool.rows.req_to_token,
         req_pool_indices=batch.req_pool_indices,
         seq_lens=seq_lens,
-        prefix_lens=None if is_decode else prefix_lens_cpu,
+        prefix_lens=None if is_decode else tuple(prefix_lens_cpu.tolist()),
         extend_lens=None if is_decode else (num_tokens,) * num_rows,
-        max_seq_len=max(prefix_lens_cpu, default=0) + num_tokens,
+        max_seq_len=int(prefix_lens_cpu.max(initial=0)) + num_tokens,
         kv=pool.buffers[group],
         logits_rows=None,
         tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),

@@ -26,8 +26,7 @@ def first_tokens(
 ) -> list[PrebuiltBatch]:
     """Of each call the prompts at these places among those sampled; `groups` are the KV's that is sent."""
     prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
-    wanted = [prompt.row.sampling.num_logprobs for prompt in prompts]
-    logprobs = unpack_logprobs(computed.sampled, batch.sampling, wanted)
+    logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
     return [
         _of_call([prompts[place] for place in places], places, computed, logprobs, groups=groups, now_s=now_s)
         for places in calls

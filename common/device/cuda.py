@@ -205,7 +205,9 @@ class CudaDevice(Device):
         return self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().pin_memory().to(self._torch_device, non_blocking=True)
+        # pin_memory() keeps strides: of a few slots of a mapped pool it would pin all that lies between them
+        staged = self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach())
+        return staged.to(self._torch_device, non_blocking=True)
 
     def close(self, timeout_s: float) -> None:
         close_all([*self._streams, self._schedule_stream], timeout_s)

@@ -11,6 +11,7 @@ Each slot has a stamp: the number of the row, of all rows there ever were, that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from common.available_memory import require_room
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.kv.slot_allocator import Slots
@@ -82,6 +84,7 @@ class SharedPool:
             self._path, self.file = _new_file(directory)
         try:
             layout = PoolLayout(groups, num_slots)
+            require_room(layout.file_bytes)
             os.posix_fallocate(self.file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS
             memory = mmap.mmap(self.file, layout.file_bytes)
         except BaseException:
@@ -137,6 +140,19 @@ def _new_file(directory: Path) -> tuple[Path, int]:
     raise OSError(f"{_MAX_NAMES} new files were removed from {directory} at once")
 
 
+def _open_own(path: Path) -> int:
+    """A descriptor for reading, at once: the directory is everybody's, and to open a FIFO is to wait for its writer.
+
+    Raises OSError, also where it is no regular file of this user.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return file
+    os.close(file)
+    raise OSError(errno.EPERM, "not a file of this user")
+
+
 class MappedPool:
     """The reader's side. It cannot write, and the memory stays as long as anything that it gave out."""
 
@@ -148,11 +164,8 @@ class MappedPool:
         if not _NAME.fullmatch(name):
             raise PoolUnusable(f"{name!r} is not the name of a pool")
         try:
-            file = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW)
+            file = _open_own(directory / name)
             try:
-                status = os.fstat(file)
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                    raise PoolUnusable(f"{name} is not a file of this user")
                 memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(file)
@@ -181,7 +194,7 @@ def sweep(directory: Path = DIRECTORY) -> int:
     num_removed = 0
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            file = _open_own(path)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+from numpy.typing import NDArray
 
 from common.model.sampling import Sampled
 from common.model.sampling_params import TokenLogprobs
 from common.model.sampling_state import SamplingBatch
 
 
-def unpack_logprobs(
-    sampled: Sampled, batch: SamplingBatch, num_logprobs: Sequence[int | None]
-) -> list[TokenLogprobs | None]:
-    """One item per batch entry: None where none were asked for, else as many top entries as that entry asked for."""
-    unpacked: list[TokenLogprobs | None] = [None] * len(num_logprobs)
+def unpack_logprobs(sampled: Sampled, batch: SamplingBatch, *, width: int = 1) -> NDArray[np.object_]:
+    """[B, width] of TokenLogprobs with as many top entries as `batch`'s entry asked for; None where none were.
+
+    `sampled`: `width` tokens of each entry, one beside the other. Only entries that ask are met alone.
+    """
+    unpacked = np.full((len(sampled.token_ids) // width, width), None, dtype=np.object_)
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return unpacked
-    chosen = sampled.logprobs.tolist()
-    top_ids = sampled.top_ids.tolist()
-    top_values = sampled.top_logprobs.tolist()
-    for place, entry in enumerate(batch.with_logprobs):
-        width = num_logprobs[entry] or 0
-        unpacked[entry] = TokenLogprobs(chosen[place], tuple(top_ids[place][:width]), tuple(top_values[place][:width]))
+    columns = (
+        sampled.logprobs.tolist(),
+        sampled.top_ids.tolist(),
+        sampled.top_logprobs.tolist(),
+        batch.num_top_logprobs.repeat(width).tolist(),
+    )
+    items = [
+        TokenLogprobs(chosen, tuple(top_ids[:num_top]), tuple(top_values[:num_top]))
+        for chosen, top_ids, top_values, num_top in zip(*columns, strict=True)
+    ]
+    unpacked[batch.with_logprobs] = np.fromiter(items, np.object_, len(items)).reshape(-1, width)
     return unpacked

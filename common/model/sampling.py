@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.stream import Device
-from common.device.upload import upload
+from common.device.upload import upload_array
 from common.model.forward_program import Largest
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling_state import SamplingBatch, SamplingState
@@ -59,7 +60,7 @@ def sample(
 ) -> Sampled:
     """Draw the token at `positions` for each row, and count it. Rows are distinct; the rest is as in `draw`."""
     sampled = draw(logits, rows, positions, state, batch, found=found)
-    if batch.penalised:
+    if batch.penalised.size:
         entries = _index(batch.penalised, logits)
         state.count(rows[entries], sampled.token_ids[entries])
     return sampled
@@ -95,20 +96,20 @@ def _draw_from(
     batch: SamplingBatch,
     ancestors: Ancestors | None,
 ) -> Sampled:
-    raw = logits.clone() if batch.with_logprobs else logits
+    raw = logits.clone() if batch.with_logprobs.size else logits
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)
-    if batch.sampled:
+    if batch.sampled.size:
         entries = _index(batch.sampled, logits)
         drawn = _draw(shaped, entries, rows, positions, state, batch)
         token_ids[entries] = drawn
     is_invalid = _are_not_finite(shaped, token_ids)
-    if not batch.with_logprobs:
+    if not batch.with_logprobs.size:
         return Sampled(token_ids, is_invalid)
     entries = _index(batch.with_logprobs, logits)
     logprobs = torch.log_softmax(raw[entries], dim=-1)
     chosen = logprobs.gather(1, token_ids[entries].unsqueeze(1)).squeeze(1)
-    top = logprobs.topk(batch.num_top_logprobs, dim=-1)
+    top = logprobs.topk(int(batch.num_top_logprobs.max()), dim=-1)
     return Sampled(token_ids, is_invalid, chosen, top.indices, top.values)
 
 
@@ -136,17 +137,17 @@ def shape_logits(
     ancestors: Ancestors | None = None,
 ) -> Tensor:
     """Penalties, bias and minimum length, in place: what both a greedy and a sampled token are chosen from."""
-    if batch.penalised:
+    if batch.penalised.size:
         entries = _index(batch.penalised, logits)
         counts = state.output_counts[rows[entries]]
         if ancestors is not None:
             counts.scatter_add_(1, ancestors.token_ids[entries], ancestors.counted[entries])
         logits[entries] = _penalise(logits[entries], rows[entries], counts, state)
-    if batch.biased:
+    if batch.biased.size:
         entries = _index(batch.biased, logits)
         biased_rows = rows[entries]
         logits[entries] = logits[entries].scatter_add(1, state.bias_ids[biased_rows], state.bias_values[biased_rows])
-    if batch.min_length:
+    if batch.min_length.size:
         entries = _index(batch.min_length, logits)
         too_short = (positions[entries] < state.min_position[rows[entries]]).unsqueeze(1)
         end_ids = state.end_ids[rows[entries]]
@@ -201,7 +202,7 @@ def _coupled(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
     """The draft's logits with the temperature and the noise that will draw the token, in place."""
-    if batch.sampled:
+    if batch.sampled.size:
         entries = _index(batch.sampled, logits)
         entry_rows = rows[entries]
         keys = row_keys(state.seed[entry_rows], state.choice_index[entry_rows], positions[entries])
@@ -215,9 +216,8 @@ def _draw(
 ) -> Tensor:
     entry_rows = rows[entries]
     scaled = shaped[entries] / state.temperature[entry_rows].unsqueeze(1)
-    if batch.truncated:
-        place = {entry: i for i, entry in enumerate(batch.sampled)}
-        truncated = _index(tuple(place[entry] for entry in batch.truncated), shaped)
+    if batch.truncated.size:
+        truncated = _index(np.searchsorted(batch.sampled, batch.truncated), shaped)
         scaled[truncated] = _truncate(scaled[truncated], entry_rows[truncated], state)
     keys = row_keys(state.seed[entry_rows], state.choice_index[entry_rows], positions[entries])
     return scaled.add_(gumbel_noise(keys, state.token_ids)).argmax(dim=-1)
@@ -235,8 +235,8 @@ def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
     return torch.full_like(scaled, _DROPPED).scatter(1, order, torch.where(kept, ordered, _DROPPED))
 
 
-def _index(entries: tuple[int, ...], like: Tensor) -> Tensor:
-    return upload(entries, torch.int64, like.device)
+def _index(entries: NDArray[np.int64], like: Tensor) -> Tensor:
+    return upload_array(entries, like.device)
 
 
 def sampled_to_host(device: Device, sampled: Sampled) -> Sampled:

@@ -107,18 +107,19 @@ def _float_params_of(p: ResolvedSampling) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Which batch entries need which part of sampling: indices into the batch, known on the CPU, so that no part syncs.
+    """Which batch entries need which part of sampling: indices into the batch, ascending int64, known on the CPU, so
+    that no part syncs. `truncated` are some of `sampled`; `num_top_logprobs` are those of `with_logprobs`, one of each.
 
     An entry's parameters are in SamplingState at its row; a part that no entry needs costs nothing.
     """
 
-    sampled: tuple[int, ...]
-    truncated: tuple[int, ...]  # top_k, top_p or min_p
-    penalised: tuple[int, ...]
-    biased: tuple[int, ...]
-    min_length: tuple[int, ...]
-    with_logprobs: tuple[int, ...]
-    num_top_logprobs: int
+    sampled: NDArray[np.int64]
+    truncated: NDArray[np.int64]  # top_k, top_p or min_p
+    penalised: NDArray[np.int64]
+    biased: NDArray[np.int64]
+    min_length: NDArray[np.int64]
+    with_logprobs: NDArray[np.int64]
+    num_top_logprobs: NDArray[np.int64]
 
     @classmethod
     def of(cls, params: Sequence[ResolvedSampling]) -> SamplingBatch:
@@ -128,21 +129,28 @@ class SamplingBatch:
     def of_needs(cls, needs: NDArray[np.int64]) -> SamplingBatch:
         """Of a batch whose entries' `sampling_needs` are the rows of `needs` [B, NUM_NEEDS]."""
         sampled, truncated, penalised, biased, min_length, with_logprobs = (
-            tuple(np.flatnonzero(needs[:, part]).tolist()) for part in range(NUM_NEEDS - 1)
+            np.flatnonzero(needs[:, part]) for part in range(NUM_NEEDS - 1)
         )
-        num_top_logprobs = int(needs[:, -1].max(initial=0))
-        return cls(sampled, truncated, penalised, biased, min_length, with_logprobs, num_top_logprobs)
+        return cls(sampled, truncated, penalised, biased, min_length, with_logprobs, needs[with_logprobs, -1])
 
     @property
     def is_greedy(self) -> bool:
         """Whether every entry's token is the largest of the model's own logits, and nothing else is wanted."""
-        return not (self.sampled or self.penalised or self.biased or self.min_length or self.with_logprobs)
+        return not (
+            self.sampled.size
+            or self.penalised.size
+            or self.biased.size
+            or self.min_length.size
+            or self.with_logprobs.size
+        )
 
     def repeated(self, num_times: int) -> SamplingBatch:
         """Of a batch in which each entry appears `num_times`, one beside the other."""
 
-        def entries(indices: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(i * num_times + j for i in indices for j in range(num_times))
+        places = np.arange(num_times)
+
+        def entries(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+            return (indices[:, None] * num_times + places).ravel()
 
         return SamplingBatch(
             sampled=entries(self.sampled),
@@ -151,7 +159,7 @@ class SamplingBatch:
             biased=entries(self.biased),
             min_length=entries(self.min_length),
             with_logprobs=entries(self.with_logprobs),
-            num_top_logprobs=self.num_top_logprobs,
+            num_top_logprobs=self.num_top_logprobs.repeat(num_times),
         )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.shared_kv import PoolTicket, RemoteKv, SharedKv, runs_of, slots_of
+from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv, SharedKv, runs_of, slots_of
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, require
 from common.wire.framed_payload import FramedPayload
@@ -82,14 +82,15 @@ def decode_segment(
         "kv_segment.num_tokens",
         f"tokens {message.token_start}..{token_end} are not within the row's {num_row_tokens}",
     )
+    num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
     shared = None
     if message.HasField("ticket"):
         require(not len(payload), "kv_segment.payload", "comes with a ticket")
+        require(num_bytes <= MAX_LENT_BYTES, "kv_segment.ticket", f"is of {num_bytes} bytes, over {MAX_LENT_BYTES}")
         layers = slice(message.layer_start, layer_end)
         shared = _shared(message.ticket, pool, group.name, layers, num_tokens=message.num_tokens)
     else:
         require(len(payload) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
-        num_bytes = message.num_layers * group.num_planes * message.num_tokens * group.row_bytes
         require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
     require(checksum(message, payload=payload) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
     return KvSegment(
@@ -110,7 +111,12 @@ def _shared(
     if pool is None:
         raise ProtocolError("kv_segment.ticket", "is into memory that cannot be read")
     starts, lengths = message.run_starts, message.run_lengths
-    require(len(starts) == len(lengths) and 0 not in lengths, "kv_segment.ticket", "has runs that are none")
+    require(
+        len(starts) == len(lengths) <= num_tokens,
+        "kv_segment.ticket",
+        f"has {len(starts)} starts and {len(lengths)} lengths of runs for {num_tokens} tokens",
+    )
+    require(0 not in lengths, "kv_segment.ticket", "has runs that are none")
     require(sum(lengths) == num_tokens, "kv_segment.ticket", f"has {sum(lengths)} slots instead of {num_tokens}")
     shared = pool.read(group_name, layers, PoolTicket(slots_of(starts, lengths), message.generation, message.number))
     if shared is None:

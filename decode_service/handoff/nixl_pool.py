@@ -22,7 +22,6 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv, SharedKv, runs_of
 from common.kv.shared_pool import HEADER_BYTES, NUMBER_BYTES, PoolLayout, PoolUnusable, split_header
 from common.nixl.child import NixlError, TransferProcess
-from common.wire.codec_checks import require
 from decode_service.handoff.staging import Staging
 
 _STAGING_BYTES = 2 * MAX_LENT_BYTES + (1 << 20)
@@ -131,14 +130,12 @@ class NixlPool:
 
     async def fetch(self, remote: RemoteKv) -> SharedKv:
         """The KV in memory of this process, with the stamps that its slots had afterwards. Raises NixlError, from then
-        on always; ProtocolError when it is more than one segment may lend.
+        on always. It is of one segment: MAX_LENT_BYTES at most.
 
         A read under way goes on when its task is cancelled: what it writes into is nobody else's before it has ended.
         One whose turn has not come is not begun.
         """
-        num_bytes = remote.num_bytes
-        require(num_bytes <= MAX_LENT_BYTES, "kv_segment.ticket", f"is of {num_bytes} bytes, over {MAX_LENT_BYTES}")
-        stamps_at = -(-num_bytes // NUMBER_BYTES) * NUMBER_BYTES
+        stamps_at = -(-remote.num_bytes // NUMBER_BYTES) * NUMBER_BYTES
         await self._turn.acquire()
         try:
             if self.is_lost:

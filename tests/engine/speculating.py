@@ -6,6 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.device.scripted import ScriptedDevice, pick_with
 from decode_service.depth import FixedDepth
 from decode_service.spec_info import SpecInfo
@@ -25,7 +28,7 @@ class ScriptedDepth(FixedDepth):
         self._left = list(spec_infos)
         self.launches: list[SpecInfo] = []
 
-    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         return self._left[0]
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -50,7 +53,7 @@ class RandomDepth(FixedDepth):
         self._drafts, self._has_seeds = True, True
         self._next = self._draw()
 
-    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         return self._next if self._has_seeds else self._next.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -34,9 +35,11 @@ def check_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
     assert batch.req_pool_indices_cpu.tolist() == rows, "req_pool_indices_cpu are not the requests'"
     assert batch.seq_lens.tolist() == lengths, "seq_lens are not the requests'"
     assert batch.seq_lens_cpu.tolist() == lengths, "seq_lens_cpu are not the requests'"
-    assert batch.draft_lag == rows, "draft_lag are not the requests'"
+    assert batch.draft_lag.tolist() == rows, "draft_lag are not the requests'"
     assert batch.sampling_needs[:, 0].tolist() == [row % 2 for row in rows], "sampling_needs are not the requests'"
-    assert batch.sampling.sampled == tuple(i for i, row in enumerate(rows) if row % 2), "sampling outlived its batch"
+    assert batch.sampling.sampled.tolist() == [i for i, row in enumerate(rows) if row % 2], (
+        "sampling outlived its batch"
+    )
     assert batch.request_ids == tuple(f"row {row}" for row in rows), "request_ids outlived their batch"
     assert batch.undrafted == tuple(i for i, row in enumerate(rows) if row % 3 == 0), "undrafted outlived its batch"
     assert batch.batch_size == len(rows)
@@ -57,7 +60,7 @@ def check_columns_follow_the_requests(operations: list[Operation]) -> None:
             new = list(range(next_row, next_row + argument))
             next_row += argument
             merged = make_batch(new, [length_of(row) for row in new])
-            merged.draft_lag = list(new)
+            merged.draft_lag = np.array(new, np.int64)
             merged.sampling_needs[:, 0] = [row % 2 for row in new]
             for req in merged.reqs:
                 req.wants_drafts = req.arrival % 3 > 0

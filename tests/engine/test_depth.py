@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 
 from common.telemetry.step_stats import SpeculationStats
@@ -48,7 +49,7 @@ class Serving:
         self.sizes_met: set[int] = set()
         self.numbers = Random(3)
         self.chosen: list[SpecInfo] = []
-        self.lags: list[int] = []
+        self.lags = np.empty(0, np.int64)
         self.num_tokens = 0
         self.seconds = 0.0
         self.seconds_to_begin = 0.0
@@ -56,8 +57,8 @@ class Serving:
     def step(self, num_rows: int, *, num_wanted: int | None = None) -> None:
         num_wanted = num_rows if num_wanted is None else num_wanted
         self.age += 1
-        kept = [*self.lags[:num_rows], *(0,) * (num_rows - len(self.lags))]
-        self.lags = [0 if (self.age + row * 37) % self.lifetime == 0 else lag for row, lag in enumerate(kept)]
+        self.lags = np.pad(self.lags[:num_rows], (0, max(0, num_rows - len(self.lags))))
+        self.lags[(self.age + np.arange(num_rows) * 37) % self.lifetime == 0] = 0
         for _ in range(3):  # a stalled tick asks in vain
             spec_info = self.depth.choose(draft_lag=self.lags, num_wanted=num_wanted)
         self.depth.launched(spec_info)
@@ -66,7 +67,7 @@ class Serving:
         num_tokens = num_rows * spec_info.num_verify_tokens
         lags = self.lags
         num_read = spec_info.num_head_tokens(lags)
-        self.lags = [0 if num_read else lag + 1 for lag in lags]
+        self.lags = np.zeros_like(lags) if num_read else lags + 1
         stats = SpeculationStats(
             spec_info.num_steps,
             accept_lens,
@@ -193,13 +194,13 @@ def test_drafts_pay_for_all_that_comes_with_them_and_for_beginning_within_64_ste
     half = (2, 2, 2, 2, 1, 1, 1, 1)
     for _ in range(200):
         begun = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.034, extend_s=begin_s, idle_s=idle_s)
-        depth.observe(without, draft_lag=[0] * 8, stats=begun)
+        depth.observe(without, draft_lag=np.zeros(8, np.int64), stats=begun)
         drafted = SpeculationStats(1, half, draft_s=seed_s, verify_s=drafting_s, extend_s=0.0, idle_s=0.0)
-        depth.observe(drafting, draft_lag=[0] * 8, stats=drafted)
+        depth.observe(drafting, draft_lag=np.zeros(8, np.int64), stats=drafted)
         depth.launched(without.without_seed())
     num_seeds = 0
     for _ in range(100):
-        spec_info = depth.choose(draft_lag=[0] * 8, num_wanted=8)
+        spec_info = depth.choose(draft_lag=np.zeros(8, np.int64), num_wanted=8)
         depth.launched(spec_info)
         num_seeds += spec_info.leaves_seed
     assert num_seeds > 95 if begins else num_seeds < 10
@@ -318,5 +319,5 @@ def test_a_tree_becomes_shallower_with_the_nodes_that_are_left() -> None:
 
 def test_a_fixed_depth_is_always_the_same() -> None:
     depth = FixedDepth(SpecInfo.chain(3))
-    assert depth.choose(draft_lag=[0] * 100, num_wanted=1) == SpecInfo.chain(3)
-    assert depth.choose(draft_lag=[0], num_wanted=0).num_steps == 0
+    assert depth.choose(draft_lag=np.zeros(100, np.int64), num_wanted=1) == SpecInfo.chain(3)
+    assert depth.choose(draft_lag=np.zeros(1, np.int64), num_wanted=0).num_steps == 0

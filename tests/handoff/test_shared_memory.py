@@ -12,7 +12,7 @@ import pytest
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.shared_kv import SharedKv
+from common.kv.shared_kv import MAX_LENT_BYTES, SharedKv
 from common.kv.shared_pool import DIRECTORY, MappedPool, PoolUnusable
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import decode_command, encode_release_segments
@@ -28,6 +28,7 @@ from tests.handoff.samples import (
     ROOMY_BUDGET_BYTES,
     SEGMENT_BYTES,
     SEGMENT_TOKENS,
+    TARGET,
     failed,
     prebuilt,
     row,
@@ -205,7 +206,8 @@ def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair) -> None:
     ("starts", "lengths", "match"),
     [
         ([1], [SEGMENT_TOKENS - 1], "has 31 slots instead of 32"),
-        ([1], [SEGMENT_TOKENS, 1], "has runs that are none"),
+        ([1], [SEGMENT_TOKENS, 1], "has 1 starts and 2 lengths of runs for 32 tokens"),
+        ([1] * 33, [1] * 33, "has 33 starts and 33 lengths of runs for 32 tokens"),
         ([1, 2], [SEGMENT_TOKENS, 0], "has runs that are none"),
         ([0], [SEGMENT_TOKENS], "is of slots that are not of the pool's 256"),
         ([2**32 - 1], [SEGMENT_TOKENS], "is of slots that are not of the pool's 256"),
@@ -220,6 +222,22 @@ def test_a_ticket_is_checked_field_by_field(pair: Pair, starts: list[int], lengt
     mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
     with pytest.raises(ProtocolError, match=match):
         codec.decode(frame.SerializeToString(), (row(),), mapped)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "match"),
+    [
+        (MAX_LENT_BYTES // TARGET.token_bytes, "is of slots that are not of the pool's 256"),
+        (MAX_LENT_BYTES // TARGET.token_bytes + 1, f"is of {MAX_LENT_BYTES + TARGET.token_bytes} bytes, over"),
+    ],
+)
+def test_a_ticket_is_of_no_more_than_a_segment_may_lend(pair: Pair, num_tokens: int, match: str) -> None:
+    codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+    frame = prefill_pb2.HandoffFrame.FromString(codec.encode(pair.lent.lend(segment(0, 0))))
+    frame.kv_segment.num_tokens, frame.kv_segment.ticket.run_lengths[:] = num_tokens, [num_tokens]
+    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
+    with pytest.raises(ProtocolError, match=match):
+        codec.decode(frame.SerializeToString(), (row(num_tokens=num_tokens),), mapped)
 
 
 def test_the_commands_that_end_loans_are_checked_like_all_others() -> None:

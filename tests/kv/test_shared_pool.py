@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,11 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import available_memory
 from common.kv import shared_pool as shared_pool_module
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.kv.shared_kv import PoolTicket, runs_of, slots_of
-from common.kv.shared_pool import MappedPool, PoolUnusable, SharedPool, sweep
+from common.kv.shared_pool import MappedPool, PoolLayout, PoolUnusable, SharedPool, sweep
 
 TARGET = LayerGroupSpec("target", num_layers=3, num_planes=2, num_heads=2, head_dim=4, dtype="bfloat16")
 DRAFT = LayerGroupSpec("draft", num_layers=1, num_planes=2, num_heads=1, head_dim=3, dtype="float32")
@@ -152,6 +154,40 @@ def test_a_link_a_file_too_small_and_a_pool_of_other_groups_are_not_trusted(
             mapped_from(tmp_path, path.name)
     with pytest.raises(PoolUnusable, match="bytes instead of"):
         MappedPool(shared_pool.name, groups=(TARGET,), directory=tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_by_such_a_name_is_neither_waited_for_nor_removed(tmp_path: Path) -> None:
+    fifo = tmp_path / ("baton-kv-" + "0" * 32)
+    os.mkfifo(fifo)
+    with pytest.raises(PoolUnusable, match="not a file of this user"):
+        mapped_from(tmp_path, fifo.name)
+    assert sweep(tmp_path) == 0
+    assert fifo.is_fifo()
+
+
+def test_a_file_of_another_user_is_neither_mapped_nor_swept(
+    shared_pool: SharedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlocked = tmp_path / ("baton-kv-" + "0" * 32)
+    unlocked.touch()
+    other_user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other_user)
+    with pytest.raises(PoolUnusable, match="not a file of this user"):
+        mapped_from(tmp_path, shared_pool.name)
+    assert sweep(tmp_path) == 0
+    assert unlocked.exists()
+
+
+@pytest.mark.parametrize("num_missing", [0, 1])
+def test_it_asks_for_room_before_it_takes_any(
+    tmp_path: Path, num_missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_available = PoolLayout(GROUPS, NUM_SLOTS).file_bytes - num_missing
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: num_available)
+    with pytest.raises(OSError, match="are available") if num_missing else nullcontext():
+        SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_room_for_it_is_an_error_at_once_and_leaves_no_file(tmp_path: Path) -> None:

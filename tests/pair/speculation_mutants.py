@@ -64,9 +64,10 @@ def _skipped_on_draft_rows(patch: pytest.MonkeyPatch, part: str) -> None:
     def mutant(
         draw: Any, logits: Tensor, rows: Tensor, positions: Tensor, state: Any, batch: Any, rest: Any
     ) -> Sampled:
-        is_first = torch.cat([torch.ones(1, dtype=torch.bool), rows[1:] != rows[:-1]]).tolist()
-        entries = tuple(entry for entry in getattr(batch, part) if is_first[entry])
-        drawn: Sampled = draw(logits, rows, positions, state, dataclasses.replace(batch, **{part: entries}), rest)
+        is_first = torch.cat([torch.ones(1, dtype=torch.bool), rows[1:] != rows[:-1]]).numpy()
+        entries = getattr(batch, part)
+        firsts = dataclasses.replace(batch, **{part: entries[is_first[entries]]})
+        drawn: Sampled = draw(logits, rows, positions, state, firsts, rest)
         return drawn
 
     _target_draws(patch, mutant)

@@ -6,7 +6,7 @@ guesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -14,8 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from common.draft.seed import Seed
 from common.model.sampling_params import ResolvedSampling
@@ -77,7 +79,7 @@ class LeftBehind(FixedDepth):
         self._steps = cycle([*[nothing] * num_behind, spec_info.at_depth(0), spec_info])
         self._next = next(self._steps)
 
-    def choose(self, *, draft_lag: Sequence[int], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         return self._next
 
     def launched(self, spec_info: SpecInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from transformers import (
 
 from common.model import noise
 from common.model.forward_program import Largest
+from common.model.logprobs import unpack_logprobs
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling import Sampled, largest, sample, shape_logits
-from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
 from tests.support.goodness_of_fit import chi_square_p_value, farthest_p_value
 from tests.support.host_scalars import RefuseHostScalars
@@ -242,6 +244,47 @@ def test_a_largest_that_is_known_is_taken_where_nothing_else_is_wanted(wanted: d
     logits, batch = random_logits(1), SamplingBatch.of([request])
     drawn = sample(logits, torch.tensor([1]), torch.tensor([9]), state, batch, found=found)
     assert (int(drawn.token_ids[0]) == 7 and bool(drawn.is_invalid[0])) == (not wanted)
+
+
+def test_each_entry_has_its_own_log_probabilities_of_each_of_its_tokens() -> None:
+    wanted = (None, 2, None, 0, 1)
+    batch = SamplingBatch.of([params(num_logprobs=num_top) for num_top in wanted])
+    width = 3
+    asking, places = batch.repeated(width), torch.arange(3 * width)
+    assert asking.with_logprobs.tolist() == [3, 4, 5, 9, 10, 11, 12, 13, 14]
+    assert asking.num_top_logprobs.tolist() == [2, 2, 2, 0, 0, 0, 1, 1, 1]
+    sampled = Sampled(
+        torch.zeros(5 * width, dtype=torch.int64),
+        torch.zeros(5 * width, dtype=torch.bool),
+        logprobs=-places.float(),
+        top_ids=places.unsqueeze(1) * 10 + torch.arange(2),
+        top_logprobs=-places.unsqueeze(1) * 10.0 - torch.arange(2),
+    )
+    unpacked = unpack_logprobs(sampled, batch, width=width)
+    assert unpacked.shape == (5, width)
+    of_entry = dict(zip((1, 3, 4), places.view(3, width).tolist(), strict=True))
+    for entry, num_top in enumerate(wanted):
+        for node in range(width):
+            expected = None
+            if num_top is not None:
+                place = of_entry[entry][node]
+                top = range(num_top)
+                expected = TokenLogprobs(
+                    -place, tuple(10 * place + i for i in top), tuple(-10.0 * place - i for i in top)
+                )
+            assert unpacked[entry, node] == expected
+
+
+def test_truncation_is_of_the_entries_that_ask_for_it() -> None:
+    """Whichever of the sampled ones they are."""
+    logits = random_logits(1).expand(6, -1).contiguous()
+    requests = [params(temperature=temperature) for temperature in (0.0, 50.0, 50.0, 0.0, 50.0, 50.0)]
+    for entry in (2, 5):
+        requests[entry] = replace(requests[entry], top_k=1)
+    free, drawn = (draw(logits, each, [9] * 6, rows=[1, 2, 3, 4, 5, 6]) for each in ([requests[1]] * 6, requests))
+    best = int(logits[0].argmax())
+    assert best not in free.token_ids.tolist()
+    assert [token == best for token in drawn.token_ids.tolist()] == [True, False, True, True, False, True]
 
 
 def test_seeding_a_row_puts_no_number_of_the_hosts_into_a_table() -> None:

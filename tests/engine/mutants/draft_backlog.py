@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.kv.pool import KvPool
@@ -12,15 +14,15 @@ from decode_service.draft_backlog import DraftBacklog, Unread
 from decode_service.schedule_batch import ForwardBatch
 
 
-def _lagging(batch: ForwardBatch, draft_lag: tuple[int, ...]) -> ForwardBatch:
-    return dataclasses.replace(batch, draft_lag=draft_lag)
+def _lagging(batch: ForwardBatch, draft_lag: int) -> ForwardBatch:
+    return dataclasses.replace(batch, draft_lag=np.full_like(batch.draft_lag, draft_lag))
 
 
 def each_step_puts_in_the_same_place(patch: pytest.MonkeyPatch) -> None:
     put = DraftBacklog.put
 
     def mutant(self: DraftBacklog, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
-        put(self, _lagging(batch, (0,) * batch.batch_size), captured, next_ids)
+        put(self, _lagging(batch, 0), captured, next_ids)
 
     patch.setattr(DraftBacklog, "put", mutant)
 
@@ -30,9 +32,9 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
     put, unread = DraftBacklog.put, DraftBacklog.unread
 
     def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
-        entries = _lagging(batch, (0,) * batch.batch_size)
+        entries = _lagging(batch, 0)
         rows = batch.req_pool_indices
-        places = max(batch.draft_lag)
+        places = batch.draft_lag.max()
         put(self, entries, self._captured[rows, places], self._next_ids[rows, places])
         return unread(self, entries, pool, group)
 
@@ -44,8 +46,7 @@ def every_row_is_as_far_behind(patch: pytest.MonkeyPatch) -> None:
     unread = DraftBacklog.unread
 
     def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
-        lag = min(batch.draft_lag)
-        return unread(self, _lagging(batch, (lag,) * batch.batch_size), pool, group)
+        return unread(self, _lagging(batch, batch.draft_lag.min()), pool, group)
 
     patch.setattr(DraftBacklog, "unread", mutant)
 
@@ -53,8 +54,8 @@ def every_row_is_as_far_behind(patch: pytest.MonkeyPatch) -> None:
 def lag_is_not_reset(patch: pytest.MonkeyPatch) -> None:
     """A head that has read everything is still counted behind."""
 
-    def mutant(self: ForwardBatch) -> list[int]:
-        return [min(lag + 1, 15) for lag in self.draft_lag]
+    def mutant(self: ForwardBatch) -> NDArray[np.int64]:
+        return np.minimum(self.draft_lag + 1, 15)
 
     patch.setattr(ForwardBatch, "draft_lag_after", property(mutant))
 
