@@ -121,6 +121,8 @@ async def measure(address: str, levels: list[int], seconds: float) -> tuple[Mode
             ) as load:
                 (timeline,) = await asyncio.to_thread(record_timelines, [address], duration_s=seconds)
                 load.check()
+                if load.num_begun > level:  # at one request the next one's prompt would count as time between forwards
+                    raise RuntimeError(f"a request ended within {seconds:g} s: record for less time")
             figures[level] = step_figures(timeline, num_rows=level)
     return info, figures
 
