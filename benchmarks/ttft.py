@@ -123,7 +123,7 @@ async def measure(address: str, one_process: InProcessPair, num_rounds: int, num
             workload = Workload(1, 1, num_tokens, NEW_TOKENS, prompt_seed=number)
             (prompt,) = workload.prompts(vocab_size)
             in_pair = partial(pair_record, client, workload, vocab_size)
-            in_one_process = partial(asyncio.to_thread, first_token_s, one_process, str(number), prompt)
+            in_one_process = partial(one_process_ttft_s, one_process, str(number), prompt)
             if number % 2 == 0:
                 record, one_process_s = await in_pair(), await in_one_process()
             else:
@@ -137,6 +137,10 @@ async def pair_record(client: AsyncClient, workload: Workload, vocab_size: int) 
     (record,) = await run_workload([client], workload, vocab_size=vocab_size)
     assert record.error is None, record.error
     return record
+
+
+async def one_process_ttft_s(pair: InProcessPair, request_id: str, prompt: list[int]) -> float:
+    return await asyncio.to_thread(first_token_s, pair, request_id, prompt)
 
 
 def first_token_s(pair: InProcessPair, request_id: str, prompt: list[int]) -> float:
