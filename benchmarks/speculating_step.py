@@ -85,7 +85,7 @@ def main() -> None:
         *run.heading(
             "Where a speculating step's time goes",
             f"SmolLM2-135M-Instruct, {args.dtype}, greedy, one request at a time; "
-            f"{'' if turns else 'the project has the prompts, outside ones are not there; '}medians, times in ms.",
+            f"{'' if turns else 'prompts of the project, as outside ones are not there; '}medians, times in ms.",
         ),
         "",
         f"| drafts | decode tokens/s | tokens per forward | step | {' | '.join(PIECES)} |",
