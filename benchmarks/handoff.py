@@ -4,8 +4,8 @@ Two processes with their own engines, edges and connections; only the models com
 round: the handoff over gRPC, a bare gRPC stream between two Python processes, with messages of several sizes, the
 handoff through shared memory, through NIXL as it chooses and over TCP, and a copy from memory to memory by one thread,
 far larger than the caches. Before it is measured, each connection has carried as much as the requests at a time are.
-Rates are in MB/s of payload; ratios are taken within a round, of the bare stream to the best of its sizes in that
-round; the table shows medians. Writes a table into benchmarks/results. Exit status 1 when a bound is missed.
+Rates are in MB/s of payload; ratios are taken within a round, those to the bare stream to its best size in that round;
+the table shows medians. Writes a table into benchmarks/results. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
