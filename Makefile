@@ -22,7 +22,7 @@ help:
 	@echo 'make format       apply formatting and safe lint fixes'
 	@echo 'make stubs        generate baton/v1 from proto/'
 	@echo 'make parity       the long parity tables'
-	@echo 'make bench        the benchmarks: serving, speculation, overlap, a storm of cancels, steps, the timeline'
+	@echo 'make bench        the benchmarks with a bound       (BENCH_ARGS="--peer PROGRAM" to measure another beside)'
 	@echo 'make soak         100,000 interleavings, then MINUTES=30 of storms, faults and restarts'
 	@echo 'make fuzz         hostile input for MINUTES=10'
 	@echo 'make gpu          the GPU suite, with the python3 of this machine and no installation'
@@ -55,14 +55,7 @@ parity: $(DEV)
 	$(BIN)/python -m benchmarks.parity
 
 bench: $(DEV)
-	status=0; \
-	$(BIN)/python -m benchmarks.serving $(BENCH_ARGS) || status=1; \
-	$(BIN)/python -m benchmarks.speculation || status=1; \
-	$(BIN)/python -m benchmarks.overlap || status=1; \
-	$(BIN)/python -m benchmarks.abort_storm || status=1; \
-	$(BIN)/python -m benchmarks.step_costs || status=1; \
-	$(BIN)/python -m benchmarks.timeline_overhead || status=1; \
-	exit $$status
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 soak: $(DEV)
 	status=0; \

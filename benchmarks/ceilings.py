@@ -36,7 +36,11 @@ class Ceilings:
         num_threads = len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
         rates = {name: _flops_per_s(device, dtype) for name, dtype in DTYPES.items() if _has_kernel(device, dtype)}
-        return cls(_read_bytes_per_s(device), {name: rates.get(name, rates["float32"]) for name in DTYPES}, num_threads)
+        return cls(
+            bandwidth_bytes_per_s(device, READ_BYTES),
+            {name: rates.get(name, rates["float32"]) for name in DTYPES},
+            num_threads,
+        )
 
     def bound_s(self, *, num_bytes: float, num_flops: float, dtype: str) -> float:
         """The least time in which that much can be read and computed, the one beside the other."""
@@ -47,10 +51,12 @@ class Ceilings:
         return f"{self.num_threads} threads read {self.read_bytes_per_s / 1e9:.1f} GB/s and multiply {rates}"
 
 
-def _read_bytes_per_s(device: str) -> float:
-    """By the better of two reductions over what fits no cache."""
-    values = torch.ones(READ_BYTES // 4, device=device)
-    return READ_BYTES / min(_best_s(device, values.amax), _best_s(device, lambda: torch.dot(values, values)))
+def bandwidth_bytes_per_s(device: str, num_bytes: int) -> float:
+    """By the best of two reductions over `num_bytes`, which should fit no cache, and a copy, which moves them twice."""
+    values = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(values)
+    read_s = min(_best_s(device, values.amax), _best_s(device, lambda: torch.dot(values, values)))
+    return num_bytes / min(read_s, _best_s(device, lambda: target.copy_(values)) / 2)
 
 
 def _has_kernel(device: str, dtype: torch.dtype) -> bool:

@@ -17,7 +17,6 @@ _WAITS = ("wait", "resolve_seq_lens")
 class Forward:
     """The pieces of one step on the forward stream, which take `busy_ns`. `figures`: of the piece that has some."""
 
-    number: int
     start_ns: int
     end_ns: int
     busy_ns: int
@@ -26,9 +25,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Of steps that follow each other with the same number of rows; medians, in seconds.
+    """Of forwards that follow each other with the same number of rows; medians, in seconds.
 
-    `between_s`: from a forward's end to the next one's begin; `between_p99_s` is that of the slowest hundredth.
+    `between_s`: from a forward's end to the next one's begin, whatever the engine did meanwhile; `between_p99_s` is
+    that of the slowest hundredth.
     `schedule_s`: of an engine's step, waits for the stream taken off. `busy`: the share of pieces in the whole time.
     """
 
@@ -42,33 +42,34 @@ class StepFigures:
 
 
 def forwards(timeline: ServiceTimeline) -> list[Forward]:
-    """In order. Pieces of a step have its scope in common, whose name ends with its number."""
+    """In order. Pieces of a step have its scope in common. Raises ValueError when events were dropped."""
     by_scope: dict[str, list[TimelineEvent]] = {}
-    for event in timeline.tracks["forward"]:
+    for event in _whole_track(timeline, "forward"):
         if event.detail:
             by_scope.setdefault(event.detail, []).append(event)
     return sorted(
         (
             Forward(
-                number=int(scope.rpartition(" ")[2]),
                 start_ns=min(piece.start_ns for piece in pieces),
                 end_ns=max(piece.end_ns for piece in pieces),
                 busy_ns=sum(piece.duration_ns for piece in pieces),
                 figures={name: value for piece in pieces for name, value in piece.figures.items()},
             )
-            for scope, pieces in by_scope.items()
+            for pieces in by_scope.values()
         ),
         key=lambda forward: forward.start_ns,
     )
 
 
 def step_figures(timeline: ServiceTimeline, *, num_rows: int) -> StepFigures:
-    """Of the decode steps with `num_rows` rows. Raises ValueError when there are no two after each other."""
+    """Of the decode steps with `num_rows` rows. Raises ValueError when there are no two after each other, and when
+    events were dropped: what lies between two forwards would not all be there.
+    """
     every = forwards(timeline)[1:-1]  # the first and the last may have been cut
     pairs = [
         (one, next_)
         for one, next_ in pairwise(every)
-        if next_.number == one.number + 1 and one.figures.get("rows") == next_.figures.get("rows") == num_rows
+        if one.figures.get("rows") == next_.figures.get("rows") == num_rows
     ]
     if not pairs:
         raise ValueError(f"no steps of {num_rows} rows follow each other among {len(every)}")
@@ -85,9 +86,15 @@ def step_figures(timeline: ServiceTimeline, *, num_rows: int) -> StepFigures:
     )
 
 
+def _whole_track(timeline: ServiceTimeline, name: str) -> Sequence[TimelineEvent]:
+    if num_dropped := timeline.num_dropped[name]:
+        raise ValueError(f"{num_dropped} events of {name} were dropped: record for less time")
+    return timeline.tracks[name]
+
+
 def _schedule_s(timeline: ServiceTimeline) -> Iterable[float]:
     """Of each step of the engine that launched something."""
-    spans = [event for event in timeline.tracks["engine"] if event.kind is EventKind.SPAN]
+    spans = [event for event in _whole_track(timeline, "engine") if event.kind is EventKind.SPAN]
     steps = [event for event in spans if event.name == "step"]
     launches = _inside(steps, [event for event in spans if event.name == "launch"])
     waits = _inside(steps, [event for event in spans if event.name in _WAITS])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,11 @@ def full_speed_pair(*, fuses_prompts: bool = True, **options: Any) -> Iterator[L
     """
     with LocalPair(**options, exposes_metrics=True) as pair:
         print("waiting for fused forwards", file=sys.stderr)
-        fusing = pair.metrics_addresses[0 if fuses_prompts else len(pair.prefill_addresses) :]
-        if not await_fused(fusing, timeout_s=_FULL_SPEED_TIMEOUT_S):
-            raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")
+        wait_full_speed(pair.metrics_addresses[0 if fuses_prompts else len(pair.prefill_addresses) :])
         yield pair
+
+
+def wait_full_speed(metrics_addresses: Sequence[str]) -> None:
+    """Until the forwards of all of these services are fused. Raises TimeoutError."""
+    if not await_fused(metrics_addresses, timeout_s=_FULL_SPEED_TIMEOUT_S):
+        raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")

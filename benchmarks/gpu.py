@@ -18,7 +18,6 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.ceilings import bandwidth_bytes_per_s
 from common.device.factory import open_device
 from common.device.stream import Event
 from common.model.loader import DTYPES, target_of
@@ -137,8 +137,9 @@ class Decoded:
     tokens_per_s: float
 
 
-def prompts(num_rows: int, length: int, vocab_size: int) -> list[list[int]]:
-    numbers = random.Random(num_rows)
+def prompts(num_rows: int, length: int, vocab_size: int, wave: str = "") -> list[list[int]]:
+    """The same ones for the same arguments; other waves have nothing in common."""
+    numbers = random.Random(f"{num_rows} {wave}")
     return [[numbers.randrange(vocab_size) for _ in range(length)] for _ in range(num_rows)]
 
 
@@ -202,7 +203,7 @@ def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
     try:
         for name in ("warm", "timed"):
             began_s = time.perf_counter()
-            for i, ids in enumerate(prompts(sizes.num_rows, sizes.prompt_len, target.vocab_size)):
+            for i, ids in enumerate(prompts(sizes.num_rows, sizes.prompt_len, target.vocab_size, name)):
                 sampling = ResolvedSampling(seed=i, max_tokens=sizes.new_tokens, temperature=0.0)
                 pair.submit(f"{name}-{i}", ids, sampling)
             pair.run(bound_s=600.0)
@@ -212,16 +213,23 @@ def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
 
 
 def peer_s(model: Any, sizes: Sizes) -> float:
-    """transformers' continuous batching from the first prompt to the last token; a first run compiles."""
+    """transformers' continuous batching from the first prompt's arrival to the last token.
+
+    Its manager, with cache and graphs, is that of a first wave, and its thread runs before the prompts arrive. Waves
+    differ: it may keep the KV of prompts that it has seen.
+    """
     generation = GenerationConfig(max_new_tokens=sizes.new_tokens, do_sample=False, eos_token_id=-1)
-    ids = prompts(sizes.num_rows, sizes.prompt_len, model.config.vocab_size)
-    for _ in range(2):
-        began_s = time.perf_counter()
-        outputs = model.generate_batch(ids, generation_config=generation, progress_bar=False)
-        seconds = time.perf_counter() - began_s
-        lengths = {len(output.generated_tokens) for output in outputs.values()}
-        assert len(outputs) == len(ids) and lengths == {sizes.new_tokens}, f"the peer stopped early: {lengths}"
-    return seconds
+    try:
+        for wave in ("warm", "timed"):
+            ids = prompts(sizes.num_rows, sizes.prompt_len, model.config.vocab_size, wave)
+            outputs = model.generate_batch(
+                ids, generation_config=generation, progress_bar=False, persistent_manager=True
+            ).values()
+            lengths = {len(output.generated_tokens) for output in outputs}
+            assert len(outputs) == len(ids) and lengths == {sizes.new_tokens}, f"the peer stopped early: {lengths}"
+        return float(max(output.lifespan[1] for output in outputs) - min(output.created_time for output in outputs))
+    finally:
+        model.destroy_cached_continuous_batching_manager()
 
 
 def handoff_bytes_per_s(target: TargetModel, sizes: Sizes, device: str) -> float:
@@ -247,30 +255,6 @@ def handoff_bytes_per_s(target: TargetModel, sizes: Sizes, device: str) -> float
         pair.close()
 
 
-def bandwidth_bytes_per_s(num_bytes: int, device: str) -> float:
-    """The better of reading and copying, each the best of ten."""
-    source = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    works: list[tuple[Callable[[], object], int]] = [
-        (source.sum, num_bytes),
-        (lambda: target.copy_(source), 2 * num_bytes),
-    ]
-    best = 0.0
-    for work, moved in works:
-        for _ in range(10):
-            _wait(device)
-            began_s = time.perf_counter()
-            work()
-            _wait(device)
-            best = max(best, moved / (time.perf_counter() - began_s))
-    return best
-
-
-def _wait(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-
-
 def random_model(config: LlamaConfig, device: str, attention: str) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
@@ -291,7 +275,7 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
     args = parser.parse_args()
     sizes = TINY if args.tiny else FULL
-    bandwidth = bandwidth_bytes_per_s(sizes.bandwidth_bytes, args.device)
+    bandwidth = bandwidth_bytes_per_s(args.device, sizes.bandwidth_bytes)
     model = random_model(sizes.config, args.device, PROBE_NAME)
     num_bytes = step_bytes(model)
     target = target_of(model, name="8B", device=args.device, dtype=DTYPE)
@@ -310,6 +294,14 @@ def main() -> None:
     gap = many.gap_s / many.step_s
     run = BenchmarkRun.of("gpu")
     num_tokens = sizes.num_rows * sizes.new_tokens
+    is_met = True
+
+    def bound(text: str, *, met: bool) -> str:
+        """Of the served shape; a rehearsal's figures say nothing of it."""
+        nonlocal is_met
+        is_met &= met
+        return text if args.tiny else f"{text}: {'met' if met else 'MISSED'}"
+
     lines = [
         *run.heading(
             "Decode on a GPU",
@@ -322,12 +314,20 @@ def main() -> None:
         f"| bandwidth measured | {bandwidth / 1e9:.0f} GB/s | |",
         f"| weights that a step reads | {num_bytes / 1e9:.2f} GB | |",
         f"| step of 1 row | {1e3 * one.step_s:.3f} ms, {1e3 * one.forward_s:.3f} of it the forward | |",
-        f"| its weights over bandwidth, of the step | {of_bandwidth:.1%} | at least {MIN_OF_BANDWIDTH:.0%} |",
+        f"| its weights over bandwidth, of the step | {of_bandwidth:.1%} "
+        f"| {bound(f'at least {MIN_OF_BANDWIDTH:.0%}', met=of_bandwidth >= MIN_OF_BANDWIDTH)} |",
         f"| step of {sizes.num_rows} rows | {1e3 * many.step_s:.3f} ms, {many.tokens_per_s:.0f} tokens/s | |",
-        f"| between forwards, of the step | {1e6 * many.gap_s:.0f} µs, {gap:.1%} | under {MAX_GAP:.0%} |",
+        f"| between forwards, of the step | {1e6 * many.gap_s:.0f} µs, {gap:.1%} "
+        f"| {bound(f'under {MAX_GAP:.0%}', met=gap < MAX_GAP)} |",
         f"| {sizes.num_rows} rows from prompts to the end | {num_tokens / run_s:.0f} tokens/s | |",
-        f"| against transformers' continuous batching | {'not run' if of_peer is None else f'{of_peer:.2f} times'} "
-        f"| at least {MIN_OF_PEER:.0f} times |",
+        *(
+            [
+                f"| against transformers' continuous batching | {of_peer:.2f} times "
+                f"| {bound(f'at least {MIN_OF_PEER:.0f} times', met=of_peer >= MIN_OF_PEER)} |"
+            ]
+            if of_peer is not None
+            else ["| against transformers' continuous batching | not run | |"]
+        ),
         f"| handoff in this process | {handoff / 1e9:.2f} GB/s | |",
     ]
     table = "\n".join(lines)
@@ -335,8 +335,7 @@ def main() -> None:
     if args.tiny:
         return
     run.save("gpu", table)
-    is_peer_met = of_peer is None or of_peer >= MIN_OF_PEER
-    sys.exit(0 if of_bandwidth >= MIN_OF_BANDWIDTH and gap < MAX_GAP and is_peer_met else 1)
+    sys.exit(0 if is_met else 1)
 
 
 if __name__ == "__main__":

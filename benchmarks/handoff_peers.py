@@ -9,8 +9,8 @@ import asyncio
 import logging
 import multiprocessing
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -43,6 +43,9 @@ BARE_STREAM = "/benchmark.Bare/Stream"
 VOCAB_SIZE = 128
 _START_TIMEOUT_S = 60.0
 
+Serve = Callable[[Connection], Coroutine[None, None, None]]
+"""Sends its port and serves until the pipe closes, or it is cancelled; leaves nothing behind either way."""
+
 
 @dataclass(frozen=True, slots=True)
 class HandoffShape:
@@ -60,6 +63,10 @@ class HandoffShape:
     @property
     def prompt_bytes(self) -> int:
         return self.prompt_tokens * self.layer_group.token_bytes
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.prompt_tokens + 8
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -80,7 +87,7 @@ class NothingModel:
 
     def __init__(self, shape: HandoffShape) -> None:
         self.layer_group = shape.layer_group
-        self.max_context_tokens = shape.prompt_tokens + 8
+        self.max_context_tokens = shape.max_context_tokens
 
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
         return partial(self.forward, batch)
@@ -95,22 +102,27 @@ class NothingModel:
 @contextmanager
 def prefill_peer(shape: HandoffShape) -> Iterator[str]:
     """Yields the address of a prefill service: its own engine, sender, edge and gRPC server."""
-    with _process(_serve_prefill, shape) as address:
+    with _process(partial(_serve_prefill, shape)) as address:
         yield address
 
 
 @contextmanager
-def bare_peer(num_messages: int) -> Iterator[str]:
-    """Yields the address of a server whose one method streams `num_messages` of the largest segment's size."""
-    with _process(_serve_bare, num_messages) as address:
+def bare_peer() -> Iterator[str]:
+    """Yields the address of a server whose one method, asked for `bare_request`, streams that."""
+    with _process(_serve_bare) as address:
         yield address
 
 
+def bare_request(*, message_bytes: int, num_messages: int) -> bytes:
+    """`message_bytes`: at most the largest segment's size."""
+    return f"{message_bytes} {num_messages}".encode()
+
+
 @contextmanager
-def _process(serve: object, argument: object) -> Iterator[str]:
+def _process(serve: Serve) -> Iterator[str]:
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
-    process = spawning.Process(target=_run, args=(serve, argument, theirs), daemon=True)
+    process = spawning.Process(target=_run, args=(serve, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -123,11 +135,12 @@ def _process(serve: object, argument: object) -> Iterator[str]:
         process.kill()
 
 
-def _run(serve: object, argument: object, pipe: Connection) -> None:
+def _run(serve: Serve, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     keep_freed_memory()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    asyncio.run(serve(argument, pipe))  # type: ignore[operator]
+    with suppress(KeyboardInterrupt):  # the benchmark's own process says so
+        asyncio.run(serve(pipe))
 
 
 async def _until_closed(pipe: Connection) -> None:
@@ -138,60 +151,67 @@ async def _until_closed(pipe: Connection) -> None:
 
 async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    model = NothingModel(shape)
-    lent = await LentMemory.opened(
-        shape.kv_transport, groups=[shape.layer_group], num_slots=shape.num_slots, is_on_host=True
-    )
+    async with AsyncExitStack() as stack:
+        lent = await LentMemory.opened(
+            shape.kv_transport, groups=[shape.layer_group], num_slots=shape.num_slots, is_on_host=True
+        )
+        stack.push_async_callback(lent.close)
+        engine = _prefill_engine(shape, lent)
+
+        def deliver(events: Sequence[Event]) -> None:
+            servicer.deliver(events)
+
+        def on_death(error: BaseException) -> None:
+            servicer.engine_died(error)
+
+        thread: EngineThread[Command] = EngineThread(
+            engine=engine,
+            deliver=deliver,
+            on_death=on_death,
+            name="prefill-engine",
+        )
+        servicer = PrefillServicer(
+            engine=thread,
+            fingerprint=shape.fingerprint,
+            model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
+            instance_id="benchmark",
+            limits=HandoffLimits(),
+            shared_pool=lent.pool,
+            nixl_offer=lent.nixl_offer,
+        )
+        server = PrefillServer(servicer=servicer)
+        thread.start()
+        stack.callback(thread.stop, 10.0)
+        lent.follow(lambda: servicer.num_calls > 0)
+        port = await server.start("127.0.0.1:0")
+        stack.push_async_callback(server.stop, 0)
+        await server.set_ready(True)
+        pipe.send(port)
+        await _until_closed(pipe)
+
+
+def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
     engine = PrefillEngine(
-        model=cast(TargetModel, model),
+        model=cast(TargetModel, NothingModel(shape)),
         device=open_device("cpu", num_threads=1),
         max_rows=shape.num_prompts,
         max_kv_tokens=shape.num_slots,
-        max_context_tokens=model.max_context_tokens,
+        max_context_tokens=shape.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
         shared_pool=lent.pool,
         new_payload=FramedPayload.new,
     )
     for buffer in engine.pool.buffers.values():
         buffer.view(torch.uint8).random_()
-
-    def deliver(events: Sequence[Event]) -> None:
-        servicer.deliver(events)
-
-    def on_death(error: BaseException) -> None:
-        servicer.engine_died(error)
-
-    thread: EngineThread[Command] = EngineThread(
-        engine=engine,
-        deliver=deliver,
-        on_death=on_death,
-        name="prefill-engine",
-    )
-    servicer = PrefillServicer(
-        engine=thread,
-        fingerprint=shape.fingerprint,
-        model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens),
-        instance_id="benchmark",
-        limits=HandoffLimits(),
-        shared_pool=lent.pool,
-        nixl_offer=lent.nixl_offer,
-    )
-    server = PrefillServer(servicer=servicer)
-    thread.start()
-    lent.follow(lambda: servicer.num_calls > 0)
-    port = await server.start("127.0.0.1:0")
-    await server.set_ready(True)
-    pipe.send(port)
-    await _until_closed(pipe)
-    await server.stop(0)
-    thread.stop(10.0)
-    await lent.close()
+    return engine
 
 
-async def _serve_bare(num_messages: int, pipe: Connection) -> None:
-    message = torch.randint(0, 256, (MAX_SEGMENT_BYTES,), dtype=torch.uint8).numpy().tobytes()
+async def _serve_bare(pipe: Connection) -> None:
+    content = torch.randint(0, 256, (MAX_SEGMENT_BYTES,), dtype=torch.uint8).numpy().tobytes()
 
-    async def stream(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+    async def stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
+        message_bytes, num_messages = map(int, request.split())
+        message = content[:message_bytes]
         for _ in range(num_messages):
             yield message
 
@@ -200,6 +220,8 @@ async def _serve_bare(num_messages: int, pipe: Connection) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmark.Bare", {"Stream": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    pipe.send(port)
-    await _until_closed(pipe)
-    await server.stop(0)
+    try:
+        pipe.send(port)
+        await _until_closed(pipe)
+    finally:
+        await server.stop(0)

@@ -1,8 +1,8 @@
 """Prefill tokens/s of one prompt at a time: through a pair's gRPC client, of the engine alone, and of a peer.
 
 Every round measures all of them in turn, at each prompt length; figures are medians over rounds, ratios are taken
-within a round. Through the pair the time is the request's prefill stage: from the handoff to the prebuilt batch's
-arrival. With --peer exit status 1 unless the pair's rate is at least the peer's at every length.
+within a round. Through the pair the time is the client's, from sending a prompt to its first token. With --peer exit
+status 1 unless the pair's rate is at least the peer's at every length.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from baton.load_generator import Workload, run_workload
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
-from benchmarks.serving import run_peer
+from benchmarks.peer import add_peer_argument, peer_row, run_peer
 
 MIN_RATIO = 1.0
+DTYPE = "bfloat16"
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="512,2048", help="lengths in tokens")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the prefill forward, and of the peer's")
     parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--peer", help="a program that prints its figures as one JSON object, given --prompt N")
+    add_peer_argument(parser)
     parser.add_argument("--no-fused-forward", action="store_true", help="prompts by operators")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
@@ -42,7 +43,7 @@ def main() -> None:
     rounds: list[list[dict[str, float]]] = []
     with full_speed_pair(
         model=str(demo_model_dir()),
-        dtype="bfloat16",
+        dtype=DTYPE,
         prefill_args=(*tokens, *forwards),
         decode_args=tokens,
         fuses_prompts=not args.no_fused_forward,
@@ -70,10 +71,16 @@ async def measure_round(
             row["pair"] = await pair_rate(client, length, seed)
             if args.peer:
                 peer = await asyncio.to_thread(
-                    run_peer, f"{args.peer} --prompt {length} --generate 1 --batch 1 --threads {args.threads}"
+                    run_peer,
+                    args.peer,
+                    dtype=DTYPE,
+                    num_prompt_tokens=length,
+                    num_new_tokens=1,
+                    batches=[1],
+                    num_threads=args.threads,
                 )
-                if peer is not None:
-                    row["peer"] = float(peer["rows"][0]["prefill_tokens_per_s"])
+                if rate := (peer_row(peer, 1) or {}).get("prefill_tokens_per_s"):
+                    row["peer"] = rate
             rows.append(row)
     return rows
 
@@ -95,9 +102,9 @@ async def pair_rate(client: AsyncClient, length: int, seed: int) -> float:
     vocab_size = (await client.model_info()).vocab_size
     workload = Workload(1, 3, length, 2, prompt_seed=seed)
     records = await run_workload([client], workload, vocab_size=vocab_size)
-    prefills_s = [record.timings.prefill_s for record in records if record.timings is not None]
-    assert len(prefills_s) == 3, next(record.error for record in records if record.error is not None)
-    return length / statistics.median(prefills_s)
+    failed = [record.error for record in records if record.error is not None]
+    assert not failed, failed[0]
+    return length / statistics.median(record.ttft_s for record in records)
 
 
 def render(
@@ -106,7 +113,7 @@ def render(
     lines = [
         *run.heading(
             "Prefill",
-            f"SmolLM2-135M-Instruct, bfloat16, one prompt at a time, {args.threads} threads, "
+            f"SmolLM2-135M-Instruct, {DTYPE}, one prompt at a time, {args.threads} threads, "
             f"{'by operators' if args.no_fused_forward else 'fused'}, chunks of {args.chunk_tokens}; tokens/s, medians "
             f"of {len(rounds)} rounds.",
         ),

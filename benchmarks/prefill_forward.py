@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks.machine import demo_model_dir  # noqa: E402
+from benchmarks.model_costs import ModelCosts  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
 from common.fused_forwards import fuse  # noqa: E402
 from common.model.cpu_linear import PackedLinear, can_pack  # noqa: E402
@@ -30,9 +31,6 @@ from common.model_cache import kernels_cache_dir  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
 from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
 from prefill_service.scheduler import PrefillEngine  # noqa: E402
-
-NUM_LAYERS, HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 576, 1536, 9, 3, 64
-"""SmolLM2-135M's; what the bound counts."""
 
 
 def main() -> None:
@@ -47,7 +45,8 @@ def main() -> None:
     lengths = [int(length) for length in args.prompts.split(",")]
     torch.set_num_threads(1)
     keep_kernels(kernels_cache_dir())
-    model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=not args.no_fused_forward)
+    model_dir = demo_model_dir()
+    model = load_target(model_dir, device="cpu", dtype="bfloat16", fuses=not args.no_fused_forward)
     max_batch_tokens = max(2048, args.chunk_tokens)
     if not args.no_fused_forward:
         fuse(model, num_threads=args.threads, max_tokens=max_batch_tokens)
@@ -69,7 +68,8 @@ def main() -> None:
                     compute_prompt(engine, f"profiled-{length}", length)
                 print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
             return
-        flops_per_s = matmul_flops_per_s(args.threads)
+        costs = ModelCosts.of(model_dir, dtype="bfloat16", kv_bytes_per_token=model.layer_group.token_bytes)
+        flops_per_s = matmul_flops_per_s(costs, args.threads)
         rows = []
         for length in lengths:
             times_s = [compute_prompt(engine, f"{length}-{run}", length) for run in range(args.runs)]
@@ -77,7 +77,7 @@ def main() -> None:
                 {
                     "prompt_tokens": length,
                     "tokens_per_s": length / min(times_s),
-                    "bound_tokens_per_s": length * flops_per_s / prompt_flops(length),
+                    "bound_tokens_per_s": length * flops_per_s / prompt_flops(costs, length),
                 }
             )
         print(json.dumps({"threads": args.threads, "matmul_flops_per_s": flops_per_s, "rows": rows}))
@@ -109,28 +109,26 @@ def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> floa
         events = engine.step(sent)
 
 
-def prompt_flops(num_tokens: int) -> float:
-    """Of the layers' matrix products, and of causal attention; two for each multiplication with its addition."""
-    qkv_out = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + NUM_HEADS * HEAD_DIM
-    weights = NUM_LAYERS * HIDDEN * (qkv_out + 3 * MLP)
-    attention = NUM_LAYERS * NUM_HEADS * HEAD_DIM * 2 * num_tokens * num_tokens  # half of the 4 T^2: causal
-    return 2.0 * weights * num_tokens + attention
+def prompt_flops(costs: ModelCosts, num_tokens: int) -> float:
+    """Of the layers' matrix products, and of causal attention: each token attends itself and those before it."""
+    return costs.num_prefill_flops(num_tokens=num_tokens, num_attended=num_tokens * (num_tokens + 1) // 2)
 
 
-def matmul_flops_per_s(num_threads: int) -> float:
+def matmul_flops_per_s(costs: ModelCosts, num_threads: int) -> float:
     """The best rate of a packed linear layer of the model's MLP over 512 tokens, in bfloat16 where the CPU has it."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     dtype = torch.bfloat16 if can_pack(torch.ones((2, 2), dtype=torch.bfloat16)) else torch.float32
+    num_in, num_out = costs.hidden_size, costs.intermediate_size
     rates = []
     with torch.inference_mode():
-        layers = [PackedLinear(torch.nn.Linear(HIDDEN, MLP, bias=False, dtype=dtype)) for _ in range(30)]
-        x = torch.randn((512, HIDDEN), dtype=dtype)
+        layers = [PackedLinear(torch.nn.Linear(num_in, num_out, bias=False, dtype=dtype)) for _ in range(30)]
+        x = torch.randn((512, num_in), dtype=dtype)
         for _ in range(6):
             began_s = time.perf_counter()
             for layer in layers:
                 layer(x)
-            rates.append(len(layers) * 2.0 * 512 * HIDDEN * MLP / (time.perf_counter() - began_s))
+            rates.append(len(layers) * 2.0 * 512 * num_in * num_out / (time.perf_counter() - began_s))
     torch.set_num_threads(before)
     return max(rates)
 

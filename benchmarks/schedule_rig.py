@@ -3,7 +3,7 @@
     rig.step() ─▶ DecodeEngine.step ─▶ EventRouter.deliver ─▶ LiveRequests ─▶ each stream's reader
 
 Pieces of the forward stream set tensors that were made beforehand. They run as they are enqueued, on the same thread,
-and `Stopwatch` stops for them: what it shows is the schedule side alone.
+and `Stopwatch` stops for what they do, not for enqueueing them: what it shows is the schedule side alone.
 """
 
 from __future__ import annotations
@@ -90,13 +90,12 @@ class Stopwatch:
 
         return measured
 
-    def stopped(self, function: Callable[..., Any]) -> Any:
-        def unmeasured(*arguments: Any) -> Any:
+    def stopped(self, work: Work) -> Work:
+        def unmeasured() -> None:
             begun = [(clock, clock()) for clock in self._stopped_s]
-            result = function(*arguments)
+            work()
             for clock, begun_s in reversed(begun):
                 self._stopped_s[clock] += clock() - begun_s
-            return result
 
         return unmeasured
 
@@ -106,14 +105,14 @@ class Stopwatch:
 
 
 class _UncountedStream(InlineStream):
-    """Runs each piece as it is enqueued, while the watch is stopped."""
+    """Runs each piece as it is enqueued, while the watch is stopped; enqueueing itself is the schedule side's."""
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
         super().__init__(name, wait_timeout_s=1.0)
-        self._enqueue = watch.stopped(super().enqueue)
+        self._watch = watch
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
-        self._enqueue(work, scope)
+        super().enqueue(self._watch.stopped(work), scope)
 
 
 class _UncountedDevice(CpuDevice):

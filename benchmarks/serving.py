@@ -2,7 +2,7 @@
 
 Every round measures all of them in turn on the same weights and prompts, so that a machine whose speed drifts drifts
 for all; figures are medians over rounds, ratios are taken within a round. Writes a dated table and JSON into
-benchmarks/.
+benchmarks/results. Exit status 1 when a bound is missed, as that of a peer is which was asked for and did not come.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.cancellation import measure_cancellation
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
+from benchmarks.peer import add_peer_argument, peer_row, run_peer
 
 LIMITS = {1: 4.0, 8: None, 32: 8.0}
 """Least ratio of decode tokens/s to sequential `generate`, by concurrency; None: shown without a bound."""
@@ -46,9 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--reference-requests", type=int, default=2, help="requests of `generate` a round")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--peer", help="a program that prints the peer's figures as one JSON object, with its arguments"
-    )
+    add_peer_argument(parser)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     levels = [int(level) for level in args.concurrency.split(",")]
@@ -66,7 +63,17 @@ def main() -> None:
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
             reference = run_reference(model_dir, args, seed=number)
             reports = asyncio.run(run_baton(pair.decode_addresses[0], levels, args, seed=number))
-            peer = run_peer(args.peer) if args.peer else None
+            peer = (
+                run_peer(
+                    args.peer,
+                    dtype=args.dtype,
+                    num_prompt_tokens=args.prompt_tokens,
+                    num_new_tokens=args.new_tokens,
+                    batches=levels,
+                )
+                if args.peer
+                else None
+            )
             rounds.append({"reference": reference, "baton": reports, "peer": peer})
     cancellation = measure_cancellation()
     run = BenchmarkRun.of("serving")
@@ -78,6 +85,7 @@ def main() -> None:
         "dtype": args.dtype,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
+        "is_peer_wanted": args.peer is not None,
         "rounds": [{**r, "baton": [asdict(b) for b in r["baton"]]} for r in rounds],
         "cancellation_s": cancellation,
     }
@@ -88,16 +96,6 @@ def main() -> None:
     sys.exit(0 if is_met else 1)
 
 
-def run_peer(command: str) -> dict[str, Any] | None:
-    """The peer's figures; None, with what it printed, when it failed: the rest of the run is kept."""
-    ended = subprocess.run(shlex.split(command), check=False, capture_output=True, text=True)
-    if ended.returncode != 0:
-        print(f"the peer failed with {ended.returncode}:\n{ended.stderr}", file=sys.stderr)
-        return None
-    measured: dict[str, Any] = json.loads(ended.stdout)
-    return measured
-
-
 def run_reference(model_dir: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     workload = Workload(1, args.reference_requests, args.prompt_tokens, args.new_tokens, prompt_seed=1000 + seed)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as prompts:
@@ -105,7 +103,7 @@ def run_reference(model_dir: Path, args: argparse.Namespace, seed: int) -> dict[
         prompts.flush()
         command = [sys.executable, "-m", "benchmarks.reference_generate", str(model_dir), prompts.name]
         command += ["--new-tokens", str(args.new_tokens), "--dtype", args.dtype]
-        out = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ}).stdout
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     measured: dict[str, Any] = json.loads(out.splitlines()[-1])
     gaps_s, ttft_s = measured.pop("gaps_s"), measured.pop("ttft_s")
     return {
@@ -131,12 +129,7 @@ async def run_baton(address: str, levels: list[int], args: argparse.Namespace, s
     return reports
 
 
-def peer_rows(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = (measured["peer"] or {}).get("rows", [])
-    return rows
-
-
-def peer_tokens_per_s(row: dict[str, Any], result: dict[str, Any]) -> float:
+def peer_tokens_per_s(row: dict[str, float], result: dict[str, Any]) -> float:
     """Tokens made over the time of prompts and decoding; 0 where the peer does not say what prompts took."""
     if not row.get("prefill_tokens_per_s"):
         return 0.0
@@ -186,22 +179,32 @@ def render(
         verdict = "" if bound is None else f" (>= {bound}: {'met' if ratio >= bound else 'MISSED'})"
         return f"{ratio:.2f}{verdict}"
 
+    def judged_peer(ratios: list[float], full_load_s: float) -> str:
+        """A peer that was asked for and did not come is no bound met; nor is one that a short window meets."""
+        nonlocal is_met
+        if result["is_peer_wanted"] and not ratios:
+            is_met = False
+            return f"no figure (>= {PEER_LIMIT}: MISSED)"
+        if ratios and full_load_s < LEAST_FULL_LOAD_S:
+            is_met = False
+            return f"{statistics.median(ratios):.2f} in less than {LEAST_FULL_LOAD_S:g} s (>= {PEER_LIMIT}: MISSED)"
+        return judged(ratios, PEER_LIMIT)
+
     for place, level in enumerate(levels):
         reports = [r["baton"][place] for r in rounds]
         ratios = [b.decode_tokens_per_s / r["decode_tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
         end_ratios = [b.tokens_per_s / r["tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
         beside = [
-            (b, row) for b, r in zip(reports, rounds, strict=True) for row in peer_rows(r) if row["batch"] == level
+            (b, row) for b, r in zip(reports, rounds, strict=True) if (row := peer_row(r["peer"], level)) is not None
         ]
         full_load_s = min(b.full_load_s for b in reports)
-        is_met &= not beside or full_load_s >= LEAST_FULL_LOAD_S
         peer_ratios = [b.full_load_tokens_per_s / row["decode_tokens_per_s"] for b, row in beside]
         whole_ratios = [b.tokens_per_s / whole for b, row in beside if (whole := peer_tokens_per_s(row, result))]
         lines.append(
             f"| Baton, {level} at a time | {median([b.decode_tokens_per_s for b in reports])} "
             f"| {judged(ratios, LIMITS.get(level))} "
             f"| {median([b.full_load_tokens_per_s for b in reports])}, {full_load_s:.1f} s "
-            f"| {judged(peer_ratios, PEER_LIMIT)} "
+            f"| {judged_peer(peer_ratios, full_load_s)} "
             f"| {median([b.tokens_per_s for b in reports])} | {statistics.median(end_ratios):.2f} "
             f"| {judged(whole_ratios, None)} "
             f"| {median([b.ttft_p50_s for b in reports], 1e3)} "
@@ -209,13 +212,16 @@ def render(
             f"/ {median([b.inter_token_p99_s for b in reports], 1e3)} "
             f"| {median([b.handoff_mb_per_s for b in reports])} |"
         )
-    for place, row in enumerate(peer_rows(rounds[0])):
-        rows = [peer_rows(r)[place] for r in rounds if peer_rows(r)]
-        rates = [each["decode_tokens_per_s"] for each in rows]
+    measured = [r["peer"] for r in rounds if r["peer"]]
+    for level in levels:
+        rows = [row for peer in measured if (row := peer_row(peer, level)) is not None]
+        if not rows:
+            continue
+        rates = [row["decode_tokens_per_s"] for row in rows]
         lines.append(
-            f"| {rounds[0]['peer']['peer']}, batch {row['batch']} (library, no server) | {median(rates)} "
+            f"| {measured[0]['peer']}, batch {level} (library, no server) | {median(rates)} "
             f"| {statistics.median(rates) / statistics.median([r['decode_tokens_per_s'] for r in reference]):.2f} "
-            f"| {median(rates)} | 1.0 | {median([peer_tokens_per_s(each, result) for each in rows])} | | 1.0 | | | |"
+            f"| {median(rates)} | 1.0 | {median([peer_tokens_per_s(row, result) for row in rows])} | | 1.0 | | | |"
         )
     lines += [
         "",

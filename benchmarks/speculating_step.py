@@ -3,7 +3,8 @@ fixed lengths and for the depth that adapts.
 
 python -m benchmarks.speculating_step
 
-Figures are of the running pair's own timeline, answering outside prompts through the client; tokens/s are the client's.
+Figures are of the running pair's own timeline, answering outside prompts through the client, or where they are not
+there the project's own; tokens/s are the client's.
 Writes a dated table into benchmarks/results.
 """
 
@@ -11,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from baton.client import AsyncClient
 from baton.events import tokens_per_forward
@@ -29,7 +26,7 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.forwards import forwards
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
-from benchmarks.speculation import TURNS
+from benchmarks.prompts import OUTSIDE_TURNS, ChatTokens, first_turns
 
 PIECES = ("resolve", "draft", "verify", "extend")
 NUM_PROMPTS = 12  # of each file
@@ -80,23 +77,15 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     model_dir = demo_model_dir()
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-    turns = [
-        json.loads(line)["turns"][0] for path in TURNS for line in Path(path).read_text().splitlines()[:NUM_PROMPTS]
-    ]
-    prompts = [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=False
-            )
-        )
-        for turn in turns
-    ]
+    tokens = ChatTokens(model_dir)
+    turns = [turn for path in OUTSIDE_TURNS if path.exists() for turn in first_turns(path, NUM_PROMPTS)]
+    prompts = tokens.of_chats(turns) if turns else tokens.of_project()
     run = BenchmarkRun.of("speculating_step")
     lines = [
         *run.heading(
             "Where a speculating step's time goes",
-            f"SmolLM2-135M-Instruct, {args.dtype}, greedy, one request at a time; medians, times in ms.",
+            f"SmolLM2-135M-Instruct, {args.dtype}, greedy, one request at a time; "
+            f"{'' if turns else 'prompts of the project, as outside ones are not there; '}medians, times in ms.",
         ),
         "",
         f"| drafts | decode tokens/s | tokens per forward | step | {' | '.join(PIECES)} |",

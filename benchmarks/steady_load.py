@@ -18,8 +18,8 @@ LOOK_INTERVAL_S = 0.02
 class SteadyLoad:
     """`concurrency` greedy requests of `num_new_tokens` each; one that ends is followed by another.
 
-    Entered once all run and no prompt is being computed. `num_tokens` grows as they come, `num_begun` with requests.
-    Left, all are cancelled.
+    Entered once all run and no prompt is being computed; where they are so short that this hardly happens, once as many
+    have ended as run at a time. `num_tokens` grows as they come, `num_begun` with requests. Left, all are cancelled.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SteadyLoad:
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._ask()) for _ in range(self._concurrency)]
         async with asyncio.timeout(BOUND_S):
-            while (await self._client.load()).num_running < self._concurrency:
+            while self.num_begun < 2 * self._concurrency and await self._num_running() < self._concurrency:
                 self.check()
                 await asyncio.sleep(LOOK_INTERVAL_S)
         return self
@@ -49,7 +49,7 @@ class SteadyLoad:
             task.cancel()
         await asyncio.wait(self._tasks, timeout=BOUND_S)
         async with asyncio.timeout(BOUND_S):
-            while (await self._client.load()).num_running:  # noqa: ASYNC110 - it can only be looked at
+            while await self._num_running():  # noqa: ASYNC110 - it can only be looked at
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     def check(self) -> None:
@@ -57,6 +57,9 @@ class SteadyLoad:
         for task in self._tasks:
             if task.done():
                 task.result()
+
+    async def _num_running(self) -> int:
+        return (await self._client.load()).num_running
 
     async def _ask(self) -> None:
         while True:

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Self
-
-from safetensors import safe_open
+from dataclasses import asdict
 
 from baton.client import AsyncClient
 from baton.load_generator import Workload, run_workload
@@ -26,9 +21,10 @@ from baton.server_info import ModelInfo
 from baton.timeline import ServiceTimeline, record_timelines
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.ceilings import Ceilings
-from benchmarks.forwards import Forward, StepFigures, forwards, step_figures
+from benchmarks.forwards import StepFigures, forwards, step_figures
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
+from benchmarks.model_costs import BYTES_OF_DTYPE, ModelCosts
 from benchmarks.steady_load import SteadyLoad
 
 LEAST_BUSY = {8: 0.95}
@@ -36,62 +32,6 @@ LEAST_BUSY = {8: 0.95}
 PROMPT_TOKENS = 128
 PREFILL = Workload(8, 16, num_prompt_tokens=1024, num_new_tokens=1)
 PREFILL_S = 30.0
-BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCosts:
-    """What a forward reads and computes. `num_weights`: those that every decode step multiplies by; of these
-    `num_logit_weights` make logits, which prefill wants of a prompt's last token only.
-    """
-
-    num_weights: int
-    num_logit_weights: int
-    dtype: str
-    kv_bytes_per_token: int
-    attention_flops: int
-    """For each token that a token attends: a product with its key, and one with its value, of every head and layer."""
-
-    @classmethod
-    def of(cls, model_dir: Path, info: ModelInfo) -> Self:
-        config = json.loads((model_dir / "config.json").read_text())
-        num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
-        head_dim = config.get("head_dim") or hidden_size // num_heads
-        num_logit_weights = config["vocab_size"] * hidden_size
-        num_weights = sum(_num_weights(path) for path in sorted(model_dir.glob("*.safetensors")))
-        if not config.get("tie_word_embeddings"):  # else logits come from the table of inputs
-            num_weights -= num_logit_weights
-        return cls(
-            num_weights=num_weights,
-            num_logit_weights=num_logit_weights,
-            dtype=info.dtype,
-            kv_bytes_per_token=info.layer_groups["target"],
-            attention_flops=4 * config["num_hidden_layers"] * num_heads * head_dim,
-        )
-
-    def num_bytes(self, context_tokens: float) -> float:
-        """Weights once, and the KV of every row."""
-        return self.num_weights * BYTES_OF_DTYPE[self.dtype] + context_tokens * self.kv_bytes_per_token
-
-    def num_flops(self, num_rows: int, context_tokens: float) -> float:
-        return 2.0 * self.num_weights * num_rows + context_tokens * self.attention_flops
-
-    def num_prefill_flops(self, forward: Forward) -> float:
-        num_weights = self.num_weights - self.num_logit_weights
-        return 2.0 * num_weights * forward.figures["tokens"] + forward.figures["attended"] * self.attention_flops
-
-
-def _num_weights(path: Path) -> int:
-    with safe_open(path, framework="pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - it is no mapping
-    return sum(_product(shape) for shape in shapes)
-
-
-def _product(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 async def measure_prefill(decode: str, prefill: str) -> ServiceTimeline:
@@ -121,6 +61,8 @@ async def measure(address: str, levels: list[int], seconds: float) -> tuple[Mode
             ) as load:
                 (timeline,) = await asyncio.to_thread(record_timelines, [address], duration_s=seconds)
                 load.check()
+                if load.num_begun > level:  # at one request the next one's prompt would count as time between forwards
+                    raise RuntimeError(f"a request ended within {seconds:g} s: record for less time")
             figures[level] = step_figures(timeline, num_rows=level)
     return info, figures
 
@@ -163,7 +105,10 @@ def render(
 
 def prefill_line(costs: ModelCosts, ceilings: Ceilings, prefill: ServiceTimeline) -> str:
     computed = [forward for forward in forwards(prefill) if "tokens" in forward.figures]  # else the end cut it
-    num_flops = sum(costs.num_prefill_flops(forward) for forward in computed)
+    num_flops = sum(
+        costs.num_prefill_flops(num_tokens=forward.figures["tokens"], num_attended=forward.figures["attended"])
+        for forward in computed
+    )
     num_tokens = sum(forward.figures["tokens"] for forward in computed)
     seconds = sum(forward.end_ns - forward.start_ns for forward in computed) / 1e9
     share = num_flops / seconds / ceilings.flops_per_s[costs.dtype]
@@ -188,7 +133,7 @@ def main() -> int:
         print("prefill", file=sys.stderr)
         prefill = asyncio.run(measure_prefill(pair.decode_addresses[0], pair.prefill_addresses[0]))
     ceilings = Ceilings.measured(info.device)
-    costs = ModelCosts.of(model_dir, info)
+    costs = ModelCosts.of(model_dir, dtype=info.dtype, kv_bytes_per_token=info.layer_groups["target"])
     run = BenchmarkRun.of("step_costs")
     table, is_met = render(run, costs, ceilings, figures, prefill)
     print(table)

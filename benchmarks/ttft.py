@@ -1,34 +1,44 @@
 """What disaggregation adds to the time to the first token: the pair beside both engines in one process.
 
-In turn, a prompt each: two services through the gRPC client, and the same engines in this process over the in-process
-handoff, without client, edge or sockets, so that all of those count against the pair. Exit status 1 when the pair's
-TTFT exceeds the other's by more than a tenth of its prefill time, by the median over rounds.
+A prompt each, the one that goes first changing with the round: two services through the gRPC client, and the same
+engines in this process, set up as a service is, over the in-process handoff, without client, edge or sockets, so that
+all of those count against the pair. Exit status 1 when the pair's TTFT exceeds the other's by more than a tenth of its
+prefill time, by the median over rounds.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import statistics
-import sys
-import time
-from dataclasses import dataclass
+from common.openmp import spin_briefly
 
-from baton.client import AsyncClient
-from baton.load_generator import Workload, run_workload
-from benchmarks.benchmark_run import BenchmarkRun
-from benchmarks.full_speed_pair import full_speed_pair
-from benchmarks.machine import demo_model_dir
-from common.config.settings import SWITCH_INTERVAL_S
-from common.device.factory import open_device
-from common.fused_forwards import fuse
-from common.model.kernel_cache import keep_kernels
-from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
-from common.model_cache import kernels_cache_dir
-from common.openmp import num_compute_threads
-from common.wire.grpc_options import MAX_SEGMENT_BYTES
-from tests.support.pair import InProcessPair, PairOptions
+spin_briefly()  # before torch is imported, as the services do
+
+import argparse  # noqa: E402
+import asyncio  # noqa: E402
+import gc  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from functools import partial  # noqa: E402
+
+import torch  # noqa: E402
+
+from baton.client import AsyncClient  # noqa: E402
+from baton.load_generator import RequestRecord, Workload, run_workload  # noqa: E402
+from benchmarks.benchmark_run import BenchmarkRun  # noqa: E402
+from benchmarks.full_speed_pair import full_speed_pair  # noqa: E402
+from benchmarks.machine import demo_model_dir  # noqa: E402
+from common.config.settings import SWITCH_INTERVAL_S  # noqa: E402
+from common.device.factory import open_device  # noqa: E402
+from common.fused_forwards import fuse  # noqa: E402
+from common.host_memory import keep_freed_memory  # noqa: E402
+from common.model.kernel_cache import keep_kernels  # noqa: E402
+from common.model.loader import load_target  # noqa: E402
+from common.model.sampling_params import ResolvedSampling  # noqa: E402
+from common.model_cache import kernels_cache_dir  # noqa: E402
+from common.openmp import num_compute_threads, set_own_num_threads  # noqa: E402
+from common.wire.grpc_options import MAX_SEGMENT_BYTES  # noqa: E402
+from tests.support.pair import InProcessPair, PairOptions  # noqa: E402
 
 MAX_SHARE = 0.1
 MAX_BATCH_TOKENS = 2048
@@ -59,7 +69,10 @@ def main() -> None:
     args = parser.parse_args()
     num_threads = num_compute_threads(args.threads, 1.0)
     max_tokens = args.prompt_tokens + 64
+    gc.freeze()  # this and what follows as the services do behind their imports
+    keep_freed_memory()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(1)
     keep_kernels(kernels_cache_dir())
     model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=True)
     fuse(model, num_threads=num_threads, max_tokens=MAX_BATCH_TOKENS)  # one request: its engines compute in turn
@@ -77,6 +90,7 @@ def main() -> None:
             send_budget_bytes=64 << 20,
             receive_budget_bytes=64 << 20,
             max_segment_bytes=MAX_SEGMENT_BYTES,
+            debug_checks=False,
         ),
     )
     sizes = ("--max-kv-tokens", str(max_tokens))
@@ -107,15 +121,30 @@ async def measure(address: str, one_process: InProcessPair, num_rounds: int, num
         vocab_size = (await client.model_info()).vocab_size
         for number in range(num_rounds + 1):
             workload = Workload(1, 1, num_tokens, NEW_TOKENS, prompt_seed=number)
-            (record,) = await run_workload([client], workload, vocab_size=vocab_size)
-            assert record.error is None and record.timings is not None, record.error
             (prompt,) = workload.prompts(vocab_size)
-            one_process_s = await asyncio.to_thread(first_token_s, one_process, str(number), prompt)
+            in_pair = partial(pair_record, client, workload, vocab_size)
+            in_one_process = partial(one_process_ttft_s, one_process, str(number), prompt)
+            if number % 2 == 0:
+                record, one_process_s = await in_pair(), await in_one_process()
+            else:
+                one_process_s, record = await in_one_process(), await in_pair()
+            assert record.timings is not None
             rounds.append(Round(record.ttft_s, one_process_s, record.timings.prefill_s, record.timings.transfer_s))
     return rounds[1:]
 
 
+async def pair_record(client: AsyncClient, workload: Workload, vocab_size: int) -> RequestRecord:
+    (record,) = await run_workload([client], workload, vocab_size=vocab_size)
+    assert record.error is None, record.error
+    return record
+
+
+async def one_process_ttft_s(pair: InProcessPair, request_id: str, prompt: list[int]) -> float:
+    return await asyncio.to_thread(first_token_s, pair, request_id, prompt)
+
+
 def first_token_s(pair: InProcessPair, request_id: str, prompt: list[int]) -> float:
+    set_own_num_threads(1)  # as an engine's thread does
     began_s = time.perf_counter()
     outcome = pair.submit(request_id, prompt, ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))
     pair.run(until=lambda: bool(outcome.token_ids) or outcome.has_ended)
@@ -130,23 +159,29 @@ def render(run: BenchmarkRun, rounds: list[Round], share: float, *, num_threads:
         return f"{1e3 * statistics.median(getattr(each, name) for each in rounds):.0f}"
 
     verdict = "met" if share <= MAX_SHARE else "MISSED"
-    return "\n".join(
-        [
-            *run.heading(
-                "What disaggregation adds to TTFT",
-                f"SmolLM2-135M-Instruct, bfloat16, {num_tokens}-token prompts, prefill on {num_threads} threads; "
-                f"medians of {len(rounds)} rounds.",
-            ),
+    shares = [each.share for each in rounds]
+    lines = [
+        *run.heading(
+            "What disaggregation adds to TTFT",
+            f"SmolLM2-135M-Instruct, bfloat16, {num_tokens}-token prompts, prefill on {num_threads} threads; "
+            f"medians of {len(rounds)} rounds.",
+        ),
+        "",
+        "| TTFT of the pair, ms | of both engines in one process, ms | prefill, ms | transfer after it, ms "
+        "| difference / prefill | least, largest | bound |",
+        "|---|---|---|---|---|---|---|",
+        f"| {median_ms('pair_s')} | {median_ms('one_process_s')} | {median_ms('prefill_s')} "
+        f"| {median_ms('transfer_s')} | {share:.3f} "
+        f"| {min(shares):.3f}, {max(shares):.3f} "
+        f"| <= {MAX_SHARE}: {verdict} |",
+    ]
+    if max(shares) < 0:
+        lines += [
             "",
-            "| TTFT of the pair, ms | of both engines in one process, ms | prefill, ms | transfer after it, ms "
-            "| difference / prefill | least, largest | bound |",
-            "|---|---|---|---|---|---|---|",
-            f"| {median_ms('pair_s')} | {median_ms('one_process_s')} | {median_ms('prefill_s')} "
-            f"| {median_ms('transfer_s')} | {share:.3f} "
-            f"| {min(each.share for each in rounds):.3f}, {max(each.share for each in rounds):.3f} "
-            f"| <= {MAX_SHARE}: {verdict} |",
+            "The pair was faster in every round: in the one process both engines, their streams and the client that "
+            "waits have one interpreter between them.",
         ]
-    )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

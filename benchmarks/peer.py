@@ -1,0 +1,64 @@
+"""A program that is measured beside Baton, in the same run: a library, without server and streaming.
+
+It is told the contexts (`--prompt`, `--generate`, `--batch`, and `--threads` where a benchmark sets them), and prints
+one JSON object:
+
+    {"peer": NAME, "dtype": ..., "threads": ...,
+     "rows": [{"batch": ..., "decode_tokens_per_s": ..., "prefill_tokens_per_s": ...}]}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+PeerFigures = dict[str, Any]
+"""What it printed."""
+
+
+def add_peer_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peer", help="a program with its arguments, which prints its figures as one JSON object; run in each round"
+    )
+
+
+def run_peer(
+    command: str,
+    *,
+    dtype: str,
+    num_prompt_tokens: int,
+    num_new_tokens: int,
+    batches: Sequence[int],
+    num_threads: int | None = None,
+) -> PeerFigures | None:
+    """The peer's figures; None, with what it printed, when it failed: the rest of the run is kept, its bound is missed.
+
+    Raises SystemExit where the peer computes in another dtype: a ratio to it would say nothing.
+    """
+    arguments = ["--prompt", str(num_prompt_tokens), "--generate", str(num_new_tokens)]
+    arguments += ["--batch", ",".join(map(str, batches))]
+    if num_threads is not None:
+        arguments += ["--threads", str(num_threads)]
+    ended = subprocess.run([*shlex.split(command), *arguments], check=False, capture_output=True, text=True)
+    if ended.returncode != 0:
+        print(f"the peer failed with {ended.returncode}:\n{ended.stderr}", file=sys.stderr)
+        return None
+    try:
+        measured: PeerFigures = json.loads(ended.stdout)
+    except ValueError:
+        print(f"the peer printed no JSON:\n{ended.stdout}", file=sys.stderr)
+        return None
+    if measured.get("dtype") != dtype:
+        raise SystemExit(f"the peer computes in {measured.get('dtype')}, this run in {dtype}: they cannot be compared")
+    return measured
+
+
+def peer_row(measured: PeerFigures | None, batch: int) -> dict[str, float] | None:
+    """Of so many sequences at a time; None where the peer has none, or failed."""
+    rows = measured.get("rows", []) if measured else []
+    return next((row for row in rows if row["batch"] == batch), None)

@@ -1,0 +1,50 @@
+"""`make bench`: every benchmark runs whatever those before it said, and those beside a peer are given it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+import benchmarks.__main__ as bench
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was run; the one about prefill fails."""
+    ran: list[str] = []
+
+    def ends(command: Sequence[str], *, check: bool) -> SimpleNamespace:
+        ran.append(" ".join(command).partition(" -m benchmarks.")[2])
+        return SimpleNamespace(returncode=1 if "benchmarks.prefill" in command else 0)
+
+    monkeypatch.setattr(subprocess, "run", ends)
+    return ran
+
+
+def test_one_that_misses_a_bound_ends_none_behind_it(
+    commands: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    assert bench.main() == 1
+    assert commands == [*bench.BESIDE_A_PEER, *bench.OTHERS]
+    assert "11 benchmarks, missed a bound or failed: prefill" in capsys.readouterr().out
+
+
+def test_a_peer_is_measured_beside_each_that_knows_one(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--peer", "a program", "--no-save"])
+    bench.main()
+    assert [command for command in commands if "--peer a program" in command] == [
+        f"{name} --peer a program --no-save" for name in bench.BESIDE_A_PEER
+    ]
+    assert all(command.endswith("--no-save") for command in commands)
+
+
+def test_all_of_them_exist() -> None:
+    for name in (*bench.BESIDE_A_PEER, *bench.OTHERS):
+        assert importlib.util.find_spec(f"benchmarks.{name}") is not None
+    assert {*bench.ON_ONE_CORE} <= {*bench.OTHERS}
