@@ -16,6 +16,7 @@ from common.draft.mtp import MtpHead
 from common.draft.seed import Seed
 from common.model import sampling
 from common.model.attention import ForwardInput
+from common.model.forward_program import Largest
 from common.model.sampling import Ancestors, Sampled
 from common.model.sampling_state import SamplingBatch, SamplingState
 from decode_service import eagle_worker, speculative_worker
@@ -28,7 +29,7 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> None:
-    """`mutant` is given what verify gives `draw`, and `draw` itself first."""
+    """`mutant` is given what verify gives `draw`, and `draw` itself first; not what is found already, a short cut."""
     draw = speculative_worker.draw
 
     def drawn(
@@ -38,6 +39,8 @@ def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> 
         state: SamplingState,
         batch: SamplingBatch,
         ancestors: Ancestors | None = None,
+        *,
+        found: Largest | None,
     ) -> Sampled:
         return mutant(draw, logits, rows, positions, state, batch, ancestors)
 
