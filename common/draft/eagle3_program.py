@@ -27,9 +27,8 @@ _OUTPUT, _INPUT = STATES, STREAM
 
 
 def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewHeadPrograms | None:
-    """What writes down the head in `checkpoint`, whose tensors fit `spec` and `target`; to be called once. None where
-    it is of another dtype or sizes than kernels know, norms each captured state by itself, or has the target's output
-    head.
+    """What writes down the head in `checkpoint`, whose tensors fit `spec` and `target`. None where it is of another
+    dtype or sizes than kernels know, norms each captured state by itself, or has the target's output head.
     """
     block, dtype = spec.block, target.dtype
     widths = (block.hidden_size, spec.target_hidden_size, block.intermediate_size, block.num_heads * block.head_dim)
@@ -50,7 +49,7 @@ def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -
 def _write(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel, check: Callable[[], None]) -> HeadPrograms:
     tables = rotation(LlamaRotaryEmbedding(spec.block.rope), target.dtype, target.max_context_tokens)
     table: Tensor = target.input_embeddings.weight.detach()  # type: ignore[operator]
-    extend, step = _programs(checkpoint, spec, table, ProgramBuilder(target.dtype, check))
+    extend, step = _programs(checkpoint.untaken(), spec, table, ProgramBuilder(target.dtype, check))
     return HeadPrograms(FusedDecoder(extend, *tables), FusedDecoder(step, *tables))
 
 
