@@ -6,13 +6,14 @@ Each is a process of its own that sends its port through a pipe and serves until
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import multiprocessing
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import cast
 
@@ -107,14 +108,15 @@ def prefill_peer(shape: HandoffShape) -> Iterator[str]:
 
 
 @contextmanager
-def bare_peer() -> Iterator[str]:
-    """Yields the address of a server whose one method, asked for `bare_request`, streams that."""
-    with _process(_serve_bare) as address:
+def bare_peer(num_bytes: int) -> Iterator[str]:
+    """Yields the address of a server whose one method, asked for `bare_request`, streams that: `num_bytes`, again and
+    again. As many as a prompt's KV come out of memory as that does; a message sent over and over comes out of a cache.
+    """
+    with _process(partial(_serve_bare, num_bytes)) as address:
         yield address
 
 
 def bare_request(*, message_bytes: int, num_messages: int) -> bytes:
-    """`message_bytes`: at most the largest segment's size."""
     return f"{message_bytes} {num_messages}".encode()
 
 
@@ -206,13 +208,16 @@ def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
     return engine
 
 
-async def _serve_bare(pipe: Connection) -> None:
-    content = torch.randint(0, 256, (MAX_SEGMENT_BYTES,), dtype=torch.uint8).numpy().tobytes()
+async def _serve_bare(num_bytes: int, pipe: Connection) -> None:
+    content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy()
+
+    @cache
+    def messages(message_bytes: int) -> list[bytes]:
+        return [content[start : start + message_bytes].tobytes() for start in range(0, num_bytes, message_bytes)]
 
     async def stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
         message_bytes, num_messages = map(int, request.split())
-        message = content[:message_bytes]
-        for _ in range(num_messages):
+        for message in itertools.islice(itertools.cycle(messages(message_bytes)), num_messages):
             yield message
 
     server = grpc.aio.server(options=server_options())

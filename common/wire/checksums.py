@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from functools import cache, partial, reduce
-from operator import xor
+from functools import cache, partial
 from typing import Any
 
-import google_crc32c
 import numpy as np
+from awscrt.checksums import combine_crc32c, crc32c
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
@@ -46,39 +45,16 @@ def checksum(message: Message, **known: Payload) -> int:
             if isinstance(part, bytes) and len(part) <= _SHORT_BYTES:
                 short.append(part)
                 continue
-            crc = _extended(google_crc32c.extend(crc, b"".join(short)), part)
+            crc = _extended(crc32c(b"".join(short), crc), part)
             short.clear()
-    crc = google_crc32c.extend(crc, b"".join(short))
+    crc = crc32c(b"".join(short), crc)
     return crc
 
 
 def _extended(crc: int, part: Payload) -> int:
     known = part.crc32c if isinstance(part, FramedPayload) else None
-    if known is not None:
-        return _behind(crc, len(part)) ^ known
-    extended: int = google_crc32c.extend(crc, part)
+    extended: int = crc32c(part, crc) if known is None else combine_crc32c(crc, known, len(part))
     return extended
-
-
-def _behind(crc: int, num_bytes: int) -> int:
-    """What a checksum adds to that of `num_bytes` bytes behind what it covers."""
-    for power in range(num_bytes.bit_length()):
-        if num_bytes >> power & 1:
-            crc = _applied(_zeros(power), crc)
-    return crc
-
-
-@cache
-def _zeros(power: int) -> tuple[int, ...]:
-    """How 2**power zero bytes change a checksum: of each of its bits, what comes of it (a CRC is linear over bits)."""
-    if power == 0:
-        return tuple(google_crc32c.extend(1 << bit, b"\0") ^ google_crc32c.value(b"\0") for bit in range(32))
-    half = _zeros(power - 1)
-    return tuple(_applied(half, column) for column in half)
-
-
-def _applied(columns: tuple[int, ...], crc: int) -> int:
-    return reduce(xor, (column for bit, column in enumerate(columns) if crc >> bit & 1), 0)
 
 
 @cache

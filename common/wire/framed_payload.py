@@ -13,8 +13,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import google_crc32c
 import numpy as np
+from awscrt.checksums import crc32c
 from google.protobuf.descriptor import FieldDescriptor
 
 from baton.v1 import prefill_pb2
@@ -66,7 +66,7 @@ class FramedPayload(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
     def seal(self) -> None:
         """Nobody writes it any more. Best called where it was written last: there it is still in the caches."""
-        self._crc32c = google_crc32c.value(self)
+        self._crc32c = crc32c(self)
 
     def frame(self, header: prefill_pb2.KvSegment) -> bytes | None:
         """The HandoffFrame of `header`, which has no payload, with this one; copies no payload. None without a frame.
