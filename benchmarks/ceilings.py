@@ -5,7 +5,6 @@ python -m benchmarks.ceilings
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from common.model.cpu_linear import can_pack
+from common.num_cores import num_cores
 
 READ_BYTES = 1 << 29
 MATRIX_SIZE = 2048
@@ -33,7 +33,7 @@ class Ceilings:
     @classmethod
     def measured(cls, device: str = "cpu") -> Ceilings:
         """The best of several tries each: what others do on the machine meanwhile counts as little as it can."""
-        num_threads = len(os.sched_getaffinity(0))
+        num_threads = num_cores()
         torch.set_num_threads(num_threads)
         rates = {name: _flops_per_s(device, dtype) for name, dtype in DTYPES.items() if _has_kernel(device, dtype)}
         return cls(

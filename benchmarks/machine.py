@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
+
+from common.num_cores import num_cores
 
 _LOOPS = 1500
 _BEST_SHARE = 100  # one loop in so many is taken for the core's own speed
@@ -50,7 +51,7 @@ def describe_machine() -> str:
         "unknown processor",
     )
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{model}, {os.cpu_count()} cores{gpu}, torch {torch.__version__}"
+    return f"{model}, {num_cores()} cores{gpu}, torch {torch.__version__}"
 
 
 def demo_model_dir() -> Path:

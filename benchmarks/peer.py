@@ -44,14 +44,21 @@ def run_peer(
     arguments += ["--batch", ",".join(map(str, batches))]
     if num_threads is not None:
         arguments += ["--threads", str(num_threads)]
-    ended = subprocess.run([*shlex.split(command), *arguments], check=False, capture_output=True, text=True)
+    try:
+        ended = subprocess.run([*shlex.split(command), *arguments], check=False, capture_output=True, text=True)
+    except OSError as error:
+        print(f"the peer cannot be run: {error}", file=sys.stderr)
+        return None
     if ended.returncode != 0:
         print(f"the peer failed with {ended.returncode}:\n{ended.stderr}", file=sys.stderr)
         return None
     try:
-        measured: PeerFigures = json.loads(ended.stdout)
+        measured: Any = json.loads(ended.stdout)
     except ValueError:
         print(f"the peer printed no JSON:\n{ended.stdout}", file=sys.stderr)
+        return None
+    if not isinstance(measured, dict):
+        print(f"the peer printed no JSON object:\n{ended.stdout}", file=sys.stderr)
         return None
     if measured.get("dtype") != dtype:
         raise SystemExit(f"the peer computes in {measured.get('dtype')}, this run in {dtype}: they cannot be compared")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.peer import add_peer_argument, peer_row, run_peer
+from common.num_cores import num_cores
 
 MIN_RATIO = 1.0
 DTYPE = "bfloat16"
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", default="512,2048", help="lengths in tokens")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the prefill forward, and of the peer's")
+    parser.add_argument("--threads", type=int, default=num_cores(), help="of the prefill forward, and of the peer's")
     parser.add_argument("--chunk-tokens", type=int, default=512)
     add_peer_argument(parser)
     parser.add_argument("--no-fused-forward", action="store_true", help="prompts by operators")

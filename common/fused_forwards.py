@@ -34,6 +34,8 @@ def new_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int,
     they were. None where the model has no program.
     """
     if model.new_decoder is None:
+        if draft is not None:
+            draft.new_programs = None
         _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
         return None
     return partial(_fuse_logged, model, draft, num_threads, max_tokens)
@@ -87,7 +89,11 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check) -> list
     target = with_capture(model.new_decoder(check), model.capture)
     if draft is None or draft.new_programs is None:
         return [target]
-    programs = draft.new_programs(check)
+    try:
+        programs = draft.new_programs(check)
+    except OSError as error:  # no room
+        _log.warning("fused_draft_head_failed", error=str(error))
+        return [target]
     return [target, programs.extend, programs.step]
 
 
@@ -107,17 +113,21 @@ def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: 
 
 def _load_kernels(dtype: torch.dtype, niceness: int, check: Check) -> None:
     """From where this process keeps kernels, once they are there; what is damaged there is made anew, and what cannot
-    be kept there is made for this process. Raises StartupError, and OSError where nothing can be written at all.
+    be kept there is made for this process. Raises StartupError.
     """
     from common.model.kernel_cache import kernels_dir
 
     if (kept := kernels_dir()) is not None:
         try:
             return _load_kernels_from(kept, dtype, niceness, check)
-        except OSError as error:
+        except _NotKept as error:
             _log.warning("kernels_not_kept", directory=str(kept), error=str(error))
     with tempfile.TemporaryDirectory(prefix="baton-kernels-") as directory:
         _load_kernels_from(Path(directory), dtype, niceness, check)
+
+
+class _NotKept(StartupError):
+    """There is no directory for kernels, and none can be made."""
 
 
 def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check) -> None:
@@ -143,11 +153,15 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
             raise StartupError("compiled kernels were not kept")
 
     def load() -> bool:
-        return load_kernels(make_once(directory, compile_kernels, lambda stage, num_done, num_total: look()), dtype)
+        try:
+            made = make_once(directory, compile_kernels, lambda stage, num_done, num_total: look())
+        except OSError as error:
+            raise _NotKept(str(error)) from error
+        return load_kernels(made, dtype)
 
     try:
         is_from_cache = load()
-    except (StartupError, Stopped, OSError):
+    except (StartupError, Stopped):
         raise
     except Exception as error:  # whatever its reader says
         _log.warning("kernels_damaged", error=repr(error))

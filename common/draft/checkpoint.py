@@ -41,6 +41,11 @@ class Checkpoint:
             self._tensors, directory=self._directory, kind=self._kind, dtype=self._dtype, device=self._device
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that nobody took, as they are given."""
+        return sum(tensor.numel() for tensor in self._tensors.values()) * self._dtype.itemsize
+
     def has_prefix(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._tensors)
 

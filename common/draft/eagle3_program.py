@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from common.available_memory import require_room
 from common.draft.checkpoint import Checkpoint
 from common.draft.head import HeadPrograms, NewHeadPrograms
 from common.draft.spec import Eagle3Spec
@@ -47,6 +48,7 @@ def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -
 
 @torch.no_grad()
 def _write(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel, check: Callable[[], None]) -> HeadPrograms:
+    require_room(checkpoint.num_bytes)  # before any of it is taken from what others use
     tables = rotation(LlamaRotaryEmbedding(spec.block.rope), target.dtype, target.max_context_tokens)
     table: Tensor = target.input_embeddings.weight.detach()  # type: ignore[operator]
     extend, step = _programs(checkpoint.untaken(), spec, table, ProgramBuilder(target.dtype, check))

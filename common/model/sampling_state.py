@@ -146,7 +146,8 @@ class SamplingBatch:
 
     def repeated(self, num_times: int) -> SamplingBatch:
         """Of a batch in which each entry appears `num_times`, one beside the other."""
-
+        if self.is_greedy:
+            return self  # there are no indices
         places = np.arange(num_times)
 
         def entries(indices: NDArray[np.int64]) -> NDArray[np.int64]:

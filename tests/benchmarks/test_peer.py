@@ -42,10 +42,15 @@ def test_a_peer_is_told_the_contexts() -> None:
     assert (run(echo, num_threads=2) or {})["told"] == f"{told} --threads 2"
 
 
-@pytest.mark.parametrize("program", ["sys.exit('no such model')", "print('no JSON')"])
+@pytest.mark.parametrize("program", ["sys.exit('no such model')", "print('no JSON')", "print('[\"no JSON object\"]')"])
 def test_a_peer_that_fails_has_no_figures(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(program) is None
     assert "no such model" in (said := capsys.readouterr().err) or "no JSON" in said
+
+
+def test_a_peer_that_is_not_there_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_peer("no-such-program", dtype="bfloat16", num_prompt_tokens=1, num_new_tokens=1, batches=[1])
+    assert figures is None and "cannot be run" in capsys.readouterr().err
 
 
 def test_a_peer_in_another_dtype_ends_the_run() -> None:

@@ -78,6 +78,7 @@ def test_the_pool_is_populated_beside_serving_before_forwards_are_fused(
     monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: work("fuse"))
     settings = DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, **options)
     opened = runtime.open_runtime(settings)
+    assert done == []
     opened.start_beside(work("populate"))
     for _ in expected:
         assert have_begun.acquire(timeout=20.0)

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from common import available_memory
+from common.draft import eagle3_program
 from common.draft.head import DraftOutput
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
@@ -180,6 +182,22 @@ def test_a_head_is_loaded_where_there_is_no_room_for_its_programs(
     assert head.new_programs is not None
     with pytest.raises(OSError, match="are available"):
         head.new_programs(lambda: None)
+
+
+def test_where_there_is_room_for_the_target_alone_the_head_runs_by_operators(
+    new: New, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = new("midlayer")
+
+    def no_room(num_bytes: int) -> None:
+        raise OSError(f"no room for {num_bytes} bytes")
+
+    monkeypatch.setattr(eagle3_program, "require_room", no_room)
+    with capture_logs() as logs:
+        fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS)
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["fused_draft_head_failed"]
+    assert not head.runs_program and head.new_programs is None
+    assert target._program is not None and target._program.close(5.0)
 
 
 def test_nothing_is_written_down_where_it_is_switched_off(
