@@ -22,6 +22,7 @@ from common.errors import ConfigError, EngineLost, StartupError
 from common.host_memory import keep_freed_memory
 from common.openmp import spin_briefly
 from common.process_exit import EXIT_CONFIG, EXIT_ENGINE_LOST, EXIT_OK, EXIT_STARTUP, exit_on_termination
+from common.scheduling_policy import wait_for_computing
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.logs import configure_logs
 from common.telemetry.tracing import NO_TRACER, process_tracer
@@ -65,6 +66,8 @@ def run_service(
             spin_briefly()
             if settings.keep_freed_memory:
                 keep_freed_memory()
+            if settings.forwards_first and settings.device == "cpu":
+                wait_for_computing()
             sys.setswitchinterval(settings.switch_interval_s)
             with _all_kept():
                 from common.runtime import open_runtime

@@ -143,7 +143,8 @@ class SpeculativeWorker(ABC):
         if not batch.leaves_head_behind:
             self._stream.enqueue(extend, scope)
             extended_at = self._stream.record(scope)
-        return replace(output, prepared=prepared_at, marks=(begin, drafted_at, verified_at, extended_at))
+        marks = (begin, drafted_at, verified_at, extended_at)
+        return replace(output, prepared=prepared_at, marks=marks, kept=(relayed, prepared, verified))
 
     def _prepare(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree) -> _Prepared:
         nodes = torch.cat([inputs.tokens.unsqueeze(1), tree.token_ids], dim=1)

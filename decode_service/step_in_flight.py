@@ -83,15 +83,17 @@ class StepInFlight:
         launched_s: float,
         previous: StepInFlight | None,
     ) -> StepInFlight:
-        """Enqueue the copy of the results behind the step's other pieces, and its end event."""
+        """Enqueue the results' way to the host behind the step's other pieces, and its end event."""
         host: Cell[_HostResults] = Cell()
+        sampled, is_invalid = output.sampled, output.is_invalid
+        accept_lens = None if output.has_one_each else output.accept_lens
 
         def copy_results() -> None:
             host.set(
                 _HostResults(
-                    sampled_to_host(device, output.sampled.get()),
-                    None if output.has_one_each else device.to_host(output.accept_lens.get()),
-                    device.to_host(output.is_invalid.get()),
+                    sampled_to_host(device, sampled.get()),
+                    None if accept_lens is None else device.to_host(accept_lens.get()),
+                    device.to_host(is_invalid.get()),
                 )
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -33,7 +33,8 @@ class WorkerOutput:
     int64: how many of them count; not set where `has_one_each`. `is_invalid` [B] bool: rows whose relayed input was not
     usable.
     `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
-    and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch.
+    and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch. `kept`: what pieces
+    are done with, so that it is let go behind the step's end, where the stream does not wait for that.
     """
 
     payload: Cell[RelayPayload]
@@ -44,6 +45,7 @@ class WorkerOutput:
     marks: tuple[Event, ...] = ()
     input_ids: Tensor | None = None
     has_one_each: bool = False
+    kept: Sequence[object] = ()
 
     @classmethod
     def empty(cls) -> WorkerOutput:
@@ -87,6 +89,7 @@ class PlainWorker:
         tokens = torch.empty_like(batch.req_pool_indices)
         window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
         compute = self._prepared(window)
+        computed: Cell[TargetOutput] = Cell()
 
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
@@ -95,6 +98,7 @@ class PlainWorker:
 
         def decode() -> None:
             target = compute()
+            computed.set(target)
             sampled = sample(
                 target.logits,
                 batch.req_pool_indices,
@@ -109,7 +113,7 @@ class PlainWorker:
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True)
+        return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True, kept=(window, compute, computed))
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
         """What cannot be prepared fails as a piece does: with its step."""

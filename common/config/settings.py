@@ -56,6 +56,7 @@ class ServiceSettings(ProcessSettings):
     keep_kernels: bool = True
     populate_pool: bool = True
     keep_freed_memory: bool = True
+    forwards_first: bool = True
     switch_interval_s: Annotated[float, Field(gt=0, le=0.1)] = SWITCH_INTERVAL_S
     max_rows: Positive = 32
     max_kv_tokens: Positive = 32768

@@ -27,6 +27,7 @@ from common.device.stream import (
     Work,
 )
 from common.openmp import set_own_num_threads
+from common.scheduling_policy import compute
 from common.telemetry.timeline import Timeline, Track
 
 _ABANDON_POLL_S = 0.1
@@ -159,6 +160,8 @@ class CpuStream(Stream):
             self._abandon()
 
     def _run(self, num_threads: int) -> None:
+        if self._kind is StreamKind.COMPUTE:
+            compute()
         set_own_num_threads(num_threads)
         try:
             while (operation := self._queue.get()) is not None:
@@ -239,7 +242,7 @@ class CpuDevice(Device):
         return torch.empty(tuple(shape), dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+        return tensor
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.clone()

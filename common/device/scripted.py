@@ -286,7 +286,7 @@ class ScriptedDevice(Device):
         return torch.empty(tuple(shape), dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone()
+        return tensor
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone()

@@ -180,7 +180,9 @@ class Device(Protocol):
         """Uninitialised host memory, pinned where that makes copies asynchronous."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A host copy that never shares storage, made on the running stream: read it behind an event recorded after."""
+        """`tensor`, which nobody writes to any more, on the host: read it behind an event recorded after. A copy that
+        the running stream makes, or itself where the host's memory is the device's.
+        """
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A device copy of a host tensor that never shares storage, made on the running stream, without blocking."""

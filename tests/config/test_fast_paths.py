@@ -219,6 +219,24 @@ def test_a_service_keeps_freed_memory(keeps: bool, monkeypatch: pytest.MonkeyPat
     assert done == ["kept"] * keeps
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], ["waits"]), (["--no-forwards-first"], []), (["--device=cuda"], [])],
+    ids=["on", "off", "on a GPU"],
+)
+def test_a_services_threads_wait_for_those_that_compute(
+    arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def import_serve() -> Serve[DecodeSettings]:
+        raise StartupError("far enough")
+
+    monkeypatch.setattr(service_main, "wait_for_computing", lambda: done.append("waits"))
+    assert run_service("decode_service", DecodeSettings, import_serve, arguments) == EXIT_STARTUP
+    assert done == expected
+
+
 @pytest.mark.parametrize("nontemporal", [True, False])
 def test_large_kv_lands_past_the_caches(
     nontemporal: bool, begun: list[int], tiny_model_dir: Callable[[str], Path]

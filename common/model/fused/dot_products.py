@@ -92,7 +92,8 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
                 num_vectors = _PANEL_VECTORS if num_rows <= max_whole_rows else _PANEL_VECTORS // 2
                 for first in range(0, _PANEL_VECTORS, num_vectors):
                     outputs = range(first, first + num_vectors)
-                    _generate_pass(builder, arguments[:4] + arguments[5:6], num_rows, outputs, multiply)
+                    is_last = num_rows < max_rows  # of the panel's passes; of full ones it may not be
+                    _generate_pass(builder, arguments[:4] + arguments[5:6], num_rows, outputs, multiply, is_last)
 
             switch(builder, arguments[4], max_rows, generate_for)
             return target.get_dummy_value()
@@ -132,8 +133,8 @@ class _Step:
         return _Step(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
 
 
-def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, multiply: Any) -> None:
-    """`outputs`: which vectors of each step."""
+def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, multiply: Any, is_last: bool) -> None:
+    """`outputs`: which vectors of each step. `is_last`: the panel is not read again in this forward."""
     panel, x, x_stride, num_steps, out = arguments
     vectors = builder.inttoptr(panel, INTS.as_pointer())
     rows = [builder.add(x, builder.mul(x_stride, WORD(row))) for row in range(num_rows)]
@@ -148,7 +149,7 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
     if outputs[0] == 0:
         for offset in range(0, 4 * PANEL_WIDTH, LINE_BYTES):  # what the other pass reads, too
             ahead = builder.add(builder.mul(number, WORD(4 * PANEL_WIDTH)), WORD(offset + _BYTES_AHEAD))
-            prefetch_line(builder, builder.inttoptr(builder.add(panel, ahead), INTS.as_pointer()))
+            prefetch_line(builder, builder.inttoptr(builder.add(panel, ahead), INTS.as_pointer()), once=is_last)
     new = multiply(builder, _Step(builder, vectors, rows, outputs, number), sums)
     following = builder.add(number, WORD(1))
     number.add_incoming(following, loop)

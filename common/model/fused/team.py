@@ -34,6 +34,7 @@ from common.model.fused.memory import (
     write_file,
     yield_core,
 )
+from common.scheduling_policy import compute
 
 _LINE_BYTES = 64
 _LINE = 8  # words; what threads write often lies on cache lines of its own
@@ -46,7 +47,8 @@ _MAX_RUNS = (1 << 31) - 1
 _LEADER = 0
 _NO_RUN = 0
 _NO_ITEM = (1 << 31) - 1
-_SPINS_FOR_RUN = 2_000
+_SPINS_FOR_RUN = 16_000  # some 400 us, longer than what lies between two steps: to wake a thread holds up who does it
+_SPINS_BETWEEN_OFFERS = 256
 _TURNS_BETWEEN_OFFERS = 8  # of a thread; some 60 us of weights, and a yield to nobody takes half a microsecond
 _SPINS_BEFORE_YIELD = 4_000
 
@@ -151,11 +153,14 @@ def await_run(board, last_run, sleep_fd):  # type: ignore[no-untyped-def]
     """The number of a run after `last_run`; STOP when there will be none."""
     token = np.zeros(1, np.uint8)
     while True:
-        for _ in range(_SPINS_FOR_RUN):
+        for spin in range(1, _SPINS_FOR_RUN + 1):
             run = load_word(board + 8 * _RUN)
             if run != last_run and run != _NO_RUN:
                 return run
-            pause()
+            if spin % _SPINS_BETWEEN_OFFERS == 0:
+                yield_core()
+            else:
+                pause()
         add_to_word(board + 8 * _NUM_ASLEEP, 1)
         run = load_word(board + 8 * _RUN)
         if run in (last_run, _NO_RUN):
@@ -222,5 +227,6 @@ class Team:
         return self._is_closed
 
     def _help(self, thread: int) -> None:
+        compute()
         call = np.zeros_like(self._shared)
         self._take_part(self._board.ctypes.data, 0, call, self._shared.ctypes.data, thread, self._sleep_fd)

@@ -25,12 +25,13 @@ def declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
     return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
 
 
-def prefetch_line(builder: Any, address: Any) -> None:
+def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
+    """`once`: what is read there leaves the nearest cache past the others, which keep what they have."""
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
     function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-    for_reading, keep, data_cache = INT(0), INT(3), INT(1)
-    builder.call(function, [builder.bitcast(address, pointer), for_reading, keep, data_cache])
+    for_reading, locality, data_cache = INT(0), INT(0 if once else 3), INT(1)
+    builder.call(function, [builder.bitcast(address, pointer), for_reading, locality, data_cache])
 
 
 def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:

@@ -107,7 +107,8 @@ def tensors_dropped_before_the_end(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: DecodeEngine, batch: ScheduleBatch) -> StepInFlight:
         step = launch(self, batch)
         gone = dict.fromkeys(("req_pool_indices", "seq_lens", "positions", "out_cache_loc"))
-        return dataclasses.replace(step, batch=dataclasses.replace(step.batch, **gone))  # type: ignore[arg-type]
+        batch_left = dataclasses.replace(step.batch, **gone)  # type: ignore[arg-type]
+        return dataclasses.replace(step, batch=batch_left, output=dataclasses.replace(step.output, kept=()))
 
     patch.setattr(DecodeEngine, "_launch", mutant)
 

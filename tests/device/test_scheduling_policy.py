@@ -1,0 +1,64 @@
+"""Who computes a forward is scheduled as any process is, whatever began its thread; what else a service does waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from common.device.cpu import CpuDevice
+from common.device.stream import StreamKind
+from common.model.fused.team import Team
+from common.scheduling_policy import wait_for_computing
+
+BOUND_S = 10.0
+
+
+def policies(work: Callable[[SimpleQueue[int]], object]) -> list[int]:
+    """Of a thread that waits for those that compute, then what `work`, called there, finds out."""
+    seen: SimpleQueue[int] = SimpleQueue()
+
+    def run() -> None:
+        wait_for_computing()
+        seen.put(os.sched_getscheduler(0))
+        work(seen)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(BOUND_S)
+    return [seen.get(timeout=BOUND_S) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(StreamKind.COMPUTE, os.SCHED_OTHER), (StreamKind.COPY, os.SCHED_BATCH)]
+)
+def test_a_stream_that_computes_does_not_wait_and_one_that_copies_does(kind: StreamKind, expected: int) -> None:
+    def on_a_stream(seen: SimpleQueue[int]) -> None:
+        device = CpuDevice(num_threads=1)
+        device.new_stream("a", kind).enqueue(lambda: seen.put(os.sched_getscheduler(0)))
+        device.close(BOUND_S)
+
+    assert policies(on_a_stream) == [os.SCHED_BATCH, expected]
+
+
+def test_a_teams_helper_does_not_wait() -> None:
+    def in_a_team(seen: SimpleQueue[int]) -> None:
+        def take_part(*arguments: Any) -> None:
+            seen.put(os.sched_getscheduler(0))
+
+        team = Team(num_threads=2, max_operations=1, num_call_words=1, take_part=take_part)
+        assert team.close(BOUND_S)
+
+    assert policies(in_a_team) == [os.SCHED_BATCH, os.SCHED_OTHER]
+
+
+def test_what_a_sandbox_refuses_is_gone_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    wait_for_computing()
