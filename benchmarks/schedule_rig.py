@@ -25,7 +25,7 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.cpu import CpuDevice
 from common.device.inline import InlineStream
-from common.device.stream import Scope, Stream, StreamKind, Work
+from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
 from common.kv.layer_group import LayerGroupSpec
 from common.load import EngineLoad
@@ -120,7 +120,7 @@ class _UncountedDevice(CpuDevice):
         super().__init__(num_threads=1)
         self._watch = watch
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
         return _UncountedStream(name, self._watch)
 
 

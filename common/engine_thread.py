@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, TypeVar
 
 from common.load import EngineLoad
@@ -38,6 +39,11 @@ class Engine(Protocol[_CommandT_contra, _EventT_co]):
 
     def idle_timeout_s(self) -> float:
         """How long the loop may wait for a command before it steps again; 0 while there is work to launch."""
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        """`wake`, from any thread, ends the loop's wait for a command. An engine that waits for a stream has it called
+        where that is possible, and need not look so often. To be called once, before the first step.
+        """
 
     def load(self) -> EngineLoad: ...
 
@@ -84,6 +90,7 @@ class EngineThread(EnginePort[CommandT]):
         self._stopping = threading.Event()
         self._num_steps_begun = 0
         self._is_stepping = False
+        engine.be_woken_by(partial(self._inbox.put, None))
         self._thread = threading.Thread(target=self._run, args=(engine, deliver), name=name, daemon=True)
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from common.device.stream import Device, Event, Measured, Scope, StreamKind
+from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind
 from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
     BatonError,
@@ -102,11 +102,20 @@ class Landed:
 class LandingZone:
     """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks."""
 
-    def __init__(self, *, device: Device, pool: KvPool, vocab_size: int, nontemporal_copies: bool) -> None:
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: KvPool,
+        vocab_size: int,
+        nontemporal_copies: bool,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        """`on_event`: of the stream that lands, whose events `poll` looks at."""
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size
-        self._stream = device.new_stream("landing", StreamKind.COPY)
+        self._stream = device.new_stream("landing", StreamKind.COPY, on_event)
         self._copy = _copy_of(device.torch_device, nontemporal=nontemporal_copies)
         self._calls: dict[str, _Call] = {}
         self._complete: dict[_LandingRow, None] = {}

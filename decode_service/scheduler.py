@@ -55,6 +55,7 @@ _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _WAITING_WAIT_S = 0.05
 _COPY_WAIT_S = 0.001
+_TOLD_WAIT_S = 0.05  # where a stream tells: what is missed is seen all the same
 
 
 class DecodeEngine:
@@ -90,6 +91,8 @@ class DecodeEngine:
         debug_checks: bool = False,
     ) -> None:
         self._device = device
+        self._wake: Callable[[], None] = lambda: None
+        self._copy_wait_s = _COPY_WAIT_S
         self._overlap = overlap
         self._clock = clock
         self._on_step = on_step
@@ -123,7 +126,11 @@ class DecodeEngine:
         self._worker = forward_side.worker
         self._sampling_state = forward_side.sampling_state
         self._landing = LandingZone(
-            device=device, pool=self.pool, vocab_size=model.vocab_size, nontemporal_copies=nontemporal_copies
+            device=device,
+            pool=self.pool,
+            vocab_size=model.vocab_size,
+            nontemporal_copies=nontemporal_copies,
+            on_event=self._on_event,
         )
         self._stages = StageLog(self._outbox.post)
         self._dispatcher = PrefillDispatcher(
@@ -190,10 +197,15 @@ class DecodeEngine:
         if self._in_flight is not None:
             return 0.0
         if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
-            return _COPY_WAIT_S if self._is_stalled else 0.0
+            return self._copy_wait_s if self._is_stalled else 0.0
         if self._dispatcher.is_landing or self.pool.has_quarantined:
-            return _COPY_WAIT_S
+            return self._copy_wait_s
         return _WAITING_WAIT_S if self._dispatcher.num_waiting else _IDLE_WAIT_S
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        if self._device.runs_pieces_beside:
+            self._copy_wait_s = _TOLD_WAIT_S
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -261,6 +273,10 @@ class DecodeEngine:
             req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string)
         )
         self._end(req)
+
+    def _on_event(self) -> None:
+        """The stream that lands KV came to one. Its thread."""
+        self._wake()
 
     # ---- scheduling ---------------------------------------------------------------------------------------------
 

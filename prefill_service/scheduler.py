@@ -50,6 +50,7 @@ _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _QUEUED_WAIT_S = 0.05
 _POLL_WAIT_S = 0.001
+_TOLD_WAIT_S = 0.05  # where a stream tells: what is missed is seen all the same
 _RETRY_AFTER_MS = 200
 
 
@@ -93,6 +94,8 @@ class PrefillEngine:
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
         assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
         self._device = device
+        self._wake: Callable[[], None] = lambda: None
+        self._poll_wait_s = _POLL_WAIT_S
         self._chunk_tokens = chunk_tokens
         self._max_batch_tokens = max_batch_tokens
         self._max_queued_rows = max_queued_rows
@@ -114,7 +117,7 @@ class PrefillEngine:
         self._sampling_state = SamplingState(
             max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
         )
-        self._forward_stream = device.new_stream("forward")
+        self._forward_stream = device.new_stream("forward", on_event=self._on_event)
         self._worker = PrefillWorker(
             model=model,
             draft=draft,
@@ -132,6 +135,7 @@ class PrefillEngine:
             budget_bytes=send_budget_bytes,
             max_segment_bytes=max_segment_bytes,
             new_payload=new_payload,
+            on_event=self._on_event,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._queued: dict[Prompt, None] = {}
@@ -170,8 +174,13 @@ class PrefillEngine:
         if has_room and any(prompt.num_left for prompt in self._computing):
             return 0.0
         if self._in_flight or self._sender.is_copying or self.pool.has_quarantined:
-            return _POLL_WAIT_S
+            return self._poll_wait_s
         return _QUEUED_WAIT_S if self._queued else _IDLE_WAIT_S
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        if self._device.runs_pieces_beside:
+            self._poll_wait_s = _TOLD_WAIT_S
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -347,6 +356,10 @@ class PrefillEngine:
         groups = list(self.pool.groups.values())
         columns = first_tokens(batch, computed, list(by_call.values()), groups=groups, now_s=self._clock())
         self._outbox += map(FrameReady, by_call, columns)
+
+    def _on_event(self) -> None:
+        """A stream came to one. Its thread."""
+        self._wake()
 
     # ---- sending ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.device.cell import Cell
-from common.device.stream import Device, Event, Measured, Scope, StreamKind
+from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import MAX_LENT_BYTES, SharedKv
@@ -117,15 +117,18 @@ class KvSender:
         budget_bytes: int,
         max_segment_bytes: int,
         new_payload: NewPayload | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
-        """`new_payload`: where KV of a pool on the host is gathered, if not into memory of the device's choice."""
+        """`new_payload`: where KV of a pool on the host is gathered, if not into memory of the device's choice.
+        `on_event`: of the stream that copies, whose events `poll` looks at.
+        """
         self._device = device
         self._new_payload = new_payload
         self._pool = pool
         self._memory = memory
         self._budget_bytes = budget_bytes
         self._max_segment_bytes = max_segment_bytes
-        self._stream = device.new_stream("sending", StreamKind.COPY)
+        self._stream = device.new_stream("sending", StreamKind.COPY, on_event)
         self._queued: dict[str, deque[_Piece]] = {}
         self._num_forwards = 0
         self._num_ended = 0

@@ -20,6 +20,7 @@ from common.device.stream import (
     Device,
     Event,
     MilestoneWork,
+    OnEvent,
     Scope,
     Stream,
     StreamKind,
@@ -97,9 +98,16 @@ class CpuStream(Stream):
     """
 
     def __init__(
-        self, name: str, *, num_threads: int, kind: StreamKind = StreamKind.COMPUTE, track: Track | None = None
+        self,
+        name: str,
+        *,
+        num_threads: int,
+        kind: StreamKind = StreamKind.COMPUTE,
+        track: Track | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
         """What it runs and waits for is on `track`."""
+        self._on_event = on_event
         self._track = track or Track(name)
         self._scope = Scope(name)
         self._kind = kind
@@ -127,7 +135,7 @@ class CpuStream(Stream):
         self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
     ) -> Sequence[Event]:
         events = [CpuEvent(self._scope, scope) for _ in range(num_milestones)]
-        self.enqueue(partial(work, [event.reach for event in events]), scope)
+        self.enqueue(partial(work, [partial(self._reach, event) for event in events]), scope)
         for event in events:
             self._put(event)
         return events
@@ -171,7 +179,7 @@ class CpuStream(Stream):
                             run_piece(work, scope, self._scope)
                         del work, scope
                     case CpuEvent():
-                        operation.reach()
+                        self._reach(operation)
                     case _Wait(event):
                         if not event.is_done():
                             with self._track.span("wait"):
@@ -181,6 +189,11 @@ class CpuStream(Stream):
                 del operation  # or the next get() would keep it alive for as long as the stream is idle
         finally:
             self._abandon()
+
+    def _reach(self, event: CpuEvent) -> None:
+        event.reach()
+        if self._on_event is not None:
+            self._on_event()
 
     def _block_until_done(self, event: Event) -> None:
         """Also ends when this stream is abandoned. The other stream completes its events even in death."""
@@ -229,9 +242,11 @@ class CpuDevice(Device):
     def runs_pieces_beside(self) -> bool:
         return True
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
         num_threads = 1 if kind is StreamKind.COPY else self._num_threads
-        stream = CpuStream(name, num_threads=num_threads, kind=kind, track=self._timeline.track(name))
+        stream = CpuStream(
+            name, num_threads=num_threads, kind=kind, track=self._timeline.track(name), on_event=on_event
+        )
         self._streams.append(stream)
         return stream
 

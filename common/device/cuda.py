@@ -22,6 +22,7 @@ from common.device.stream import (
     Device,
     Event,
     MilestoneWork,
+    OnEvent,
     Scope,
     Stream,
     StreamKind,
@@ -185,7 +186,7 @@ class CudaDevice(Device):
     def schedule_stream(self) -> Stream:
         return self._schedule_stream
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
         cuda_stream = torch.cuda.Stream(self._torch_device)
         stream = CudaStream(name, cuda_stream, kind=kind, track=self._timeline.track(name))
         self._streams.append(stream)

@@ -29,6 +29,7 @@ from common.device.stream import (
     Device,
     Event,
     MilestoneWork,
+    OnEvent,
     Scope,
     Stream,
     StreamKind,
@@ -274,7 +275,9 @@ class ScriptedDevice(Device):
     def runs_pieces_beside(self) -> bool:
         return True
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> ScriptedStream:
+    def new_stream(
+        self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None
+    ) -> ScriptedStream:
         stream = ScriptedStream(self, name, kind=kind)
         self.streams.append(stream)
         return stream

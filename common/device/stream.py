@@ -24,6 +24,8 @@ from common.device.graph import GraphRecorder
 Work = Callable[[], object]
 """What it returns is dropped."""
 
+OnEvent = Callable[[], None]
+
 MilestoneWork = Callable[[Sequence[Callable[[], None]]], object]
 """A piece that says how far it is, by calling each of these once, in order. What it returns is dropped."""
 
@@ -161,7 +163,10 @@ class Device(Protocol):
     def schedule_stream(self) -> Stream:
         """The engine thread's own: what its code does directly is ordered with the pieces of this stream."""
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream: ...
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
+        """`on_event`: called behind each event that the stream comes to, on its own thread, where it has one
+        (`runs_pieces_beside`): who waits for some need not look again and again. It must not block, nor raise.
+        """
 
     @property
     def runs_pieces_beside(self) -> bool:

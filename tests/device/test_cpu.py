@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
 
 from common.device.cpu import CpuDevice
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
-from common.device.stream import Scope, Stream, StreamKind
+from common.device.stream import Event, Scope, Stream, StreamKind
 from tests.device.rigs import BOUND_S, SOON_S, finish
 
 
@@ -246,3 +247,22 @@ def test_grad_mode_is_left_as_torch_has_it(device: CpuDevice) -> None:
         forward.enqueue(lambda: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
         finish(forward)
     assert seen == [(True, False)]
+
+
+def test_a_stream_tells_of_each_event_once_it_is_done(device: CpuDevice, gate: threading.Event) -> None:
+    """Of milestones inside a piece too, each when it is come to: who waits for one must not wait for the piece."""
+    told: SimpleQueue[list[bool]] = SimpleQueue()
+    events: list[Event] = []
+    stream = device.new_stream("landing", StreamKind.COPY, lambda: told.put([event.is_done() for event in events]))
+
+    def work(milestones: Sequence[Callable[[], None]]) -> None:
+        milestones[0]()
+        assert gate.wait(BOUND_S)
+
+    hold(stream, gate)
+    events += stream.enqueue_with_milestones(work, 1)
+    events.append(stream.record())
+    assert told.empty()
+    gate.set()
+    seen = [told.get(timeout=BOUND_S) for _ in range(3)]
+    assert seen == [[True, False], [True, False], [True, True]], "inside the piece, behind it, and the event after it"

@@ -91,6 +91,9 @@ class MortalEngine:
     def idle_timeout_s(self) -> float:
         return self._engine.idle_timeout_s()
 
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self._engine.be_woken_by(wake)
+
     def load(self) -> EngineLoad:
         return self._engine.load()
 

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from common.device.piece import piece_name
-from common.device.stream import Device, Event, MilestoneWork, Scope, Stream, StreamKind, StreamProgress, Work
+from common.device.stream import (
+    Device,
+    Event,
+    MilestoneWork,
+    OnEvent,
+    Scope,
+    Stream,
+    StreamKind,
+    StreamProgress,
+    Work,
+)
 from tests.faults.injector import InjectedFault, Injector
 from tests.faults.plan import Action
 
@@ -83,8 +93,8 @@ class FaultyDevice(Device):
     def schedule_stream(self) -> Stream:
         return self._device.schedule_stream
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
-        return FaultyStream(self._device.new_stream(name, kind), self._injector)
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
+        return FaultyStream(self._device.new_stream(name, kind, on_event), self._injector)
 
     def progress(self) -> Sequence[StreamProgress]:
         return self._device.progress()

@@ -10,7 +10,7 @@ import pytest
 
 from common.device.cpu import CpuDevice
 from common.device.piece import piece_name
-from common.device.stream import Event, MilestoneWork, Scope, Stream, StreamKind, Work
+from common.device.stream import Event, MilestoneWork, OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.load import load_draft
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
@@ -47,8 +47,8 @@ class _WatchedDevice(FaultyDevice):
     def schedule_stream(self) -> Stream:
         return self._watched(self._inner.schedule_stream)
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> Stream:
-        return self._watched(self._inner.new_stream(name, kind))
+    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
+        return self._watched(self._inner.new_stream(name, kind, on_event))
 
     def _watched(self, stream: Stream) -> Stream:
         return _WatchedStream(stream, self._pieces[stream.name])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.device.piece import raise_failure
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
-from common.device.stream import Event, MilestoneWork, Scope, Stream, StreamKind, Work
+from common.device.stream import Event, MilestoneWork, OnEvent, Scope, Stream, StreamKind, Work
 from tests.interleavings.footprint import Footprint, Memory, Unit
 
 HOST = "host"
@@ -170,7 +170,9 @@ class ExploredDevice(ScriptedDevice):
         self._schedule = ExploredStream(self, "schedule")
         self.streams.append(self._schedule)
 
-    def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE) -> ScriptedStream:
+    def new_stream(
+        self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None
+    ) -> ScriptedStream:
         assert name not in [stream.name for stream in self.streams], f"{name}: streams are told apart by name"
         stream = ExploredStream(self, name)
         self.streams.append(stream)

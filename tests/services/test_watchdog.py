@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -217,6 +217,9 @@ class HangingEngine:
 
     def idle_timeout_s(self) -> float:
         return 10 * BOUND_S
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
 
     def load(self) -> EngineLoad:
         return EngineLoad(PoolCounts(0, 0), PoolCounts(0, 0), num_queued=0, num_running=0, num_steps=0)

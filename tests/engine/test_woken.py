@@ -1,0 +1,109 @@
+"""An engine is woken by the streams that it waits for, and looks seldom where it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from common.device.factory import open_device
+from common.engine_thread import EngineThread
+from common.load import EngineLoad, PoolCounts
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.wire.handoff import Accepted, HandoffRow, KvSegment
+from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
+from decode_service.scheduler import DecodeEngine
+from prefill_service.messages import FrameReady, OpenCall
+from prefill_service.scheduler import PrefillEngine
+
+BOUND_S = 30.0
+OFTEN_S = 0.001
+PROMPT = (11, 12, 13)
+SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
+
+
+class Sleeper:
+    """An engine with nothing to do."""
+
+    def __init__(self) -> None:
+        self.has_stepped = threading.Event()
+        self.wake: Callable[[], None] = lambda: None
+
+    def step(self, commands: Sequence[str]) -> Sequence[str]:
+        self.has_stepped.set()
+        return ()
+
+    def idle_timeout_s(self) -> float:
+        return 10 * BOUND_S
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(PoolCounts(0, 0), PoolCounts(0, 0), num_queued=0, num_running=0, num_steps=0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_waiting_engine_steps_when_it_is_woken() -> None:
+    engine = Sleeper()
+    thread: EngineThread[str] = EngineThread(
+        engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
+    )
+    thread.start()
+    try:
+        for _ in range(3):
+            assert not engine.has_stepped.wait(0.05)
+            engine.wake()
+            assert engine.has_stepped.wait(BOUND_S)
+            engine.has_stepped.clear()
+    finally:
+        assert thread.stop(BOUND_S)
+
+
+def test_prefill_is_woken_when_a_forward_ends_and_when_its_kv_is_copied(
+    tiny_target: Callable[[str], TargetModel],
+) -> None:
+    engine = PrefillEngine(
+        model=tiny_target("llama"),
+        device=open_device("cpu", num_threads=1),
+        max_rows=1,
+        max_kv_tokens=64,
+        max_context_tokens=64,
+        early_sending=False,
+    )
+    is_woken = threading.Event()
+    engine.be_woken_by(is_woken.set)
+    commands = [OpenCall("call", (HandoffRow("a", 0, PROMPT, len(PROMPT), SAMPLING),))]
+    frames: list[object] = []
+    while True:
+        frames += [event.frame for event in engine.step(commands) if isinstance(event, FrameReady)]
+        if any(isinstance(frame, KvSegment) for frame in frames):
+            break
+        commands = []
+        assert engine.idle_timeout_s() > OFTEN_S
+        assert is_woken.wait(BOUND_S), f"nobody tells that there is more than {frames}"
+        is_woken.clear()
+    engine.close()
+
+
+def test_decode_is_woken_when_kv_has_landed(tiny_target: Callable[[str], TargetModel]) -> None:
+    target = tiny_target("llama")
+    engine = DecodeEngine(
+        model=target, device=open_device("cpu", num_threads=1), max_rows=1, max_kv_tokens=64, max_context_tokens=64
+    )
+    is_woken = threading.Event()
+    engine.be_woken_by(is_woken.set)
+    events = engine.step(
+        [ReplicasChanged((Replica("there", is_ready=True),)), Submit("a", PROMPT, len(PROMPT), SAMPLING)]
+    )
+    (call,) = [event for event in events if isinstance(event, StartHandoff)]
+    group = target.layer_group
+    payload = bytes(group.num_layers * len(PROMPT) * group.layer_token_bytes)
+    segment = KvSegment(0, group.name, 0, group.num_layers, 0, len(PROMPT), payload)
+    assert not is_woken.is_set()
+    engine.step([FrameArrived(call.call_id, frame) for frame in (Accepted("there"), segment)])
+    assert engine.idle_timeout_s() > OFTEN_S
+    assert is_woken.wait(BOUND_S)
+    engine.close()
