@@ -225,7 +225,7 @@ def section(name: str, pairings: Sequence[Pairing]) -> tuple[list[str], bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4, help="of requests that only decode")
+    parser.add_argument("--rounds", type=int, default=2, help="of requests that only decode")
     parser.add_argument("--window-s", type=float, default=1.5)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
