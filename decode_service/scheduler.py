@@ -23,7 +23,8 @@ from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from decode_service.depth import depth_of
+from common.wake_up import WakeUp
+from decode_service.depth import depth_of, depth_within
 from decode_service.dispatcher import PrefillDispatcher
 from decode_service.forward_side import ForwardSide
 from decode_service.landing import LandingZone
@@ -54,8 +55,6 @@ from decode_service.step_in_flight import StepInFlight, first_token_payload, fir
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _WAITING_WAIT_S = 0.05
-_COPY_WAIT_S = 0.001
-_TOLD_WAIT_S = 0.05  # where a stream tells: what is missed is seen all the same
 
 
 class DecodeEngine:
@@ -91,8 +90,7 @@ class DecodeEngine:
         debug_checks: bool = False,
     ) -> None:
         self._device = device
-        self._wake: Callable[[], None] = lambda: None
-        self._copy_wait_s = _COPY_WAIT_S
+        self._wake_up = WakeUp(device)
         self._overlap = overlap
         self._clock = clock
         self._on_step = on_step
@@ -130,7 +128,7 @@ class DecodeEngine:
             pool=self.pool,
             vocab_size=model.vocab_size,
             nontemporal_copies=nontemporal_copies,
-            on_event=self._on_event,
+            on_event=self._wake_up.told,
         )
         self._stages = StageLog(self._outbox.post)
         self._dispatcher = PrefillDispatcher(
@@ -161,6 +159,7 @@ class DecodeEngine:
         self._arrivals = itertools.count()
         self._is_draining = False
         self._is_stalled = False  # slots were short, and those coming free are still in use
+        self._has_freed = False  # at the last step's end: who was short of it is not to wait
         self._num_steps = 0
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ class DecodeEngine:
             if not self._overlap:
                 self._finish(self._in_flight)
                 self._in_flight = None
-            self.pool.reclaim()
+            self._has_freed = self.pool.reclaim() > 0
             if self._debug_checks:
                 self.pool.check_conservation()
                 self._running.check_lengths()
@@ -197,15 +196,15 @@ class DecodeEngine:
         if self._in_flight is not None:
             return 0.0
         if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
-            return self._copy_wait_s if self._is_stalled else 0.0
+            return self._wake_up.wait_s if self._is_stalled and not self._has_freed else 0.0
+        if self._has_freed and self._dispatcher.num_waiting:
+            return 0.0
         if self._dispatcher.is_landing or self.pool.has_quarantined:
-            return self._copy_wait_s
+            return self._wake_up.wait_s
         return _WAITING_WAIT_S if self._dispatcher.num_waiting else _IDLE_WAIT_S
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        if self._device.runs_pieces_beside:
-            self._copy_wait_s = _TOLD_WAIT_S
+        self._wake_up.wake = wake
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -274,10 +273,6 @@ class DecodeEngine:
         )
         self._end(req)
 
-    def _on_event(self) -> None:
-        """The stream that lands KV came to one. Its thread."""
-        self._wake()
-
     # ---- scheduling ---------------------------------------------------------------------------------------------
 
     @recorded("next_batch")
@@ -297,20 +292,9 @@ class DecodeEngine:
             running.filter_batch(self._rows.have_room_after(running.rows, lengths).nonzero()[0])
         if ready:
             self._merge_prebuilt(ready)
-        running.spec_info = self._choose_depth()
+        running.spec_info = depth_within(self._depth, running, self.pool)
         self._is_stalled = not (running.is_empty or self._retraction.prepare(running, self._requests.values()))
         return None if running.is_empty or self._is_stalled else running
-
-    def _choose_depth(self) -> SpecInfo | None:
-        """No deeper than the free slots allow: drafts are worth no retraction."""
-        running = self._running
-        if self._depth is None or running.is_empty:
-            return None
-        num_wanted = running.batch_size - len(running.undrafted)
-        running.spec_info = self._depth.choose(draft_lag=running.draft_lag, num_wanted=num_wanted)
-        if running.num_slots_needed(self.pool) > self.pool.num_free_slots:
-            return running.spec_info.at_depth(0)
-        return running.spec_info
 
     def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
         prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)

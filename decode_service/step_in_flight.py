@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -98,6 +98,8 @@ class StepInFlight:
             )
 
         stream.enqueue(copy_results, scope)
+        if not device.runs_pieces_beside:  # else its thread would stop to free what it is done with
+            output = replace(output, kept=())
         previous_end = None if previous is None else previous.end
         return cls(
             batch, reqs, request_ids, rows, serials, output, host, stream.record(scope), launched_s, previous_end

@@ -34,7 +34,7 @@ class WorkerOutput:
     usable.
     `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
     and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch. `kept`: what pieces
-    are done with, so that it is let go behind the step's end, where the stream does not wait for that.
+    are done with, to be let go of behind the step's end, by who takes its results.
     """
 
     payload: Cell[RelayPayload]

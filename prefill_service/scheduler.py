@@ -24,6 +24,7 @@ from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
+from common.wake_up import WakeUp
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import NewPayload, RowFailed
 from prefill_service.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
@@ -49,8 +50,6 @@ from prefill_service.worker import PrefillWorker
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _QUEUED_WAIT_S = 0.05
-_POLL_WAIT_S = 0.001
-_TOLD_WAIT_S = 0.05  # where a stream tells: what is missed is seen all the same
 _RETRY_AFTER_MS = 200
 
 
@@ -94,8 +93,7 @@ class PrefillEngine:
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
         assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
         self._device = device
-        self._wake: Callable[[], None] = lambda: None
-        self._poll_wait_s = _POLL_WAIT_S
+        self._wake_up = WakeUp(device)
         self._chunk_tokens = chunk_tokens
         self._max_batch_tokens = max_batch_tokens
         self._max_queued_rows = max_queued_rows
@@ -117,7 +115,7 @@ class PrefillEngine:
         self._sampling_state = SamplingState(
             max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
         )
-        self._forward_stream = device.new_stream("forward", on_event=self._on_event)
+        self._forward_stream = device.new_stream("forward", on_event=self._wake_up.told)
         self._worker = PrefillWorker(
             model=model,
             draft=draft,
@@ -135,7 +133,7 @@ class PrefillEngine:
             budget_bytes=send_budget_bytes,
             max_segment_bytes=max_segment_bytes,
             new_payload=new_payload,
-            on_event=self._on_event,
+            on_event=self._wake_up.told,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._queued: dict[Prompt, None] = {}
@@ -145,6 +143,7 @@ class PrefillEngine:
         self._in_flight: deque[StepInFlight] = deque()
         self._outbox: list[Event] = []
         self._is_draining = False
+        self._has_freed = False  # at the last step's end: a queued prompt is not to wait for it
         self._num_steps = 0
         self._last_end_s = 0.0  # of the last forward
 
@@ -163,7 +162,7 @@ class PrefillEngine:
             self._in_flight.append(launched)
         self._finish_done()
         self._send()
-        self.pool.reclaim()
+        self._has_freed = self.pool.reclaim() > 0
         if self._debug_checks:
             self.pool.check_conservation()
         events, self._outbox = self._outbox, []
@@ -173,14 +172,14 @@ class PrefillEngine:
         has_room = len(self._in_flight) < self._max_in_flight
         if has_room and any(prompt.num_left for prompt in self._computing):
             return 0.0
+        if self._has_freed and self._queued:
+            return 0.0
         if self._in_flight or self._sender.is_copying or self.pool.has_quarantined:
-            return self._poll_wait_s
+            return self._wake_up.wait_s
         return _QUEUED_WAIT_S if self._queued else _IDLE_WAIT_S
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        if self._device.runs_pieces_beside:
-            self._poll_wait_s = _TOLD_WAIT_S
+        self._wake_up.wake = wake
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -356,10 +355,6 @@ class PrefillEngine:
         groups = list(self.pool.groups.values())
         columns = first_tokens(batch, computed, list(by_call.values()), groups=groups, now_s=self._clock())
         self._outbox += map(FrameReady, by_call, columns)
-
-    def _on_event(self) -> None:
-        """A stream came to one. Its thread."""
-        self._wake()
 
     # ---- sending ------------------------------------------------------------------------------------------------
 

@@ -168,10 +168,10 @@ class CpuStream(Stream):
             self._abandon()
 
     def _run(self, num_threads: int) -> None:
-        if self._kind is StreamKind.COMPUTE:
-            compute()
-        set_own_num_threads(num_threads)
         try:
+            if self._kind is StreamKind.COMPUTE:
+                compute()
+            set_own_num_threads(num_threads)
             while (operation := self._queue.get()) is not None:
                 match operation:
                     case _Piece(work, scope):
@@ -215,6 +215,8 @@ class CpuStream(Stream):
                     operation.abandon(error)
         except queue.Empty:
             self._queue.put(None)
+        if self._on_event is not None:
+            self._on_event()
 
 
 class CpuDevice(Device):
@@ -240,6 +242,10 @@ class CpuDevice(Device):
 
     @property
     def runs_pieces_beside(self) -> bool:
+        return True
+
+    @property
+    def tells_of_events(self) -> bool:
         return True
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:

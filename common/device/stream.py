@@ -164,9 +164,13 @@ class Device(Protocol):
         """The engine thread's own: what its code does directly is ordered with the pieces of this stream."""
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
-        """`on_event`: called behind each event that the stream comes to, on its own thread, where it has one
-        (`runs_pieces_beside`): who waits for some need not look again and again. It must not block, nor raise.
+        """`on_event`: where the device `tells_of_events`, called behind each that the stream comes to or gives up, by
+        its thread: who waits for some need not look again and again. It must not block, nor raise.
         """
+
+    @property
+    def tells_of_events(self) -> bool:
+        return False
 
     @property
     def runs_pieces_beside(self) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from common import scheduling_policy
 from common.device.cpu import CpuDevice
 from common.device.stream import StreamKind
 from common.model.fused.team import Team
-from common.scheduling_policy import wait_for_computing
+from common.scheduling_policy import compute, wait_for_computing
 
 BOUND_S = 10.0
 
@@ -56,9 +57,35 @@ def test_a_teams_helper_does_not_wait() -> None:
     assert policies(in_a_team) == [os.SCHED_BATCH, os.SCHED_OTHER]
 
 
-def test_what_a_sandbox_refuses_is_gone_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["sched_getscheduler", "sched_setscheduler"])
+def test_what_a_sandbox_refuses_is_gone_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
     def refuse(*arguments: Any) -> None:
+        refused.append(name)
         raise PermissionError
 
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(scheduling_policy, "_ours", {"waiting"})
+    monkeypatch.setattr(os, name, refuse)
     wait_for_computing()
+    compute()
+    assert refused
+
+
+def test_a_policy_that_is_not_the_systems_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts a service with one has a reason."""
+    monkeypatch.setattr(scheduling_policy, "_ours", set())
+    seen: list[int] = []
+
+    def run() -> None:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        compute()
+        seen.append(os.sched_getscheduler(0))
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        wait_for_computing()
+        seen.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(BOUND_S)
+    assert seen == [os.SCHED_BATCH, os.SCHED_IDLE]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from common.device.factory import open_device
+from common.device.scripted import ScriptedDevice
 from common.engine_thread import EngineThread
 from common.load import EngineLoad, PoolCounts
+from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
-from common.model.target import TargetModel
+from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
 from decode_service.scheduler import DecodeEngine
 from prefill_service.messages import FrameReady, OpenCall
 from prefill_service.scheduler import PrefillEngine
+from tests.engine.harness import ScriptedEngine
 
 BOUND_S = 30.0
 OFTEN_S = 0.001
@@ -54,7 +62,7 @@ def test_a_waiting_engine_steps_when_it_is_woken() -> None:
     thread.start()
     try:
         for _ in range(3):
-            assert not engine.has_stepped.wait(0.05)
+            assert not engine.has_stepped.is_set()
             engine.wake()
             assert engine.has_stepped.wait(BOUND_S)
             engine.has_stepped.clear()
@@ -107,3 +115,41 @@ def test_decode_is_woken_when_kv_has_landed(tiny_target: Callable[[str], TargetM
     assert engine.idle_timeout_s() > OFTEN_S
     assert is_woken.wait(BOUND_S)
     engine.close()
+
+
+def test_who_was_short_of_slots_does_not_wait_for_those_that_a_step_freed() -> None:
+    """Of the forward's end, which freed them, nobody tells: the engine itself waited for it."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48)
+    for number in range(2):
+        scripted.submit(str(number), [number + 1, 7], 30)
+    waits_s: list[float] = []
+
+    def advance(device: ScriptedDevice) -> None:
+        if scripted.engine._is_stalled and scripted.engine._has_freed:
+            waits_s.append(scripted.engine.idle_timeout_s())
+        scripted.landing.run_all()
+
+    scripted.run(advance=advance)
+    assert scripted.engine.load().num_retractions > 0 and waits_s, "nothing was short"
+    assert set(waits_s) == {0.0}
+
+
+def test_what_a_step_is_done_with_is_let_go_of_behind_its_end() -> None:
+    """By who takes its results, and not by the stream, which would stop for that between two forwards."""
+    scripted = ScriptedEngine()
+    scripted.submit("a", [1, 2], 5)
+    outputs: list[weakref.ref[Tensor]] = []
+    forward = scripted.model.forward
+
+    def noted(batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        output = forward(batch, on_layer_kv=on_layer_kv)
+        outputs.append(weakref.ref(output.logits))
+        return output
+
+    scripted.model.forward = noted  # type: ignore[method-assign]
+    scripted.start("a")
+    scripted.forward.run_all()
+    assert outputs[0]() is not None
+    scripted.step()
+    gc.collect()
+    assert outputs[0]() is None, "and no later"

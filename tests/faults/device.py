@@ -96,6 +96,14 @@ class FaultyDevice(Device):
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
         return FaultyStream(self._device.new_stream(name, kind, on_event), self._injector)
 
+    @property
+    def runs_pieces_beside(self) -> bool:
+        return self._device.runs_pieces_beside
+
+    @property
+    def tells_of_events(self) -> bool:
+        return self._device.tells_of_events
+
     def progress(self) -> Sequence[StreamProgress]:
         return self._device.progress()
 

@@ -92,7 +92,8 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
                 num_vectors = _PANEL_VECTORS if num_rows <= max_whole_rows else _PANEL_VECTORS // 2
                 for first in range(0, _PANEL_VECTORS, num_vectors):
                     outputs = range(first, first + num_vectors)
-                    is_last = num_rows < max_rows  # of the panel's passes; of full ones it may not be
+                    # Of the passes over a panel: of as many rows as there can be another may follow.
+                    is_last = num_rows < max_rows and num_vectors == _PANEL_VECTORS
                     _generate_pass(builder, arguments[:4] + arguments[5:6], num_rows, outputs, multiply, is_last)
 
             switch(builder, arguments[4], max_rows, generate_for)

@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
+from common.kv.pool import KvPool
 from common.wire.handoff import HandoffRow
-from decode_service import dispatcher, retraction
+from decode_service import dispatcher, retraction, scheduler
+from decode_service.depth import Depth
 from decode_service.dispatcher import PrefillDispatcher
 from decode_service.request import Request
 from decode_service.retraction import Retraction
 from decode_service.schedule_batch import ScheduleBatch
-from decode_service.scheduler import DecodeEngine
 from decode_service.spec_info import SpecInfo
 from decode_service.waiting_queue import WaitingQueue
 
@@ -83,13 +84,12 @@ def retractions_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
     """A step drafts as deep as it likes, whatever slots are free."""
 
-    def mutant(self: DecodeEngine) -> SpecInfo | None:
-        running = self._running
-        if self._depth is None or running.is_empty:
+    def mutant(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
+        if depth is None or batch.is_empty:
             return None
-        return self._depth.choose(draft_lag=running.draft_lag, num_wanted=running.batch_size)
+        return depth.choose(draft_lag=batch.draft_lag, num_wanted=batch.batch_size)
 
-    patch.setattr(DecodeEngine, "_choose_depth", mutant)
+    patch.setattr(scheduler, "depth_within", mutant)
 
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
