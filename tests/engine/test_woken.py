@@ -20,7 +20,7 @@ from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
 from decode_service.scheduler import DecodeEngine
-from prefill_service.messages import FrameReady, OpenCall
+from prefill_service.messages import Command, FrameReady, OpenCall
 from prefill_service.scheduler import PrefillEngine
 from tests.engine.harness import ScriptedEngine
 
@@ -114,6 +114,34 @@ def test_decode_is_woken_when_kv_has_landed(tiny_target: Callable[[str], TargetM
     engine.step([FrameArrived(call.call_id, frame) for frame in (Accepted("there"), segment)])
     assert engine.idle_timeout_s() > OFTEN_S
     assert is_woken.wait(BOUND_S)
+    engine.close()
+
+
+def test_a_queued_prompt_does_not_wait_for_the_row_that_a_step_freed(
+    tiny_target: Callable[[str], TargetModel],
+) -> None:
+    engine = PrefillEngine(
+        model=tiny_target("llama"),
+        device=open_device("cpu", num_threads=1),
+        max_rows=1,
+        max_kv_tokens=64,
+        max_context_tokens=64,
+    )
+    is_woken = threading.Event()
+    engine.be_woken_by(is_woken.set)
+    commands: list[Command] = [
+        OpenCall("call", tuple(HandoffRow(name, 0, PROMPT, len(PROMPT), SAMPLING) for name in "ab"))
+    ]
+    waits_s: list[float] = []
+    while engine.load().num_queued or not waits_s:
+        engine.step(commands)
+        commands = []
+        if engine._has_freed and engine.load().num_queued:
+            waits_s.append(engine.idle_timeout_s())
+        elif engine.load().num_queued:
+            assert is_woken.wait(BOUND_S)
+            is_woken.clear()
+    assert waits_s == [0.0]
     engine.close()
 
 
