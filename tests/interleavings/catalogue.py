@@ -50,13 +50,13 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     Scenario(scenarios.two_requests, 1, 16): 49,
     Scenario(scenarios.two_requests, 1, 16, lags=True): 441,
     _beside: 929,
-    _aborted: 798,
-    Scenario(scenarios.one_stopped, 1, 16): 798,
+    _aborted: 1463,
+    Scenario(scenarios.one_stopped, 1, 16): 1463,
     _lost: 196,
     _soon_short: 765,
     _prompt: 154,
     PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
-    PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 560,
+    PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 1584,
 }
 """Each order of theirs is run, so many. Were there fewer, something shared would not be seen any more; the number
 changes with what the engine's thread asks of the device.
