@@ -30,6 +30,21 @@ PROMPT = (11, 12, 13)
 SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
 
 
+def woken_prefill(tiny_target: Callable[[str], TargetModel]) -> tuple[PrefillEngine, threading.Event]:
+    """Of one row, and what is set when it is woken."""
+    engine = PrefillEngine(
+        model=tiny_target("llama"),
+        device=open_device("cpu", num_threads=1),
+        max_rows=1,
+        max_kv_tokens=64,
+        max_context_tokens=64,
+        early_sending=False,
+    )
+    is_woken = threading.Event()
+    engine.be_woken_by(is_woken.set)
+    return engine, is_woken
+
+
 class Sleeper:
     """An engine with nothing to do."""
 
@@ -73,16 +88,7 @@ def test_a_waiting_engine_steps_when_it_is_woken() -> None:
 def test_prefill_is_woken_when_a_forward_ends_and_when_its_kv_is_copied(
     tiny_target: Callable[[str], TargetModel],
 ) -> None:
-    engine = PrefillEngine(
-        model=tiny_target("llama"),
-        device=open_device("cpu", num_threads=1),
-        max_rows=1,
-        max_kv_tokens=64,
-        max_context_tokens=64,
-        early_sending=False,
-    )
-    is_woken = threading.Event()
-    engine.be_woken_by(is_woken.set)
+    engine, is_woken = woken_prefill(tiny_target)
     commands = [OpenCall("call", (HandoffRow("a", 0, PROMPT, len(PROMPT), SAMPLING),))]
     frames: list[object] = []
     while True:
@@ -120,15 +126,7 @@ def test_decode_is_woken_when_kv_has_landed(tiny_target: Callable[[str], TargetM
 def test_a_queued_prompt_does_not_wait_for_the_row_that_a_step_freed(
     tiny_target: Callable[[str], TargetModel],
 ) -> None:
-    engine = PrefillEngine(
-        model=tiny_target("llama"),
-        device=open_device("cpu", num_threads=1),
-        max_rows=1,
-        max_kv_tokens=64,
-        max_context_tokens=64,
-    )
-    is_woken = threading.Event()
-    engine.be_woken_by(is_woken.set)
+    engine, is_woken = woken_prefill(tiny_target)
     commands: list[Command] = [
         OpenCall("call", tuple(HandoffRow(name, 0, PROMPT, len(PROMPT), SAMPLING) for name in "ab"))
     ]
