@@ -45,7 +45,7 @@ class TimelineEvent(NamedTuple):
 
 
 class DeferredEvent(Protocol):
-    """What a device times itself, and says later."""
+    """What becomes an event later: what a device times itself, and what there was no time to write down."""
 
     def resolve(self) -> TimelineEvent | None:
         """None where it has not ended. Any thread, after the recording."""
@@ -187,7 +187,9 @@ def recorded(
 
 
 class _Span(AbstractContextManager[None]):
-    __slots__ = ("_detail", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
+    """Kept as it is, and made an event after the recording: what is recorded is paid for while somebody is served."""
+
+    __slots__ = ("_detail", "_duration_ns", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
 
     def __init__(
         self, ring: Ring, kind: EventKind, name: str, detail: str, task: str, figures: Mapping[str, int]
@@ -205,9 +207,14 @@ class _Span(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        duration_ns = time.monotonic_ns() - self._start_ns
-        self._ring.add(
-            TimelineEvent(self._kind, self._name, self._start_ns, duration_ns, self._detail, self._task, self._figures)
+        self._duration_ns = time.monotonic_ns() - self._start_ns
+        ring = self._ring
+        del self._ring  # which is about to hold this
+        ring.add(self)
+
+    def resolve(self) -> TimelineEvent:
+        return TimelineEvent(
+            self._kind, self._name, self._start_ns, self._duration_ns, self._detail, self._task, self._figures
         )
 
 

@@ -124,8 +124,9 @@ class LiveRequests:
         """One of the engine's events, in their order. Those of requests that are gone are dropped."""
         match event:
             case Tokens():
-                for request_id, token_ids, logprobs in event.each():
-                    self._apply(request_id, partial(self._add_tokens, token_ids=token_ids, logprobs=logprobs))
+                with self._track.span("detokenise", requests=len(event.request_ids), tokens=len(event.token_ids)):
+                    for request_id, token_ids, logprobs in event.each():
+                        self._apply(request_id, partial(self._add_tokens, token_ids=token_ids, logprobs=logprobs))
             case StageBegan():
                 self._apply(event.request_id, lambda live: live.trace.on_stage(event))
             case Finished():
@@ -157,8 +158,7 @@ class LiveRequests:
 
     def _add_tokens(self, live: LiveRequest, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         num_before = live.num_output_tokens
-        with self._track.span("detokenise", tokens=len(token_ids)):
-            match = live.add_tokens(token_ids, logprobs)
+        match = live.add_tokens(token_ids, logprobs)
         self._observer.on_tokens(live, live.num_output_tokens - num_before)
         if match is not None:
             self._engine.post(FinishAtStop(live.engine_id, match.num_output_tokens, match.stop_string))

@@ -19,6 +19,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.model.sampling_params import TokenLogprobs
 from common.serving import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.timeline import Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.tokenizer import TextTokenizer
 from decode_service.edge.event_router import EventRouter
@@ -92,12 +93,13 @@ async def running_edge(
     tokens: Sequence[str] = (),
     limits: ServerLimits | None = None,
     tracer: Tracer = NO_TRACER,
+    timeline: Timeline | None = None,
 ) -> AsyncIterator[Edge]:
     tokenizer = byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
     registry = CollectorRegistry()
     observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason))
-    live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer)
+    live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer, timeline=timeline)
     executor = ThreadPoolExecutor(1)
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
@@ -116,6 +118,7 @@ async def running_edge(
         executor=executor,
         client_stall_timeout_s=0.2,
         tracer=tracer,
+        timeline=timeline,
     )
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
     server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)

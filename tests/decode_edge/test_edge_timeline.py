@@ -1,0 +1,37 @@
+"""What the edge puts on the timeline of a step's tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from common.telemetry.timeline import EDGE, REQUESTS, Timeline
+from decode_service.messages import Finished, FinishReason, RequestTimings, Submit, Tokens
+from tests.decode_edge.edge_under_test import events_of, ids_in, running_edge
+
+A, B, C = ord("a"), ord("b"), ord("c")
+
+
+async def test_a_steps_tokens_are_one_span_and_each_requests_write_a_task() -> None:
+    timeline = Timeline()
+    async with running_edge([], timeline=timeline) as edge:
+        timeline.start(max_events=100)
+        calls = {request_id: edge.generate(request_id=request_id) for request_id in ("r1", "r2")}
+        await edge.engine.submitted(2)
+        by_id = {submit.request_id.partition("#")[0]: submit.request_id for submit in edge.engine.of_type(Submit)}
+        edge.deliver(
+            Tokens((by_id["r1"], by_id["r2"]), (1, 2), (A, B, C)),
+            *(
+                Finished(by_id[request_id], FinishReason.LENGTH, 3, num_tokens, RequestTimings())
+                for request_id, num_tokens in (("r1", 1), ("r2", 2))
+            ),
+        )
+        outputs = {request_id: ids_in(await events_of(call)) for request_id, call in calls.items()}
+        events = {track.name: track.events for track in timeline.stop().tracks()}
+    assert outputs == {"r1": [A], "r2": [B, C]}
+    (span,) = [event for event in events[EDGE] if event.name == "detokenise"]
+    assert span.figures == {"requests": 2, "tokens": 3}
+    written = defaultdict(list)
+    for event in events[REQUESTS]:
+        if event.name == "write":
+            written[event.task].append(event.figures["tokens"])
+    assert written == {"r1": [1], "r2": [2]}
