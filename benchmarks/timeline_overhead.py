@@ -3,11 +3,12 @@
 python -m benchmarks.timeline_overhead
 
 Eight requests at a time only decode, then eight of few new tokens each keep both services busy with prompts and
-handoffs, in windows twice as long: how many rows a step then happens to have makes some 8% of a short one's rate. The
-pair is left alone, recorded, recorded and left alone in windows side by side, so that what drifts, contexts among it,
-weighs on both alike. A ratio is taken within each four windows, and the median counts; four in which a request ended
-that was only to decode do not. Beside tokens a second there is the CPU time that both services took a token, by the
-kernel's account of their processes: another process that wants the machine makes less of a difference to it.
+handoffs. The pair is left alone, recorded, recorded and left alone in windows side by side, so that what drifts,
+contexts among it, weighs on both alike. A recording is what `baton trace` makes of it unless told otherwise: as long,
+over connections of its own, and sent when it has ended. A ratio is taken within each four windows, and their median is
+held against the bound; four in which a request ended that was only to decode do not count. Beside tokens a second there
+is the CPU time that both services took a token, by the kernel's account of their processes: another process that wants
+the machine makes less of a difference to it.
 Writes a dated table into benchmarks/results. Exit status 1 when a bound is missed, or too little was recorded.
 """
 
@@ -24,20 +25,19 @@ import timeit
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
 from baton.client import AsyncClient
 from baton.local_pair import LocalPair
-from baton.service_process import ServiceProcess
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.steady_load import SteadyLoad
 from common.telemetry.timeline import Timeline
+from common.timeline_rpc import DEFAULT_DURATION_S
 
 LEAST_RATIO = 0.98
 CONCURRENCY = 8
@@ -47,8 +47,8 @@ FEW_NEW_TOKENS = 16
 LEAST_PAIRINGS = 2
 NUM_SPANS = 200_000
 
-Way = Callable[[float], Coroutine[Any, Any, int]]
-"""What is done with both services for so many seconds."""
+Way = Callable[[str, float], Coroutine[Any, Any, int]]
+"""What is done with a service, by its address, for so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +93,15 @@ class Pairing:
         return self.recorded.cpu_ms_per_token / self.alone.cpu_ms_per_token
 
 
-class Recorder:
-    """Records both services, over connections that are made once: one for each window would weigh more than twice what
-    it does in the 5 s that `baton trace` records.
-    """
-
-    def __init__(self, services: Sequence[ServiceProcess]) -> None:
-        self._channels = [grpc.aio.insecure_channel(service.address) for service in services]
-
-    async def record(self, duration_s: float) -> int:
-        """What comes is thrown away: reading it is not the pair's work. Returns how many events came."""
-        return sum(await asyncio.gather(*(self._record(channel, duration_s) for channel in self._channels)))
-
-    async def _record(self, channel: grpc.aio.Channel, duration_s: float) -> int:
+async def record(address: str, duration_s: float) -> int:
+    """Record a service and throw away what comes: reading it is not the pair's work. Returns how many events came."""
+    async with grpc.aio.insecure_channel(address) as channel:
         request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s)
         stream = timeline_pb2_grpc.TimelineStub(channel).Record(request)
         return sum([len(part.events.events) async for part in stream])
 
-    async def __aenter__(self) -> Self:
-        await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for channel in self._channels:
-            await channel.close()
-
-
-async def leave_alone(duration_s: float) -> int:
+async def leave_alone(_address: str, duration_s: float) -> int:
     await asyncio.sleep(duration_s)
     return 0
 
@@ -138,15 +118,13 @@ def cpu_s(pair: LocalPair) -> float:
 async def window(pair: LocalPair, load: SteadyLoad, way: Way, seconds: float) -> Window:
     """`seconds` at least: what was recorded is sent after them, which is part of the cost."""
     num_tokens, begun_cpu_s, begun_s = load.num_tokens, cpu_s(pair), time.perf_counter()
-    num_events = await way(seconds)
+    done = await asyncio.gather(*(way(service.address, seconds) for service in pair.services))
     load.check()
-    return Window(load.num_tokens - num_tokens, num_events, time.perf_counter() - begun_s, cpu_s(pair) - begun_cpu_s)
+    return Window(load.num_tokens - num_tokens, sum(done), time.perf_counter() - begun_s, cpu_s(pair) - begun_cpu_s)
 
 
-async def four_windows(
-    pair: LocalPair, recorder: Recorder, load: SteadyLoad, window_s: float, *, begins_alone: bool
-) -> Pairing:
-    one, other = (leave_alone, recorder.record) if begins_alone else (recorder.record, leave_alone)
+async def four_windows(pair: LocalPair, load: SteadyLoad, window_s: float, *, begins_alone: bool) -> Pairing:
+    one, other = (leave_alone, record) if begins_alone else (record, leave_alone)
     first, second, third, fourth = [await window(pair, load, way, window_s) for way in (one, other, other, one)]
     outer, inner = first + fourth, second + third
     return Pairing(outer, inner) if begins_alone else Pairing(inner, outer)
@@ -155,7 +133,7 @@ async def four_windows(
 async def measure_decoding(pair: LocalPair, rounds: int, window_s: float) -> list[Pairing]:
     """Each round begins eight requests, and ends with the first of them to end."""
     pairings: list[Pairing] = []
-    async with AsyncClient(pair.decode_addresses[0]) as client, Recorder(pair.services) as recorder:
+    async with AsyncClient(pair.decode_addresses[0]) as client:
         info = await client.model_info()
         for number in range(rounds):
             print(f"decoding, round {number + 1} of {rounds}", file=sys.stderr)
@@ -167,7 +145,7 @@ async def measure_decoding(pair: LocalPair, rounds: int, window_s: float) -> lis
                 vocab_size=info.vocab_size,
             ) as load:
                 while True:
-                    pairing = await four_windows(pair, recorder, load, window_s, begins_alone=len(pairings) % 2 == 0)
+                    pairing = await four_windows(pair, load, window_s, begins_alone=len(pairings) % 2 == 0)
                     if load.num_begun > CONCURRENCY:
                         break
                     pairings.append(pairing)
@@ -178,7 +156,6 @@ async def measure_prompts(pair: LocalPair, num_pairings: int, window_s: float) -
     print("prompts", file=sys.stderr)
     async with (
         AsyncClient(pair.decode_addresses[0]) as client,
-        Recorder(pair.services) as recorder,
         SteadyLoad(
             client,
             concurrency=CONCURRENCY,
@@ -188,8 +165,7 @@ async def measure_prompts(pair: LocalPair, num_pairings: int, window_s: float) -
         ) as load,
     ):
         return [
-            await four_windows(pair, recorder, load, window_s, begins_alone=number % 2 == 0)
-            for number in range(num_pairings)
+            await four_windows(pair, load, window_s, begins_alone=number % 2 == 0) for number in range(num_pairings)
         ]
 
 
@@ -252,8 +228,8 @@ def section(name: str, pairings: Sequence[Pairing]) -> tuple[list[str], bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2, help="of requests that only decode")
-    parser.add_argument("--window-s", type=float, default=1.5)
+    parser.add_argument("--rounds", type=int, default=4, help="of requests that only decode")
+    parser.add_argument("--window-s", type=float, default=DEFAULT_DURATION_S)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     context = f"--max-context-tokens={CONTEXT_TOKENS}"
@@ -264,7 +240,7 @@ def main() -> int:
         if len(decoding) < LEAST_PAIRINGS:
             print(f"requests ended before {LEAST_PAIRINGS} times four windows of {args.window_s:g} s", file=sys.stderr)
             return 1
-        prompts = asyncio.run(measure_prompts(pair, len(decoding), 2 * args.window_s))
+        prompts = asyncio.run(measure_prompts(pair, len(decoding), args.window_s))
     off_ns, on_ns = span_ns(recording=False), span_ns(recording=True)
     run = BenchmarkRun.of("timeline_overhead")
     of_decoding, is_decoding_met = section(f"{CONCURRENCY} requests that only decode", decoding)
@@ -274,7 +250,7 @@ def main() -> int:
             *run.heading(
                 "The cost of a timeline",
                 f"SmolLM2-135M-Instruct, bfloat16, {PROMPT_TOKENS}-token prompts, both services recorded, windows of "
-                f"{args.window_s:g} s, with prompts coming in of {2 * args.window_s:g} s.",
+                f"{args.window_s:g} s.",
             ),
             *of_decoding,
             *of_prompts,

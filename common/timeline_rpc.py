@@ -92,7 +92,7 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
         return recording
 
     async def _answer(self, context: Context, recording: Recording) -> None:
-        tracks = await asyncio.to_thread(recording.tracks)
+        tracks = await asyncio.to_thread(recording.take_tracks)
         for track in tracks:
             for begin in range(0, len(track.events), _EVENTS_PER_MESSAGE):
                 events = track.events[begin : begin + _EVENTS_PER_MESSAGE]

@@ -45,10 +45,10 @@ class TimelineEvent(NamedTuple):
 
 
 class DeferredEvent(Protocol):
-    """What becomes an event later: what a device times itself, and what there was no time to write down."""
+    """What is made an event after the recording. Complete once it is in a ring: nothing writes to it from then on."""
 
     def resolve(self) -> TimelineEvent | None:
-        """None where it has not ended. Any thread, after the recording."""
+        """None where a device has not come to its end. Any thread, after the recording."""
 
 
 class Ring:
@@ -74,17 +74,19 @@ class RecordedTrack(NamedTuple):
 class Recording:
     """What was recorded from `start_ns` to `end_ns`."""
 
-    def __init__(self, rings: Mapping[str, Ring], start_ns: int, end_ns: int) -> None:
+    def __init__(self, rings: dict[str, Ring], start_ns: int, end_ns: int) -> None:
         self._rings = rings
         self.start_ns = start_ns
         self.end_ns = end_ns
 
-    def tracks(self) -> list[RecordedTrack]:
-        """Each track's events in the order in which they ended. Takes a while where there are many."""
-        return [_read(name, ring, self.end_ns) for name, ring in self._rings.items()]
+    def take_tracks(self) -> list[RecordedTrack]:
+        """Each track's events in the order in which they ended, once: the rings are let go of as they are read. Takes a
+        while where there are many.
+        """
+        return [_read(name, self._rings.pop(name), self.end_ns) for name in tuple(self._rings)]
 
 
-class _NotRecorded(AbstractContextManager[None]):
+class _NotRecorded:
     def __enter__(self) -> None:
         pass
 
@@ -186,8 +188,8 @@ def recorded(
     return decorate
 
 
-class _Span(AbstractContextManager[None]):
-    """Kept as it is, and made an event after the recording: what is recorded is paid for while somebody is served."""
+class _Span:
+    """A context manager that goes into its ring itself, so that it costs a request less than the event it is made."""
 
     __slots__ = ("_detail", "_duration_ns", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
 

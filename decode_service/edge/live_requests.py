@@ -124,7 +124,7 @@ class LiveRequests:
         """One of the engine's events, in their order. Those of requests that are gone are dropped."""
         match event:
             case Tokens():
-                with self._track.span("detokenise", requests=len(event.request_ids), tokens=len(event.token_ids)):
+                with self._track.span("take_tokens", requests=len(event.request_ids), tokens=len(event.token_ids)):
                     for request_id, token_ids, logprobs in event.each():
                         self._apply(request_id, partial(self._add_tokens, token_ids=token_ids, logprobs=logprobs))
             case StageBegan():

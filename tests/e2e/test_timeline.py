@@ -21,7 +21,7 @@ TRACKS = {
     "baton.v1.Prefill": {"edge", "handoff", "requests", "engine", "forward", "sending"},
 }
 SPANS = {
-    ("baton.v1.Inference", "edge"): {"check_request", "detokenise"},
+    ("baton.v1.Inference", "edge"): {"check_request", "take_tokens"},
     ("baton.v1.Inference", "tokenize"): {"encode"},
     ("baton.v1.Inference", "handoff"): {
         "send PrefillBatch",

@@ -37,7 +37,7 @@ def test_pieces_and_waits_are_timed_by_the_device() -> None:
     sending.enqueue(copy_out)
     sending.record().synchronize(BOUND_S)
     recording = timeline.stop()
-    events = {track.name: track.events for track in recording.tracks()}
+    events = {track.name: track.events for track in recording.take_tracks()}
     first, second = events["forward"]
     wait, copy = events["sending"]
     assert [(piece.name, piece.detail) for piece in (first, second)] == [("compute", "step 1"), ("compute", "step 2")]

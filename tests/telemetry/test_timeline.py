@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +19,7 @@ BOUND_S = 20.0
 
 
 def stopped(timeline: Timeline, track: str = "engine") -> list[TimelineEvent]:
-    (found,) = [each for each in timeline.stop().tracks() if each.name == track]
+    (found,) = [each for each in timeline.stop().take_tracks() if each.name == track]
     return found.events
 
 
@@ -57,7 +59,7 @@ def test_nothing_is_kept_before_between_and_after_recordings(timeline: Timeline,
             pass
         recording = timeline.stop()
         assert track.ring is None
-        assert [[event.name for event in each.events] for each in recording.tracks()] == [["inside"]]
+        assert [[event.name for event in each.events] for each in recording.take_tracks()] == [["inside"]]
 
 
 def test_a_span_that_has_not_ended_is_in_no_recording(timeline: Timeline, track: Track) -> None:
@@ -66,7 +68,7 @@ def test_a_span_that_has_not_ended_is_in_no_recording(timeline: Timeline, track:
         first = timeline.stop()
         timeline.start(max_events=10)
     assert stopped(timeline) == []
-    assert [each.events for each in first.tracks()] == [[]]
+    assert [each.events for each in first.take_tracks()] == [[]]
 
 
 def test_a_span_that_fails_is_kept(timeline: Timeline, track: Track) -> None:
@@ -82,8 +84,35 @@ def test_an_event_that_is_not_counted_yet_is_no_dropped_one(timeline: Timeline, 
     assert ring is not None
     recording = timeline.stop()
     ring.events.append(TimelineEvent(EventKind.SPAN, "step", recording.start_ns))  # its writer is about to count it
-    (read,) = recording.tracks()
+    (read,) = recording.take_tracks()
     assert (len(read.events), read.num_dropped) == (1, 0)
+
+
+def test_a_span_is_made_an_event_after_the_recording(timeline: Timeline, track: Track) -> None:
+    timeline.start(max_events=3)
+    with track.span("step", rows=3):
+        pass
+    assert track.ring is not None
+    (kept,) = track.ring.events
+    assert not isinstance(kept, TimelineEvent)
+    assert stopped(timeline) == [kept.resolve()]
+
+
+def test_what_was_recorded_is_let_go_of_as_it_is_read(timeline: Timeline, track: Track) -> None:
+    """By reference counts: a cycle would keep it until the collector comes, beside serving."""
+    timeline.start(max_events=3)
+    with track.span("step"):
+        pass
+    assert track.ring is not None
+    ring = weakref.ref(track.ring)
+    recording = timeline.stop()
+    gc.disable()
+    try:
+        assert [len(read.events) for read in recording.take_tracks()] == [1]
+        assert ring() is None
+    finally:
+        gc.enable()
+    assert recording.take_tracks() == []
 
 
 def test_a_full_ring_keeps_the_newest_and_says_how_many_it_dropped(timeline: Timeline, track: Track) -> None:
@@ -91,7 +120,7 @@ def test_a_full_ring_keeps_the_newest_and_says_how_many_it_dropped(timeline: Tim
     for number in range(5):
         with track.span(f"{number}"):
             pass
-    (read,) = timeline.stop().tracks()
+    (read,) = timeline.stop().take_tracks()
     assert [event.name for event in read.events] == ["2", "3", "4"]
     assert read.num_dropped == 2
 

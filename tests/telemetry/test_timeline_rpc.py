@@ -100,13 +100,13 @@ class SlowlyRead(Timeline):
 
     def stop(self) -> Recording:
         recording = super().stop()
-        read = recording.tracks
+        read = recording.take_tracks
 
-        def tracks() -> list[RecordedTrack]:
+        def take_tracks() -> list[RecordedTrack]:
             self.may_go_on.wait(BOUND_S)
             return read()
 
-        recording.tracks = tracks  # type: ignore[method-assign]
+        recording.take_tracks = take_tracks  # type: ignore[method-assign]
         return recording
 
 
