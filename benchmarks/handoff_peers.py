@@ -1,38 +1,36 @@
-"""The processes that `benchmarks.handoff` reads from: a prefill service without a model, and a bare stream.
-
-Each is a process of its own that sends its port through a pipe and serves until the pipe closes.
-"""
+"""The two services that `benchmarks.handoff` measures, without models: prefill in a process of its own, decode here."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-import multiprocessing
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import cast
 
-import grpc
-import structlog
 import torch
 
-from common.config.settings import SWITCH_INTERVAL_S, KvTransport
+from benchmarks.peer_process import peer_process, until_closed
+from common.config.settings import DecodeSettings, KvTransport
 from common.device.factory import open_device
 from common.engine_thread import EngineThread
-from common.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
+from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from common.wire.fingerprint import Fingerprint
 from common.wire.framed_payload import FramedPayload
-from common.wire.grpc_options import MAX_SEGMENT_BYTES, server_options
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
+from common.wire.handoff import KvSegment
+from decode_service import messages as decode
+from decode_service.handoff.grpc_transport import GrpcTransport
+from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.scheduler import DecodeEngine
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
@@ -40,12 +38,8 @@ from prefill_service.lent_memory import LentMemory
 from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 
-BARE_STREAM = "/benchmark.Bare/Stream"
 VOCAB_SIZE = 128
-_START_TIMEOUT_S = 60.0
-
-Serve = Callable[[Connection], Coroutine[None, None, None]]
-"""Sends its port and serves until the pipe closes, or it is cancelled; leaves nothing behind either way."""
+BOUND_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,52 +97,8 @@ class NothingModel:
 @contextmanager
 def prefill_peer(shape: HandoffShape) -> Iterator[str]:
     """Yields the address of a prefill service: its own engine, sender, edge and gRPC server."""
-    with _process(partial(_serve_prefill, shape)) as address:
+    with peer_process(partial(_serve_prefill, shape)) as address:
         yield address
-
-
-@contextmanager
-def bare_peer(num_bytes: int) -> Iterator[str]:
-    """Yields the address of a server whose one method, asked for `bare_request`, streams that: `num_bytes`, again and
-    again. As many as a prompt's KV come out of memory as that does; a message sent over and over comes out of a cache.
-    """
-    with _process(partial(_serve_bare, num_bytes)) as address:
-        yield address
-
-
-def bare_request(*, message_bytes: int, num_messages: int) -> bytes:
-    return f"{message_bytes} {num_messages}".encode()
-
-
-@contextmanager
-def _process(serve: Serve) -> Iterator[str]:
-    spawning = multiprocessing.get_context("spawn")
-    ours, theirs = spawning.Pipe()
-    process = spawning.Process(target=_run, args=(serve, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(_START_TIMEOUT_S):
-            raise TimeoutError("a process of the benchmark did not start")
-        yield f"127.0.0.1:{ours.recv()}"
-    finally:
-        ours.close()
-        process.join(10.0)
-        process.kill()
-
-
-def _run(serve: Serve, pipe: Connection) -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    keep_freed_memory()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with suppress(KeyboardInterrupt):  # the benchmark's own process says so
-        asyncio.run(serve(pipe))
-
-
-async def _until_closed(pipe: Connection) -> None:
-    closed = asyncio.Event()
-    asyncio.get_running_loop().add_reader(pipe.fileno(), closed.set)
-    await closed.wait()
 
 
 async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
@@ -189,7 +139,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         stack.push_async_callback(server.stop, 0)
         await server.set_ready(True)
         pipe.send(port)
-        await _until_closed(pipe)
+        await until_closed(pipe)
 
 
 def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
@@ -208,25 +158,98 @@ def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
     return engine
 
 
-async def _serve_bare(num_bytes: int, pipe: Connection) -> None:
-    content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy()
+class DecodePeer:
+    """A decode engine in this process, one token a request: whatever it waits for is the handoff."""
 
-    @cache
-    def messages(message_bytes: int) -> list[bytes]:
-        return [content[start : start + message_bytes].tobytes() for start in range(0, num_bytes, message_bytes)]
+    def __init__(self, shape: HandoffShape, address: str) -> None:
+        self._shape = shape
+        self._loop = asyncio.get_running_loop()
+        self._left = 0
+        self._ended = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._error: BaseException | None = None
+        self.lent_bytes = 0
+        """Of KV that came otherwise than in frames."""
+        engine = DecodeEngine(
+            model=cast(TargetModel, NothingModel(shape)),
+            device=open_device("cpu", num_threads=1),
+            max_rows=shape.num_prompts,
+            max_kv_tokens=shape.num_slots,
+            max_context_tokens=shape.max_context_tokens,
+        )
+        for buffer in engine.pool.buffers.values():
+            buffer.view(torch.uint8).random_()  # its pages are there
+        self._thread: EngineThread[decode.Command] = EngineThread(
+            engine=engine, deliver=self._deliver, on_death=self._on_death, name="decode-engine"
+        )
+        self._transport = GrpcTransport(
+            post=self._post,
+            addresses=[address],
+            fingerprint=shape.fingerprint,
+            vocab_size=VOCAB_SIZE,
+            receive_budget_bytes=DecodeSettings.model_fields["receive_budget_bytes"].default,
+            timeouts=HandoffTimeouts(),
+        )
 
-    async def stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
-        message_bytes, num_messages = map(int, request.split())
-        for message in itertools.islice(itertools.cycle(messages(message_bytes)), num_messages):
-            yield message
+    async def open(self) -> None:
+        self._thread.start()
+        await self._transport.open()
+        await self._until(self._ready)
 
-    server = grpc.aio.server(options=server_options())
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(stream)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmark.Bare", {"Stream": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        pipe.send(port)
-        await _until_closed(pipe)
-    finally:
-        await server.stop(0)
+    async def hand_over(self, num_prompts: int) -> float:
+        """Bytes a second, from the requests' arrival until the last has its first token."""
+        self._left = num_prompts
+        self._ended.clear()
+        prompt = tuple(place % VOCAB_SIZE for place in range(self._shape.prompt_tokens))
+        begun_s = time.perf_counter()
+        for number in range(num_prompts):
+            sampling = ResolvedSampling(seed=0, max_tokens=1, temperature=0.0)
+            self._thread.post(decode.Submit(f"{begun_s} {number}", prompt, len(prompt), sampling))
+        await self._until(self._ended)
+        return num_prompts * self._shape.prompt_bytes / (time.perf_counter() - begun_s)
+
+    async def close(self) -> None:
+        await self._transport.close()
+        self._thread.stop(10.0)
+
+    async def _until(self, event: asyncio.Event) -> None:
+        """Raises at once what a request, or the engine itself, fails with."""
+        await asyncio.wait_for(event.wait(), BOUND_S)
+        if self._error is not None:
+            raise self._error
+
+    def _post(self, report: decode.Command) -> None:
+        if isinstance(report, decode.ReplicasChanged) and report.replicas[0].is_ready:
+            self._ready.set()
+        if (
+            isinstance(report, decode.FrameArrived)
+            and isinstance(report.frame, KvSegment)
+            and report.frame.shared is not None
+        ):
+            self.lent_bytes += report.frame.num_bytes
+        self._thread.post(report)
+
+    def _deliver(self, events: Sequence[decode.Event]) -> None:
+        self._loop.call_soon_threadsafe(self._dispatch, tuple(events))
+
+    def _dispatch(self, events: Sequence[decode.Event]) -> None:
+        for event in events:
+            match event:
+                case decode.StartHandoff():
+                    self._transport.start(event)
+                case decode.SegmentsLanded():
+                    self._transport.landed(event)
+                case decode.Finished():
+                    self._left -= 1
+                case decode.Failed(_, error):
+                    self._fail(error)
+        if not self._left:
+            self._ended.set()
+
+    def _on_death(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ready.set()
+        self._ended.set()

@@ -1,0 +1,122 @@
+"""Rates of a gRPC stream of bytes between two Python processes, the second of which is a process of its own.
+
+Of a stream that moves KV each message is copied into a frame and summed where it is sent, and summed and copied into a
+pool where it comes, by the event loops themselves: the least that a handoff over gRPC does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import cache, partial
+from multiprocessing.connection import Connection
+
+import grpc
+import numpy as np
+import torch
+from awscrt.checksums import crc32c
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from baton.v1 import prefill_pb2
+from benchmarks.peer_process import peer_process, until_closed
+from common.model.cpu_copy import copy_blocks, copy_kv
+from common.wire.framed_payload import FramedPayload
+from common.wire.grpc_options import channel_options, server_options
+
+MESSAGE_BYTES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
+_SERVICE, _METHOD = "benchmark.Bare", "Stream"
+_LAYER_GROUP = "target"
+_BOUND_S = 120.0
+
+
+async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, moves_kv: bool) -> dict[int, float]:
+    """Bytes a second by messages' size, of streams of `num_bytes`, which come out of `kept_bytes` of memory: a message
+    sent over and over would come out of a cache. Before each one of `first_bytes` is streamed. All in whole messages,
+    one at least.
+    """
+    kept_bytes, first_bytes = max(kept_bytes, *MESSAGE_BYTES), max(first_bytes, *MESSAGE_BYTES)
+    rates: dict[int, float] = {}
+    copy_blocks()  # compiled before it is measured
+    pool = torch.zeros(first_bytes, dtype=torch.uint8) if moves_kv else None
+    with peer_process(partial(_serve, kept_bytes)) as address:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            await asyncio.wait_for(channel.channel_ready(), _BOUND_S)
+            call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{_SERVICE}/{_METHOD}")
+            for message_bytes in MESSAGE_BYTES:
+                await _rate(call, message_bytes, first_bytes // message_bytes, pool)
+                rates[message_bytes] = await _rate(call, message_bytes, -(-num_bytes // message_bytes), pool)
+    return rates
+
+
+def at_best_size(rounds: Sequence[dict[int, float]]) -> tuple[int, list[float]]:
+    """The size of messages whose median is best, and its rates."""
+    best = max(MESSAGE_BYTES, key=lambda size: statistics.median(rates[size] for rates in rounds))
+    return best, [rates[best] for rates in rounds]
+
+
+async def _rate(
+    call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes], message_bytes: int, num_messages: int, pool: Tensor | None
+) -> float:
+    """`pool`: what moves KV copies into it, one message behind the other."""
+    begun_s = time.perf_counter()
+    stream = call(f"{message_bytes} {num_messages} {pool is not None:d}".encode(), timeout=_BOUND_S)
+    num_received = 0
+    while isinstance(message := await stream.read(), bytes):
+        if pool is not None:
+            place = num_received % (len(pool) // message_bytes) * message_bytes
+            _land(message, pool[place : place + message_bytes])
+        num_received += 1
+    if num_received != num_messages:
+        raise RuntimeError(f"{num_received} messages came, not {num_messages}")
+    return num_messages * message_bytes / (time.perf_counter() - begun_s)
+
+
+def _land(frame: bytes, target: Tensor) -> None:
+    payload = np.frombuffer(frame, np.uint8, len(target), len(frame) - len(target))
+    crc32c(payload)
+    copy_kv(target.view(1, 1, -1), from_dlpack(payload).view(1, 1, -1))
+
+
+async def _serve(kept_bytes: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    content = torch.randint(0, 256, (kept_bytes,), dtype=torch.uint8).numpy()
+
+    @cache
+    def messages(message_bytes: int) -> list[bytes]:
+        return [content[start : start + message_bytes].tobytes() for start in starts(message_bytes)]
+
+    def starts(message_bytes: int) -> range:
+        return range(0, kept_bytes - message_bytes + 1, message_bytes)
+
+    async def stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
+        message_bytes, num_messages, moves_kv = map(int, request.split())
+        places = starts(message_bytes)
+        for number in range(num_messages):
+            place = number % len(places)
+            if moves_kv:
+                yield _framed(content[places[place] : places[place] + message_bytes])
+            else:
+                yield messages(message_bytes)[place]
+
+    server = grpc.aio.server(options=server_options())
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(stream)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        pipe.send(port)
+        await until_closed(pipe)
+    finally:
+        await server.stop(0)
+
+
+def _framed(content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+    payload, is_written = FramedPayload.new(_LAYER_GROUP, len(content))
+    np.copyto(payload, content)
+    is_written()
+    frame = payload.frame(prefill_pb2.KvSegment(layer_group=_LAYER_GROUP))
+    assert frame is not None, "it was taken out once"
+    return frame

@@ -1,0 +1,53 @@
+"""A process of its own that serves on the loopback for as long as a benchmark wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+
+import structlog
+
+from common.config.settings import SWITCH_INTERVAL_S
+from common.host_memory import keep_freed_memory
+
+_START_TIMEOUT_S = 60.0
+
+Serve = Callable[[Connection], Coroutine[None, None, None]]
+"""Sends its port and serves until the pipe closes, or it is cancelled; leaves nothing behind either way."""
+
+
+@contextmanager
+def peer_process(serve: Serve) -> Iterator[str]:
+    """Yields its address."""
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    process = spawning.Process(target=_run, args=(serve, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START_TIMEOUT_S):
+            raise TimeoutError("a process of the benchmark did not start")
+        yield f"127.0.0.1:{ours.recv()}"
+    finally:
+        ours.close()
+        process.join(10.0)
+        process.kill()
+
+
+def _run(serve: Serve, pipe: Connection) -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    keep_freed_memory()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with suppress(KeyboardInterrupt):  # the benchmark's own process says so
+        asyncio.run(serve(pipe))
+
+
+async def until_closed(pipe: Connection) -> None:
+    closed = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pipe.fileno(), closed.set)
+    await closed.wait()
