@@ -1,7 +1,7 @@
 """Rates of a gRPC stream of bytes between two Python processes, the second of which is a process of its own.
 
-Of a stream that moves KV each message is copied into a frame and summed where it is sent, and summed and copied into a
-pool where it comes, by the event loops themselves: the least that a handoff over gRPC does.
+Bare, or with what a handoff does to the bytes: each message is copied into a frame and summed before it is sent, and
+summed and copied into a pool before the next one is read, by the event loops, without engines, threads and checks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import Connection
 
@@ -32,22 +33,31 @@ _LAYER_GROUP = "target"
 _BOUND_S = 120.0
 
 
-async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, moves_kv: bool) -> dict[int, float]:
-    """Bytes a second by messages' size, of streams of `num_bytes`, which come out of `kept_bytes` of memory: a message
-    sent over and over would come out of a cache. Before each one of `first_bytes` is streamed. All in whole messages,
-    one at least.
+@dataclass(frozen=True, slots=True)
+class StreamRates:
+    """Bytes a second, by the size of messages in bytes."""
+
+    bare: dict[int, float]
+    handling: dict[int, float]
+
+
+async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, begins_bare: bool) -> StreamRates:
+    """Of streams of `num_bytes`, which come out of `kept_bytes` of memory: a message sent over and over would come out
+    of a cache. Before each one of `first_bytes` is streamed. All in whole messages, one at least.
     """
     kept_bytes, first_bytes = max(kept_bytes, *MESSAGE_BYTES), max(first_bytes, *MESSAGE_BYTES)
-    rates: dict[int, float] = {}
+    torch.set_num_threads(1)
     copy_blocks()  # compiled before it is measured
-    pool = torch.zeros(first_bytes, dtype=torch.uint8) if moves_kv else None
+    rates = StreamRates({}, {})
+    bare, handling = (rates.bare, None), (rates.handling, torch.zeros(first_bytes, dtype=torch.uint8))
     with peer_process(partial(_serve, kept_bytes)) as address:
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
             await asyncio.wait_for(channel.channel_ready(), _BOUND_S)
             call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{_SERVICE}/{_METHOD}")
             for message_bytes in MESSAGE_BYTES:
-                await _rate(call, message_bytes, first_bytes // message_bytes, pool)
-                rates[message_bytes] = await _rate(call, message_bytes, -(-num_bytes // message_bytes), pool)
+                for by_size, pool in (bare, handling) if begins_bare else (handling, bare):
+                    await _rate(call, message_bytes, first_bytes // message_bytes, pool)
+                    by_size[message_bytes] = await _rate(call, message_bytes, -(-num_bytes // message_bytes), pool)
     return rates
 
 
@@ -60,7 +70,7 @@ def at_best_size(rounds: Sequence[dict[int, float]]) -> tuple[int, list[float]]:
 async def _rate(
     call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes], message_bytes: int, num_messages: int, pool: Tensor | None
 ) -> float:
-    """`pool`: what moves KV copies into it, one message behind the other."""
+    """`pool`: where messages are copied to, one behind the other; None for a bare stream."""
     begun_s = time.perf_counter()
     stream = call(f"{message_bytes} {num_messages} {pool is not None:d}".encode(), timeout=_BOUND_S)
     num_received = 0
@@ -92,11 +102,11 @@ async def _serve(kept_bytes: int, pipe: Connection) -> None:
         return range(0, kept_bytes - message_bytes + 1, message_bytes)
 
     async def stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
-        message_bytes, num_messages, moves_kv = map(int, request.split())
+        message_bytes, num_messages, is_handling = map(int, request.split())
         places = starts(message_bytes)
         for number in range(num_messages):
             place = number % len(places)
-            if moves_kv:
+            if is_handling:
                 yield _framed(content[places[place] : places[place] + message_bytes])
             else:
                 yield messages(message_bytes)[place]

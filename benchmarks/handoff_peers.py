@@ -38,8 +38,8 @@ from prefill_service.lent_memory import LentMemory
 from prefill_service.messages import Command, Event
 from prefill_service.scheduler import PrefillEngine
 
-VOCAB_SIZE = 128
-BOUND_S = 120.0
+_VOCAB_SIZE = 128
+_BOUND_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class NothingModel:
     hidden_size = 1
     dtype = torch.float32
     torch_device = torch.device("cpu")
-    vocab_size = VOCAB_SIZE
+    vocab_size = _VOCAB_SIZE
     attention = TorchAttention()
 
     def __init__(self, shape: HandoffShape) -> None:
@@ -91,7 +91,7 @@ class NothingModel:
         for tell in (on_layer_kv or {}).values():
             tell()
         num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
-        return TargetOutput(torch.zeros(num_rows, VOCAB_SIZE), None)
+        return TargetOutput(torch.zeros(num_rows, _VOCAB_SIZE), None)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         servicer = PrefillServicer(
             engine=thread,
             fingerprint=shape.fingerprint,
-            model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
+            model_limits=ModelLimits(vocab_size=_VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
             instance_id="benchmark",
             limits=HandoffLimits(),
             shared_pool=lent.pool,
@@ -186,7 +186,7 @@ class DecodePeer:
             post=self._post,
             addresses=[address],
             fingerprint=shape.fingerprint,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=_VOCAB_SIZE,
             receive_budget_bytes=DecodeSettings.model_fields["receive_budget_bytes"].default,
             timeouts=HandoffTimeouts(),
         )
@@ -200,7 +200,7 @@ class DecodePeer:
         """Bytes a second, from the requests' arrival until the last has its first token."""
         self._left = num_prompts
         self._ended.clear()
-        prompt = tuple(place % VOCAB_SIZE for place in range(self._shape.prompt_tokens))
+        prompt = tuple(place % _VOCAB_SIZE for place in range(self._shape.prompt_tokens))
         begun_s = time.perf_counter()
         for number in range(num_prompts):
             sampling = ResolvedSampling(seed=0, max_tokens=1, temperature=0.0)
@@ -214,7 +214,7 @@ class DecodePeer:
 
     async def _until(self, event: asyncio.Event) -> None:
         """Raises at once what a request, or the engine itself, fails with."""
-        await asyncio.wait_for(event.wait(), BOUND_S)
+        await asyncio.wait_for(event.wait(), _BOUND_S)
         if self._error is not None:
             raise self._error
 

@@ -30,6 +30,7 @@ from typing import Any
 import grpc
 
 from baton.client import AsyncClient
+from baton.client.channel import channel_options
 from baton.local_pair import LocalPair
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from benchmarks.benchmark_run import BenchmarkRun
@@ -37,7 +38,7 @@ from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.steady_load import SteadyLoad
 from common.telemetry.timeline import Timeline
-from common.timeline_rpc import DEFAULT_DURATION_S
+from common.timeline_rpc import ANSWER_TIMEOUT_S, DEFAULT_DURATION_S
 
 LEAST_RATIO = 0.98
 CONCURRENCY = 8
@@ -95,9 +96,9 @@ class Pairing:
 
 async def record(address: str, duration_s: float) -> int:
     """Record a service and throw away what comes: reading it is not the pair's work. Returns how many events came."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, channel_options(None, None)) as channel:
         request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s)
-        stream = timeline_pb2_grpc.TimelineStub(channel).Record(request)
+        stream = timeline_pb2_grpc.TimelineStub(channel).Record(request, timeout=duration_s + ANSWER_TIMEOUT_S)
         return sum([len(part.events.events) async for part in stream])
 
 

@@ -63,10 +63,12 @@ class CpuEvent(Event):
         assert isinstance(earlier, CpuEvent), "an event of another device"
         return self._reached_s - earlier._reached_s
 
-    def reach(self) -> None:
-        """The stream is here. A milestone is come to twice: inside its piece, and behind it."""
-        if self._is_ending.acquire(blocking=False):
+    def reach(self) -> bool:
+        """The stream is here. False when it has been: a milestone is come to twice, inside its piece and behind it."""
+        is_first = self._is_ending.acquire(blocking=False)
+        if is_first:
             self._end(failure_of(self._scope, self._stream_scope))
+        return is_first
 
     def abandon(self, error: BaseException) -> None:
         """The stream will never be here, if it has not been."""
@@ -191,8 +193,7 @@ class CpuStream(Stream):
             self._abandon()
 
     def _reach(self, event: CpuEvent) -> None:
-        event.reach()
-        if self._on_event is not None:
+        if event.reach() and self._on_event is not None:
             self._on_event()
 
     def _block_until_done(self, event: Event) -> None:

@@ -48,7 +48,7 @@ class DeferredEvent(Protocol):
     """What is made an event after the recording. Complete once it is in a ring: nothing writes to it from then on."""
 
     def resolve(self) -> TimelineEvent | None:
-        """None where a device has not come to its end. Any thread, after the recording."""
+        """None where a device has not come to its end, or failed. Any thread, after the recording."""
 
 
 class Ring:
@@ -189,7 +189,7 @@ def recorded(
 
 
 class _Span:
-    """A context manager that goes into its ring itself, so that it costs a request less than the event it is made."""
+    """Kept as it is, and made an event after the recording: serving pays less for it."""
 
     __slots__ = ("_detail", "_duration_ns", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -94,11 +95,12 @@ async def running_edge(
     limits: ServerLimits | None = None,
     tracer: Tracer = NO_TRACER,
     timeline: Timeline | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Edge]:
     tokenizer = byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
     registry = CollectorRegistry()
-    observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason))
+    observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason), clock=clock)
     live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer, timeline=timeline)
     executor = ThreadPoolExecutor(1)
     router = EventRouter(

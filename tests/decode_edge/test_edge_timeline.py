@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import Any
-
-import pytest
 
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
-from decode_service.edge.live_request import LiveRequest
 from decode_service.messages import Finished, FinishReason, RequestTimings, Submit, Tokens
-from decode_service.output import StopMatch
 from tests.decode_edge.edge_under_test import events_of, ids_in, running_edge
 
 A, B, C = ord("a"), ord("b"), ord("c")
 
 
-async def test_tokens_told_together_are_one_span_and_each_requests_write_a_task(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timeline, taken_at_ns = Timeline(), []
-    add_tokens = LiveRequest.add_tokens
+async def test_tokens_told_together_are_one_span_and_each_requests_write_a_task() -> None:
+    timeline, measured_at_ns = Timeline(), list[int]()
 
-    def spy(live: LiveRequest, *arguments: Any) -> StopMatch | None:
-        match = add_tokens(live, *arguments)
-        taken_at_ns.append(time.monotonic_ns())
-        return match
+    def clock() -> float:
+        measured_at_ns.append(time.monotonic_ns())
+        return measured_at_ns[-1] / 1e9
 
-    monkeypatch.setattr(LiveRequest, "add_tokens", spy)
-    async with running_edge([], timeline=timeline) as edge:
+    async with running_edge([], timeline=timeline, clock=clock) as edge:
         timeline.start(max_events=100)
         calls = {request_id: edge.generate(request_id=request_id) for request_id in ("r1", "r2")}
         await edge.engine.submitted(2)
@@ -46,8 +36,8 @@ async def test_tokens_told_together_are_one_span_and_each_requests_write_a_task(
     assert outputs == {"r1": [A], "r2": [B, C]}
     (span,) = [event for event in events[EDGE] if event.name == "take_tokens"]
     assert span.figures == {"requests": 2, "tokens": 3}
-    assert len(taken_at_ns) == 2
-    assert all(span.start_ns <= at_ns <= span.start_ns + span.duration_ns for at_ns in taken_at_ns)
+    assert len(measured_at_ns) == 2
+    assert all(span.start_ns <= at_ns <= span.start_ns + span.duration_ns for at_ns in measured_at_ns)
     written = defaultdict(list)
     for event in events[REQUESTS]:
         if event.name == "write":

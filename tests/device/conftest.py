@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from common.device.stream import Stream
 from tests.device.rigs import BOUND_S, KINDS, Rig, open_rig
 
 
@@ -15,3 +16,9 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     yield rig
     rig.release()
     rig.device.close(BOUND_S)
+
+
+@pytest.fixture(params=["worker", "schedule"])
+def stream(rig: Rig, request: pytest.FixtureRequest) -> Stream:
+    """Either kind of stream of a device."""
+    return rig.device.schedule_stream if request.param == "schedule" else rig.device.new_stream("forward")

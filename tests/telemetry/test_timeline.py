@@ -95,23 +95,31 @@ def test_a_span_is_made_an_event_after_the_recording(timeline: Timeline, track: 
     assert track.ring is not None
     (kept,) = track.ring.events
     assert not isinstance(kept, TimelineEvent)
+    assert not hasattr(kept, "__dict__"), "slots are half of what it takes"
     assert stopped(timeline) == [kept.resolve()]
 
 
 def test_what_was_recorded_is_let_go_of_as_it_is_read(timeline: Timeline, track: Track) -> None:
     """By reference counts: a cycle would keep it until the collector comes, beside serving."""
+    later = timeline.track("later")
     timeline.start(max_events=3)
     with track.span("step"):
         pass
-    assert track.ring is not None
-    ring = weakref.ref(track.ring)
+    assert track.ring is not None and later.ring is not None
+    ring, was_alive = weakref.ref(track.ring), []
+
+    class Looks:
+        def resolve(self) -> None:
+            was_alive.append(ring() is not None)
+
+    later.ring.add(Looks())
     recording = timeline.stop()
     gc.disable()
     try:
-        assert [len(read.events) for read in recording.take_tracks()] == [1]
-        assert ring() is None
+        assert [len(read.events) for read in recording.take_tracks()] == [1, 0]
     finally:
         gc.enable()
+    assert was_alive == [False]
     assert recording.take_tracks() == []
 
 
