@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ATTENTION_NAME
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.cpu_linear import pack_linears
+from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_program import NewDecoder
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
@@ -37,14 +38,17 @@ def load_target(
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
+    end_tokens = read_end_tokens(directory)
     config = _load_config(directory)
     check_config(config, name=directory.name)
+    eos_token_ids = end_token_ids(directory, end_tokens, vocab_size=config.vocab_size)
     model = _load_model(directory, config, DTYPES[dtype])
     return target_of(
         model,
         name=directory.name,
         device=device,
         dtype=dtype,
+        eos_token_ids=eos_token_ids,
         attention=attention,
         fuses=fuses,
         optimizes_modules=optimizes_modules,
@@ -57,6 +61,7 @@ def target_of(
     name: str,
     device: str,
     dtype: str,
+    eos_token_ids: tuple[int, ...] = (),
     attention: AttentionKind = "kernels",
     fuses: bool = False,
     optimizes_modules: bool = True,
@@ -95,7 +100,7 @@ def target_of(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(model.generation_config, config),
+        eos_token_ids=eos_token_ids,
         dtype=DTYPES[dtype],
         torch_device=torch_device,
         new_decoder=new_decoder,
@@ -139,12 +144,3 @@ def _load_model(directory: Path, config: Any, dtype: torch.dtype) -> Any:
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(f"{directory.name}: an architecture that cannot select logits is not supported")
     return model
-
-
-def _eos_token_ids(generation_config: GenerationConfig, config: Any) -> tuple[int, ...]:
-    ids = generation_config.eos_token_id
-    if ids is None:
-        ids = config.eos_token_id
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)

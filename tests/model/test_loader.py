@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
@@ -15,7 +16,9 @@ from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.model.conftest import Reference
 from tests.model.paged_model import PagedModel
-from tests.support.models import END_ID, VOCAB_SIZE, save_last_token_model, save_tiny_model
+from tests.support.models import END, END_ID, UNKNOWN, VOCAB_SIZE, save_last_token_model, save_tiny_model
+
+ABSENT: Any = object()
 
 
 def test_the_layer_group_is_the_shape_of_the_models_kv(tiny_target: Callable[[str], TargetModel]) -> None:
@@ -26,10 +29,74 @@ def test_the_layer_group_is_the_shape_of_the_models_kv(tiny_target: Callable[[st
     assert (model.vocab_size, model.max_context_tokens, model.eos_token_ids) == (VOCAB_SIZE, 4096, (END_ID,))
 
 
-def test_every_end_token_of_the_generation_config_ends_the_output(tmp_path: Path) -> None:
-    directory = save_tiny_model(tmp_path, "llama")
-    GenerationConfig(eos_token_id=[7, END_ID]).save_pretrained(str(directory))
-    assert load_target(directory, device="cpu", dtype="float32").eos_token_ids == (7, END_ID)
+def with_end_tokens(
+    directory: Path, *, config: Any = ABSENT, generation: Any = ABSENT, tokenizer: Any = ABSENT
+) -> Path:
+    """A tiny model whose files name these end tokens; a field that is ABSENT is in no file."""
+    save_tiny_model(directory, "llama")
+    for name, field, value in (
+        ("config.json", "eos_token_id", config),
+        ("generation_config.json", "eos_token_id", generation),
+        ("tokenizer_config.json", "eos_token", tokenizer),
+    ):
+        content = json.loads((directory / name).read_text())
+        del content[field]
+        (directory / name).write_text(json.dumps(content if value is ABSENT else {**content, field: value}))
+    if generation is ABSENT:
+        (directory / "generation_config.json").unlink()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        ({"config": 0, "tokenizer": END}, (0, END_ID)),
+        ({"config": [0, 9], "tokenizer": END}, (0, 9, END_ID)),
+        ({"config": END_ID, "generation": [7, END_ID]}, (7, END_ID)),
+        ({"config": 0, "generation": [7], "tokenizer": END}, (7, 0, END_ID)),
+        ({"config": 0, "generation": None, "tokenizer": {"content": END, "__type": "AddedToken"}}, (0, END_ID)),
+        ({"config": None, "generation": 7}, (7,)),
+        ({"tokenizer": UNKNOWN}, (3,)),
+        ({"config": []}, ()),
+        ({}, ()),
+    ],
+)
+def test_output_ends_with_every_token_that_any_file_names(
+    tmp_path: Path, named: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    assert load_target(with_end_tokens(tmp_path, **named), device="cpu", dtype="float32").eos_token_ids == ends
+
+
+@pytest.mark.parametrize("value", [VOCAB_SIZE, -1, True, "2", 2.0, [END_ID, [3]], [END_ID, None], {"id": 2}])
+@pytest.mark.parametrize(("file", "source"), [("config", "config.json"), ("generation", "generation_config.json")])
+def test_an_end_token_that_is_none_is_refused_by_file_and_field(
+    tmp_path: Path, value: Any, file: str, source: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{source}: eos_token_id") as refused:
+        load_target(with_end_tokens(tmp_path, **{file: value}), device="cpu", dtype="float32")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"tokenizer": "<|nowhere|>"}, f"tokenizer's eos_token {VOCAB_SIZE} is past"),
+        ({"config": list(range(65))}, "config.json: eos_token_id: 65 end tokens, more than 64"),
+    ],
+)
+def test_end_tokens_that_no_request_can_carry_are_refused(
+    tmp_path: Path, changes: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=refusal):
+        load_target(with_end_tokens(tmp_path, **changes), device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("content", ["[2]", "{"])
+def test_a_generation_config_that_is_none_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    save_tiny_model(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UnsupportedModel, match=r"generation_config\.json"):
+        load_target(tmp_path, device="cpu", dtype="float32")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

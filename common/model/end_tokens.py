@@ -1,0 +1,82 @@
+"""Which tokens end a model's output: the union of what its generation config, config and tokenizer name.
+
+A default of the config's class does not count: it is another checkpoint's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from common.errors import UnsupportedModel
+from common.model.sampling_params import MAX_END_TOKEN_IDS
+
+_FIELD = "eos_token_id"
+_CONFIGS = ("generation_config.json", "config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def read_end_tokens(directory: Path) -> dict[int, str]:
+    """The ids that the two configs name, with the file and field that names each first.
+
+    Raises UnsupportedModel, naming them, for what is no token id.
+    """
+    sources: dict[int, str] = {}
+    for name in _CONFIGS:
+        source = f"{directory.name}/{name}: {_FIELD}"
+        for token_id in _ids(_read(directory / name).get(_FIELD), source):
+            sources.setdefault(token_id, source)
+    return sources
+
+
+def end_token_ids(directory: Path, sources: Mapping[int, str], *, vocab_size: int) -> tuple[int, ...]:
+    """The ids of `read_end_tokens`, and the tokenizer's. Raises UnsupportedModel, naming file and field, when one is
+    past the vocabulary, or when they are more than a request can carry.
+    """
+    sources = dict(sources)
+    own = _tokenizers_end(directory)
+    if own is not None:
+        sources.setdefault(own, f"{directory.name}: the tokenizer's eos_token")
+    for token_id, source in sources.items():
+        if token_id >= vocab_size:
+            raise UnsupportedModel(f"{source} {token_id} is past the vocabulary of {vocab_size}")
+    if len(sources) > MAX_END_TOKEN_IDS:
+        source = next(iter(sources.values()))
+        raise UnsupportedModel(f"{source}: {len(sources)} end tokens, more than {MAX_END_TOKEN_IDS}")
+    return tuple(sources)
+
+
+def _ids(value: Any, source: str) -> Sequence[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if type(token_id) is not int or token_id < 0:
+            raise UnsupportedModel(f"{source} {json.dumps(token_id)} is no token id")
+    return ids
+
+
+def _tokenizers_end(directory: Path) -> int | None:
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None  # transformers would make up an empty tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnsupportedModel(f"{directory.name}: no tokenizer that transformers can load: {reason}") from error
+    token_id: int | None = tokenizer.eos_token_id
+    return token_id
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{file.parent.name}/{file.name}: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{file.parent.name}/{file.name}: no JSON object")
+    return content
