@@ -48,6 +48,7 @@ class LocalPair:
         self,
         *,
         model: str | None = "demo",
+        draft: str | None = None,
         num_prefill: int = 1,
         num_decode: int = 1,
         device: str | None = None,
@@ -77,7 +78,7 @@ class LocalPair:
         self.decode_addresses = tuple(addresses[num_prefill:num_services])
         self.metrics_addresses = tuple(addresses[num_services:])
         metrics = dict(zip(addresses, self.metrics_addresses, strict=False))
-        shared = {"model": model, "device": device, "dtype": dtype}
+        shared = {"model": model, "draft": draft, "device": device, "dtype": dtype}
         self.prefill = tuple(
             self._service(
                 "prefill",

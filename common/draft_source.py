@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
 from common.model_cache import Progress, default_cache_dir, make_once, silent
-from common.model_source import DEMO_MODEL, fetch_from_hub
+from common.model_source import fetch_from_hub
 
 _DEMO_HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-eagle3"
 _BIN_FILES = "pytorch_model*.bin"

@@ -14,11 +14,11 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from common.config.settings import DEMO_MODEL
 from common.demo_model import ensure_demo_model
 from common.errors import StartupError
 from common.model_cache import Progress, convert_gguf, default_cache_dir, make_once, silent
 
-DEMO_MODEL = "demo"
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 

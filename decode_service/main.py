@@ -73,6 +73,8 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         tokenizer = TextTokenizer.from_directory(runtime.directory)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
+    if runtime.draft is None:
+        _log.info("no_draft_head", model=settings.model)
     engine_metrics = EngineMetrics(process.registry)
     speculation_metrics = SpeculationMetrics(process.registry) if runtime.draft else None
     observer = RequestObserver(RequestMetrics(process.registry, finish_reasons=FinishReason))

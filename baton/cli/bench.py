@@ -34,6 +34,7 @@ def bench(
     num_prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, rich_help_panel=_LOAD)] = 128,
     num_new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, rich_help_panel=_LOAD)] = 128,
     model: options.Model = "demo",
+    draft: options.Draft = None,
     num_prefill: options.NumPrefill = 1,
     num_decode: options.NumDecode = 1,
     device: options.Device = None,
@@ -72,6 +73,7 @@ def bench(
             if addresses
             else LocalPair(
                 model=model,
+                draft=draft,
                 num_prefill=num_prefill,
                 num_decode=num_decode,
                 device=device,

@@ -62,6 +62,14 @@ Logprobs = Annotated[
 
 _PAIR = "Services"
 Model = Annotated[str, typer.Option(help='"demo", a directory, a hub id or a GGUF file.', rich_help_panel=_PAIR)]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help='Draft head of both kinds of service: "demo", a directory or a hub id; "none" for no drafts. The demo '
+        "model's own where none is named.",
+        rich_help_panel=_PAIR,
+    ),
+]
 NumPrefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processes.", rich_help_panel=_PAIR)]
 NumDecode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.", rich_help_panel=_PAIR)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", rich_help_panel=_PAIR)]

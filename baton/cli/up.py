@@ -24,6 +24,7 @@ _TUNING = "Tuning"
 
 def up(
     model: options.Model = "demo",
+    draft: options.Draft = None,
     num_prefill: options.NumPrefill = 1,
     num_decode: options.NumDecode = 1,
     device: options.Device = None,
@@ -63,6 +64,7 @@ def up(
         prepare_model(model, as_json=as_json)
         pair = LocalPair(
             model=model,
+            draft=draft,
             num_prefill=num_prefill,
             num_decode=num_decode,
             device=device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.fields import (
     Address,
@@ -25,6 +25,9 @@ SWITCH_INTERVAL_S = 0.0005
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
+DEMO_MODEL = "demo"
+NO_DRAFT = "none"
+
 
 class ServiceSettings(ProcessSettings):
     """What both services have."""
@@ -43,8 +46,9 @@ class ServiceSettings(ProcessSettings):
         return self.fused_forward and self.attention == "kernels"
 
     metrics_listen: OptionalAddress = ""
-    model: str = "demo"
-    draft: str = ""
+    model: str = DEMO_MODEL
+    draft: Annotated[str, Field(validate_default=True)] = ""
+    """Resolved: the head that is used, or "" without one."""
     draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -67,6 +71,14 @@ class ServiceSettings(ProcessSettings):
     tls_ca: Path | None = None
     auth_token_file: Path | None = None
     max_streams: Positive = 1024
+
+    @field_validator("draft")
+    @classmethod
+    def _resolve_draft(cls, draft: str, info: ValidationInfo) -> str:
+        """Where none is named, the demo model has the head that comes with Baton, any other model none."""
+        if draft == NO_DRAFT:
+            return ""
+        return draft or (DEMO_MODEL if info.data.get("model") == DEMO_MODEL else "")
 
     @model_validator(mode="after")
     def _check_draft(self) -> Self:

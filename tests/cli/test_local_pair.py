@@ -26,14 +26,16 @@ def test_a_pair_is_entered_ready_and_left_ended() -> None:
 
 
 def test_every_decode_service_knows_every_prefill_service() -> None:
-    with LocalPair(num_prefill=2, num_decode=2, dtype="float32", decode_args=["--no-overlap"]) as pair:
+    with LocalPair(num_prefill=2, num_decode=2, dtype="float32", draft="none", decode_args=["--no-overlap"]) as pair:
         assert len({*pair.prefill_addresses, *pair.decode_addresses}) == 4
         for address in pair.decode_addresses:
             with Client(address) as client:
                 arguments = client.model_info().model.split()
             assert f"--prefill={','.join(pair.prefill_addresses)}" in arguments
             assert f"--listen={address}" in arguments
-            assert {"--model=demo", "--dtype=float32", "--no-overlap", "--metrics-listen="} <= set(arguments)
+            assert {"--model=demo", "--draft=none", "--dtype=float32", "--no-overlap", "--metrics-listen="} <= set(
+                arguments
+            )
             assert not any(argument.startswith(("--device", "--config")) for argument in arguments)
 
 

@@ -176,7 +176,7 @@ def test_up_ends_when_a_service_dies_later(command: Callable[..., Command]) -> N
 
 
 def test_bench_starts_its_own_pair_and_stops_it(command: Callable[..., Command]) -> None:
-    bench = command("bench", "--model=tiny", "--concurrency=2", "--new-tokens=4", "--prompt-tokens=4")
+    bench = command("bench", "--model=tiny", "--draft=head", "--concurrency=2", "--new-tokens=4", "--prompt-tokens=4")
     status, lines = bench.end()
     assert status == 0
     assert (lines[-1]["report"]["num_tokens"], lines[-1]["report"]["handoff_mb_per_s"]) == (8, 2.0)

@@ -163,6 +163,37 @@ def test_settings_are_frozen() -> None:
 @pytest.mark.parametrize("flag", ["--draft-topk=2", "--num-draft-tokens=3", "--num-draft-steps=3"])
 def test_speculation_is_not_set_up_without_a_head(flag: str) -> None:
     name = flag.removeprefix("--").split("=")[0].replace("-", "_")
-    with pytest.raises(ConfigError, match=f"{name} needs draft"):
-        decode(flag)
-    decode("--draft=demo", flag)
+    for argv in (["--draft=none"], ["--model=owner/name"], ["--model=owner/name", "--draft="]):
+        with pytest.raises(ConfigError, match=f"{name} needs draft"):
+            decode(flag, *argv)
+    decode(flag)  # of the demo model's own head
+    decode("--model=owner/name", "--draft=owner/head", flag)
+
+
+@pytest.mark.parametrize(
+    ("argv", "head"),
+    [
+        ((), "demo"),
+        (("--model=demo",), "demo"),
+        (("--draft=",), "demo"),
+        (("--draft=none",), ""),
+        (("--draft=owner/head",), "owner/head"),
+        (("--model=owner/name",), ""),
+        (("--model=owner/name", "--draft="), ""),
+        (("--model=owner/name", "--draft=none"), ""),
+        (("--model=owner/name", "--draft=demo"), "demo"),
+    ],
+)
+def test_the_demo_model_has_its_own_head_in_both_services_unless_told_otherwise(
+    argv: tuple[str, ...], head: str
+) -> None:
+    assert (decode(*argv).draft, prefill(*argv).draft) == (head, head)
+
+
+def test_an_empty_variable_leaves_the_demo_model_its_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATON_DRAFT", "")
+    assert decode().draft == prefill().draft == "demo"
+    monkeypatch.setenv("BATON_DRAFT", "none")
+    assert decode().draft == prefill().draft == ""
+    assert decode("--draft=owner/head").draft == "owner/head"
+    assert decode(written(tmp_path / "decode.yaml", "draft: other/head")).draft == "", "the file comes last"

@@ -201,6 +201,27 @@ def test_the_services_accept_the_environment_they_get(name: str) -> None:
         assert settings.listen.startswith("0.0.0.0:")
 
 
+@pytest.mark.parametrize(
+    ("variables", "head"),
+    [
+        ({}, "demo"),
+        ({"BATON_DRAFT": "none"}, ""),
+        ({"BATON_MODEL": "owner/name"}, ""),
+        ({"BATON_MODEL": "owner/name", "BATON_DRAFT": "owner/head"}, "owner/head"),
+    ],
+)
+@pytest.mark.parametrize("name", FILES)
+def test_the_demo_model_speculates_as_it_is_and_another_by_one_variable(
+    name: str, variables: dict[str, str], head: str
+) -> None:
+    for service in {"prefill", "decode"} & set(our_services(name)):
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in our_services(name)[service]["environment"].items():
+                patch.setenv(key, filled(value, PREFILL="prefill.example:50052", **variables))
+            settings = load_settings(PrefillSettings if service == "prefill" else DecodeSettings, [], program=service)
+        assert settings.draft == head
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_service_is_told_where_traces_go_and_how_many(name: str) -> None:
     for definition in our_services(name).values():
