@@ -104,3 +104,8 @@ def test_a_request_may_do_without_drafts(pair: RunningPair) -> None:
     with_drafts, without = complete(None), complete(False)
     assert with_drafts.token_ids == without.token_ids
     assert with_drafts.speculation is not None and without.speculation is None
+
+
+def test_the_decode_service_says_where_nothing_drafts(pair: RunningPair, plain: RunningPair) -> None:
+    said = ["no_draft_head" in each.processes.decode[0].log_file.read_text() for each in (plain, pair)]
+    assert said == [True, False]
