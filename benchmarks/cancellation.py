@@ -80,12 +80,12 @@ class CancellationRig:
 
 @contextmanager
 def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
-    """The model has 64 KiB of KV a token, a segment each; they land one at a time: that takes longer than computing."""
+    """The model has 64 KiB of KV a token, over gRPC a segment each, landing one by one: that outlasts computing."""
     model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,
         shared_args=("--max-kv-tokens=8192",),
-        prefill_args=("--max-segment-bytes=65536", f"--chunk-tokens={CHUNK_TOKENS}"),
+        prefill_args=("--kv-transport=grpc", "--max-segment-bytes=65536", f"--chunk-tokens={CHUNK_TOKENS}"),
         decode_args=("--receive-budget-bytes=1", "--max-rows=1"),
     ) as pair:
         yield CancellationRig(pair)

@@ -59,7 +59,7 @@ def services(cable: Cable, model: Path, directory: Path) -> Iterator[Client]:
         address=PREFILL,
         arguments=(
             *("-m", "prefill_service", f"--listen={PREFILL}", f"--metrics-listen={METRICS}", *shared),
-            *("--max-segment-bytes=65536", "--send-budget-bytes=262144", "--chunk-tokens=64"),
+            *("--kv-transport=grpc", "--max-segment-bytes=65536", "--send-budget-bytes=262144", "--chunk-tokens=64"),
         ),
         log_file=directory / "prefill.log",
     )

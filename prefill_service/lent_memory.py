@@ -28,21 +28,22 @@ class LentMemory:
     async def opened(
         cls, transport: KvTransport, *, groups: Sequence[LayerGroupSpec], num_slots: int, is_on_host: bool
     ) -> LentMemory:
-        """What killed processes left is removed. Raises StartupError when NIXL is asked for and cannot be had."""
+        """`auto` is shared memory where that can be had, and where not it only says so. What killed processes left is
+        removed. Raises StartupError when NIXL is asked for and cannot be had.
+        """
         if transport == "grpc":
             return cls(None)
+        tell = _log.info if transport == "auto" else _log.warning
         if not is_on_host:
-            _log.warning("kv_over_grpc", reason="a GPU computes: its KV is not in the host's memory")
+            tell("kv_over_grpc", reason="a GPU computes: its KV is not in the host's memory")
             return cls(None)
         try:
             sweep()
-            pool = SharedPool(
-                groups=groups, num_slots=num_slots, directory=DIRECTORY if transport == "shared_memory" else None
-            )
+            pool = SharedPool(groups=groups, num_slots=num_slots, directory=None if transport == "nixl" else DIRECTORY)
         except OSError as error:
-            _log.warning("kv_over_grpc", reason=str(error))
+            tell("kv_over_grpc", reason=str(error))
             return cls(None)
-        if transport == "shared_memory":
+        if transport != "nixl":
             return cls(pool)
         lender = NixlLender(pool.file)
         try:

@@ -641,7 +641,7 @@ class GetFingerprintResponse(_message.Message):
     NIXL_POOL_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     kv_pool: _builtins.str
-    """file of shared memory that the KV pool lies in, empty without one"""
+    """socket that gives the shared memory which the KV pool lies in, empty without one"""
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     @_builtins.property

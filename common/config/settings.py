@@ -19,7 +19,7 @@ from common.config.fields import (
 from common.config.process_settings import ProcessSettings
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
-KvTransport = Literal["grpc", "shared_memory", "nixl"]
+KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
 
 SWITCH_INTERVAL_S = 0.0005
 MAX_DRAFT_TOKENS = 15
@@ -94,7 +94,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     send_budget_bytes: Positive = 64 << 20
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
-    kv_transport: KvTransport = "grpc"
+    kv_transport: KvTransport = "auto"
     max_queued_rows: Positive = 1024
     early_sending: bool = True
     framed_payloads: bool = True

@@ -1,8 +1,9 @@
 """Shared memory that a KV pool lies in, so that a decode service copies from there into its own.
 
-The prefill service makes it, and alone is to write. A decode service on the same host maps it for reading: it is a file
-in memory that only its own user may open. Or NIXL reads it: its process inherits memory without a name, and registers
-it as UCX does, so that a peer that is no decode service of ours could write, too (docs/security.md).
+The prefill service makes it, and alone is to write. It has no name, so the system takes it back with the last process
+that has it, however that ends. A decode service on the same host asks for it at a socket, which answers processes of
+its own user with a descriptor for reading. Or NIXL reads it: its process inherits the memory, and registers it as UCX
+does, so that a peer that is no decode service of ours could write, too (docs/security.md).
 Each slot has a stamp: the number of the row, of all rows there ever were, that it belongs to.
 
     | secret | number of slots | stamp of each slot ... | layer group | layer group ...
@@ -17,8 +18,10 @@ import mmap
 import os
 import re
 import secrets
-import stat
-from collections.abc import Sequence
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +36,15 @@ SECRET_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = SECRET_BYTES + NUMBER_BYTES
 DIRECTORY = Path("/dev/shm")
-_MAX_NAMES = 8
+"""Where the socket is."""
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 _PAGE_BYTES = 4096
+_SEAL = fcntl.F_SEAL_SHRINK
+"""Who has mapped memory that is made smaller dies when it reads there."""
+_ANSWER_TIMEOUT_S = 2.0
+_ACCEPT_RETRY_S = 0.1
+_CREDENTIALS = struct.Struct("3i")
 
 
 class PoolUnusable(Exception):
@@ -76,17 +84,21 @@ class SharedPool:
     """The writer's side. Not thread-safe. The memory stays as long as anything that it gave out."""
 
     def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
-        """`directory`: None for memory without a name. Raises OSError when there is no room for it."""
-        self._path: Path | None = None
-        if directory is None:
-            self.file = os.memfd_create("baton-kv")
-        else:
-            self._path, self.file = _new_file(directory)
+        """`directory` has the socket; None: without one. Raises OSError when there is no room for the memory, or where
+        the system has no such memory.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, "this system has no memory without a name to share")
+        self.file = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._door: _Door | None = None
         try:
             layout = PoolLayout(groups, num_slots)
             require_room(layout.file_bytes)
             os.posix_fallocate(self.file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS
+            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEAL)
             memory = mmap.mmap(self.file, layout.file_bytes)
+            if directory is not None:
+                self._door = _Door(self.file, directory)
         except BaseException:
             self.close()
             raise
@@ -100,8 +112,8 @@ class SharedPool:
 
     @property
     def name(self) -> str:
-        """Empty without one."""
-        return "" if self._path is None else self._path.name
+        """Of the socket; empty without one."""
+        return "" if self._door is None else self._door.name
 
     @property
     def num_slots(self) -> int:
@@ -120,51 +132,114 @@ class SharedPool:
         return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
 
     def close(self) -> None:
-        """The file is gone; whoever has mapped it keeps the memory until it lets go. Idempotent."""
+        """Nobody gets it any more; whoever has mapped it keeps the memory until it lets go. Idempotent."""
+        if self._door is not None:
+            self._door.close()
         if self.file >= 0:
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)
             os.close(self.file)
             self.file = -1
 
 
-def _new_file(directory: Path) -> tuple[Path, int]:
-    """Its path and descriptor, locked for as long as this process lives. Raises OSError."""
-    for _ in range(_MAX_NAMES):
-        path = directory / f"{_PREFIX}{secrets.token_hex(16)}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file).st_nlink:
-            return path, file
-        os.close(file)  # somebody swept before it was locked
-    raise OSError(f"{_MAX_NAMES} new files were removed from {directory} at once")
+class _Door:
+    """A socket that gives a descriptor for reading `file` to each process of this user that connects, by a thread."""
+
+    def __init__(self, file: int, directory: Path) -> None:
+        """Raises OSError."""
+        self.name = f"{_PREFIX}{secrets.token_hex(16)}"
+        self._directory = directory
+        self._is_closed = threading.Event()
+        self._listening = socket.socket(socket.AF_UNIX)
+        try:
+            self._file = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
+        except OSError:
+            self._listening.close()
+            raise
+        try:
+            unswept = f".{self.name}"  # one that does not listen yet is taken for one that was left behind
+            with _reachable(directory, unswept) as address:
+                self._listening.bind(address)
+            (directory / unswept).chmod(0o600)
+            self._listening.listen()
+            (directory / unswept).rename(directory / self.name)
+            self._thread = threading.Thread(target=self._serve, name="kv-pool", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._listening.close()
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        (self._directory / self.name).unlink(missing_ok=True)
+        self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+        self._thread.join()
+        self._listening.close()
+        os.close(self._file)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listening.accept()
+            except OSError:  # closed, or there are no more descriptors
+                if self._is_closed.wait(_ACCEPT_RETRY_S):
+                    return
+                continue
+            with peer, contextlib.suppress(OSError):
+                if _user_of(peer) == os.geteuid():
+                    peer.settimeout(_ANSWER_TIMEOUT_S)
+                    socket.send_fds(peer, [b"\0"], [self._file])
 
 
-def _open_own(path: Path) -> int:
-    """A descriptor for reading, at once: the directory is everybody's, and to open a FIFO is to wait for its writer.
+def _user_of(peer: socket.socket) -> int:
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
 
-    Raises OSError, also where it is no regular file of this user.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    status = os.fstat(file)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-        return file
-    os.close(file)
-    raise OSError(errno.EPERM, "not a file of this user")
+
+@contextlib.contextmanager
+def _reachable(directory: Path, name: str) -> Iterator[str]:
+    """The path of a socket, short enough for one however long the directory's is."""
+    file = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{file}/{name}"
+    finally:
+        os.close(file)
+
+
+def _asked_for(name: str, directory: Path) -> int:
+    """A descriptor of the pool by this name, for reading. Raises OSError, also where the pool is not to be trusted."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        with _reachable(directory, name) as address:
+            connection.connect(address)
+        if _user_of(connection) != os.geteuid():
+            raise PermissionError(errno.EPERM, "it is not of this user")
+        _, files, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not files:
+        raise PermissionError(errno.EPERM, "it was refused")
+    try:
+        if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & _SEAL:
+            raise PermissionError(errno.EPERM, "its memory may be made smaller")
+    except OSError:
+        os.close(files[0])
+        raise
+    return files[0]
 
 
 class MappedPool:
     """The reader's side. It cannot write, and the memory stays as long as anything that it gave out."""
 
     def __init__(self, name: str, *, groups: Sequence[LayerGroupSpec], directory: Path = DIRECTORY) -> None:
-        """`groups` are the writer's, by its fingerprint.
+        """`groups` are the writer's, by its fingerprint. Waits for the writer's answer, two seconds at most.
 
         Raises PoolUnusable when it cannot be mapped here: on another host, in another container, of another user.
         """
         if not _NAME.fullmatch(name):
             raise PoolUnusable(f"{name!r} is not the name of a pool")
         try:
-            file = _open_own(directory / name)
+            file = _asked_for(name, directory)
             try:
                 memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
             finally:
@@ -190,15 +265,17 @@ class MappedPool:
 
 
 def sweep(directory: Path = DIRECTORY) -> int:
-    """Remove the files of this user whose processes were killed. Returns their number."""
+    """Remove the sockets of this user whose processes were killed. Returns their number."""
     num_removed = 0
     for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            file = _open_own(path)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            if not path.is_socket() or path.stat().st_uid != os.geteuid():
+                continue
+            connection.setblocking(False)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with _reachable(directory, path.name) as address:
+                    connection.connect(address)
+            except ConnectionRefusedError:
                 path.unlink()
                 num_removed += 1
-            finally:
-                os.close(file)
     return num_removed

@@ -137,14 +137,14 @@ class GrpcReplica:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
         self._let_go_of_pool()
         if self._mismatch is None:
-            self._open_pool(response)
+            await self._open_pool(response)
 
-    def _open_pool(self, response: prefill_pb2.GetFingerprintResponse) -> None:
+    async def _open_pool(self, response: prefill_pb2.GetFingerprintResponse) -> None:
         """Map it, or begin to open it, which later looks follow. KV comes over gRPC where neither can be."""
         groups = self._fingerprint.layer_groups
         if response.kv_pool:
             try:
-                self._pool = MappedPool(response.kv_pool, groups=groups)
+                self._pool = await asyncio.to_thread(MappedPool, response.kv_pool, groups=groups)
             except PoolUnusable as error:
                 _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
         elif response.nixl_pool.agent_metadata:

@@ -13,8 +13,13 @@ from tests.e2e.running import RunningPair, running_pair, wait_until
 
 @pytest.fixture(scope="session")
 def plain_pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    """For tests that neither change nor end it."""
-    with running_pair(tiny_model_dir("llama"), kind=forked, shared_args=("--max-kv-tokens=8192",)) as running:
+    """For tests that neither change nor end it. KV goes over gRPC, as between hosts."""
+    with running_pair(
+        tiny_model_dir("llama"),
+        kind=forked,
+        shared_args=("--max-kv-tokens=8192",),
+        prefill_args=("--kv-transport=grpc",),
+    ) as running:
         yield running
 
 

@@ -45,6 +45,7 @@ def pair(
         num_prefill=2,
         shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
         prefill_args=(
+            "--kv-transport=grpc",
             "--max-segment-bytes=65536",
             "--send-budget-bytes=262144",
             "--chunk-tokens=64",

@@ -9,7 +9,7 @@
 | `handoff.received` | by each frame that the decode service reads | truncate, corrupt, kill |
 | `pool.reserve` | whenever a row is asked for | fail (there is none), kill |
 | `memory.host` | by each buffer in host memory | fail (out of memory), kill |
-| `shared_memory.lent` | by each segment that prefill lends | stall, reuse (of slots), unlink (the file), kill |
+| `shared_memory.lent` | by each segment that prefill lends | stall, reuse (of slots), unlink (the socket), kill |
 | `shared_memory.read` | by each such segment once it is copied, before it is checked | stall, kill |
 | `stream.<name>` | by each piece on that stream of STREAM_PIECES, before it runs | stall, raise, kill |
 | `stream.<name>.<piece>` | by each such piece | stall, raise, kill |

@@ -1,4 +1,4 @@
-"""Faults of KV that lies in shared memory: its slots are used again, its file is removed, it is read late."""
+"""Faults of KV that lies in shared memory: its slots are used again, its socket is removed, it is read late."""
 
 from __future__ import annotations
 

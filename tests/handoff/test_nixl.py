@@ -21,6 +21,7 @@ from common.errors import EngineFault, PrefillUnavailable, StartupError
 from common.kv.shared_pool import PoolUnusable
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.messages import BreakCall
+from prefill_service import lent_memory
 from prefill_service.lent_memory import LentMemory
 from prefill_service.nixl_lender import NixlLender
 from tests.e2e.running import wait_until
@@ -186,7 +187,14 @@ def test_a_receiver_without_it_gets_kv_over_grpc_and_says_so_and_when_it_tries_a
 
 @pytest.mark.parametrize(
     ("transport", "is_on_host", "has_name"),
-    [("grpc", True, None), ("shared_memory", True, True), ("shared_memory", False, None), ("nixl", False, None)],
+    [
+        ("auto", True, True),
+        ("auto", False, None),
+        ("grpc", True, None),
+        ("shared_memory", True, True),
+        ("shared_memory", False, None),
+        ("nixl", False, None),
+    ],
 )
 async def test_the_setting_decides_who_can_read_the_pool_which_is_nobody_on_a_gpu(
     transport: KvTransport, is_on_host: bool, has_name: bool | None
@@ -195,5 +203,19 @@ async def test_the_setting_decides_who_can_read_the_pool_which_is_nobody_on_a_gp
         lent = await LentMemory.opened(transport, groups=GROUPS, num_slots=64, is_on_host=is_on_host)
     assert (None if lent.pool is None else bool(lent.pool.name)) == has_name
     assert lent.nixl_offer() is None
-    assert [line["event"] for line in logs] == ([] if is_on_host else ["kv_over_grpc"])
+    level = "info" if transport == "auto" else "warning"
+    assert [(line["event"], line["log_level"]) for line in logs] == ([] if is_on_host else [("kv_over_grpc", level)])
+    await lent.close()
+
+
+@pytest.mark.parametrize(("transport", "level"), [("auto", "info"), ("shared_memory", "warning")])
+async def test_where_there_is_no_shared_memory_kv_goes_over_grpc(
+    transport: KvTransport, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent_memory, "DIRECTORY", tmp_path / "not there")
+    with capture_logs() as logs:
+        lent = await LentMemory.opened(transport, groups=GROUPS, num_slots=64, is_on_host=True)
+    assert lent.pool is None
+    ((event, told),) = [(line["event"], line["log_level"]) for line in logs]
+    assert (event, told) == ("kv_over_grpc", level)
     await lent.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import secrets
+import socket
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -171,14 +172,15 @@ def test_without_the_secret_of_this_very_pool_there_are_no_tickets(pair: Pair) -
     assert not pair.shares_memory()
 
 
-def test_the_memory_of_a_replica_that_is_gone_is_let_go_of_and_its_file_removed(pair: Pair) -> None:
+def test_the_memory_of_a_replica_that_is_gone_is_let_go_of_and_its_socket_removed(pair: Pair) -> None:
     left_behind = DIRECTORY / f"baton-kv-{secrets.token_hex(16)}"
-    left_behind.touch()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(left_behind))
     mapped = [weakref.ref(pool) for pool in gc.get_objects() if type(pool) is MappedPool]
     assert mapped
     pair.lose_peer()
     wait_until(lambda: gc.collect() >= 0 and not any(pool() for pool in mapped) and not left_behind.exists())
-    assert (DIRECTORY / pair.lent.pool.name).exists(), "one of them is held"
+    assert (DIRECTORY / pair.lent.pool.name).is_socket(), "one of them lives"
 
 
 def test_giving_back_what_was_not_lent_ends_the_call(pair: Pair) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
+import socket
 import stat
-from collections.abc import Iterator
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -90,7 +93,7 @@ def test_the_reader_cannot_write(shared_pool: SharedPool, tmp_path: Path) -> Non
             array[0] = 1
 
 
-def test_nobody_else_may_open_the_file(shared_pool: SharedPool, tmp_path: Path) -> None:
+def test_nobody_else_may_ask_for_it(shared_pool: SharedPool, tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / shared_pool.name).stat().st_mode) == 0o600
 
 
@@ -142,41 +145,109 @@ def test_what_is_not_there_cannot_be_mapped(tmp_path: Path, name: str) -> None:
         mapped_from(tmp_path, name)
 
 
-def test_a_link_a_file_too_small_and_a_pool_of_other_groups_are_not_trusted(
-    shared_pool: SharedPool, tmp_path: Path
-) -> None:
-    link, empty, short = (tmp_path / ("baton-kv-" + digit * 32) for digit in "123")
-    link.symlink_to(tmp_path / shared_pool.name)
-    empty.touch()
-    short.write_bytes(bytes(4))
-    for path in (link, empty, short):
-        with pytest.raises(PoolUnusable):
-            mapped_from(tmp_path, path.name)
+def test_a_pool_of_other_groups_is_not_mapped(shared_pool: SharedPool, tmp_path: Path) -> None:
     with pytest.raises(PoolUnusable, match="bytes instead of"):
         MappedPool(shared_pool.name, groups=(TARGET,), directory=tmp_path)
 
 
+@contextmanager
+def lying(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[None]:
+    """A process that answers at a pool's socket as it likes."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+
+        def serve() -> None:
+            peer, _ = listening.accept()
+            with peer:
+                answer(peer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join(BOUND_S)
+
+
+@pytest.mark.parametrize(
+    ("seals", "match"), [(0, "may be made smaller"), (fcntl.F_SEAL_GROW, "may be made smaller"), (None, "Invalid")]
+)
+def test_memory_that_may_vanish_under_its_reader_is_not_mapped(
+    shared_pool: SharedPool, tmp_path: Path, seals: int | None, match: str
+) -> None:
+    """A file of a disk has no seals."""
+    name = "baton-kv-" + "1" * 32
+    if seals is None:
+        file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    else:
+        file = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.pwrite(file, os.pread(shared_pool.file, 1 << 20, 0), 0)
+    if seals is not None:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    gives = lying(tmp_path / name, lambda peer: socket.send_fds(peer, [b"\0"], [file]))
+    with gives, pytest.raises(PoolUnusable, match=match):
+        mapped_from(tmp_path, name)
+    os.close(file)
+
+
+def test_the_writer_cannot_make_it_smaller_once_it_is_lent(shared_pool: SharedPool) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared_pool.file, 0)
+
+
+@pytest.mark.parametrize("answer", [lambda peer: None, lambda peer: peer.send(b"\0")], ids=["nothing", "no memory"])
+def test_an_answer_without_memory_is_a_refusal(tmp_path: Path, answer: Callable[[socket.socket], object]) -> None:
+    name = "baton-kv-" + "1" * 32
+    with lying(tmp_path / name, answer), pytest.raises(PoolUnusable, match="it was refused"):
+        mapped_from(tmp_path, name)
+
+
+def test_who_never_answers_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_pool_module, "_ANSWER_TIMEOUT_S", 0.01)
+    name, is_over = "baton-kv-" + "1" * 32, threading.Event()
+    with lying(tmp_path / name, lambda peer: is_over.wait(BOUND_S)):
+        with pytest.raises(PoolUnusable, match="timed out"):
+            mapped_from(tmp_path, name)
+        is_over.set()
+
+
 @pytest.mark.timeout(20)
-def test_a_fifo_by_such_a_name_is_neither_waited_for_nor_removed(tmp_path: Path) -> None:
-    fifo = tmp_path / ("baton-kv-" + "0" * 32)
+def test_what_is_no_socket_is_neither_waited_for_nor_removed(tmp_path: Path) -> None:
+    fifo, file = (tmp_path / ("baton-kv-" + digit * 32) for digit in "01")
     os.mkfifo(fifo)
-    with pytest.raises(PoolUnusable, match="not a file of this user"):
-        mapped_from(tmp_path, fifo.name)
+    file.touch()
+    for path in (fifo, file):
+        with pytest.raises(PoolUnusable, match="cannot be mapped"):
+            mapped_from(tmp_path, path.name)
     assert sweep(tmp_path) == 0
-    assert fifo.is_fifo()
+    assert fifo.is_fifo() and file.is_file()
 
 
-def test_a_file_of_another_user_is_neither_mapped_nor_swept(
+def test_a_pool_of_another_user_is_neither_mapped_nor_given_nor_swept(
     shared_pool: SharedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unlocked = tmp_path / ("baton-kv-" + "0" * 32)
-    unlocked.touch()
+    left_behind = leave_behind(tmp_path)
     other_user = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other_user)
-    with pytest.raises(PoolUnusable, match="not a file of this user"):
+    with pytest.raises(PoolUnusable, match="not of this user"):
+        mapped_from(tmp_path, shared_pool.name)
+    monkeypatch.setattr(shared_pool_module, "_user_of", lambda peer: other_user if is_the_door(peer) else -1)
+    with pytest.raises(PoolUnusable, match="refused"):
         mapped_from(tmp_path, shared_pool.name)
     assert sweep(tmp_path) == 0
-    assert unlocked.exists()
+    assert left_behind.is_socket()
+
+
+def is_the_door(connection: socket.socket) -> bool:
+    """Whether it is the end that connects, which has no name."""
+    return connection.getsockname() == ""
+
+
+def leave_behind(directory: Path) -> Path:
+    """What a killed process leaves."""
+    path = directory / ("baton-kv-" + "0" * 32)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+    return path
 
 
 @pytest.mark.parametrize("num_missing", [0, 1])
@@ -196,6 +267,21 @@ def test_no_room_for_it_is_an_error_at_once_and_leaves_no_file(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_that_is_not_there_is_an_error_and_holds_no_memory(tmp_path: Path) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError):
+        SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path / "missing")
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_directory_whose_path_is_longer_than_a_sockets_may_be_will_do(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 200)
+    directory.mkdir()
+    pool = SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=directory)
+    assert mapped_from(directory, pool.name).secret == pool.secret
+    pool.close()
+
+
 def test_a_closed_pool_leaves_no_file_and_its_readers_their_memory(shared_pool: SharedPool, tmp_path: Path) -> None:
     shared_pool.groups["draft"][:, :, 4] = 7
     lent = shared_pool.lend("draft", slice(0, 1), [4], shared_pool.stamp([4]))
@@ -212,9 +298,10 @@ def hold_a_pool(directory: Path, pipe: Connection) -> None:
     signal.pause()
 
 
-def test_the_pool_of_a_killed_process_is_readable_until_the_reader_lets_go_and_the_next_start_sweeps_the_file(
+def test_a_killed_process_leaves_a_name_without_memory_which_the_next_start_sweeps(
     shared_pool: SharedPool, tmp_path: Path
 ) -> None:
+    """Whoever has mapped its pool reads it until it lets go."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold_a_pool, args=(tmp_path, theirs), daemon=True)
     process.start()
@@ -227,25 +314,22 @@ def test_the_pool_of_a_killed_process_is_readable_until_the_reader_lets_go_and_t
     process.join(BOUND_S)
     read = mapped.read("draft", slice(0, 1), PoolTicket((4,), generation, 1))
     assert read is not None and read.is_current and np.all(read.layers[:, :, 4] == 7)
+    assert {(path.stat().st_size, path.stat().st_blocks) for path in tmp_path.iterdir()} == {(0, 0)}
+    with pytest.raises(PoolUnusable, match="refused"):
+        mapped_from(tmp_path, name)
     assert sweep(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir()] == [shared_pool.name]
 
 
-def test_a_pool_that_is_swept_before_it_is_locked_takes_another_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, num_swept = shared_pool_module.fcntl.flock, 0
+def test_a_pool_is_not_swept_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chmod, num_swept = Path.chmod, []
 
-    def sweep_first(file: int, operation: int) -> None:
-        nonlocal num_swept
-        if not num_swept:
-            num_swept += 1
-            (path,) = tmp_path.iterdir()
-            path.unlink()
-        lock(file, operation)
+    def sweep_first(path: Path, mode: int) -> None:
+        num_swept.append(sweep(tmp_path))
+        chmod(path, mode)
 
-    monkeypatch.setattr(shared_pool_module.fcntl, "flock", sweep_first)
+    monkeypatch.setattr(Path, "chmod", sweep_first)
     pool = SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [pool.name]
+    assert mapped_from(tmp_path, pool.name).secret == pool.secret
     pool.close()
-    assert num_swept == 1
+    assert num_swept == [0]

@@ -50,7 +50,9 @@ class Setting:
     @property
     def prefill_args(self) -> tuple[str, ...]:
         """A ticket that is lost is missed when the receiver gives nothing back for so long."""
-        return ("--kv-transport=shared_memory", "--stall-timeout-s=2") if self.shares_memory else ()
+        return (
+            ("--kv-transport=shared_memory", "--stall-timeout-s=2") if self.shares_memory else ("--kv-transport=grpc",)
+        )
 
 
 SETTINGS = tuple(starmap(Setting, product((True, False), (False, True), (False, True))))
@@ -61,7 +63,7 @@ LENT_FAULTS = (
     Fault(point="shared_memory.lent", action=Action.UNLINK, at=50),
     Fault(point="shared_memory.read", action=Action.STALL, rate=0.02, seconds=0.05),
 )
-"""Of KV in shared memory: a loan that another row has by now, one that is late, a pool whose file is gone."""
+"""Of KV in shared memory: a loan that another row has by now, one that is late, a pool whose socket is gone."""
 
 
 def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:

@@ -1,0 +1,60 @@
+"""On one host KV goes through shared memory, with no setting for it: every byte, and killed services leave none.
+
+What happens to requests whose services are killed meanwhile: `test_prefill_killed`.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.local_pair import LocalPair
+from common.kv.shared_pool import DIRECTORY
+from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
+from tests.support.reference import generate_greedily
+
+PROMPT = [10 + place % 240 for place in range(200)]
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Callable[[str], Path]) -> Path:
+    return tiny_model_dir("llama")
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+    processes = forked(
+        model=str(model), dtype="float32", prefill_args=COMMON_ARGS, decode_args=COMMON_ARGS, exposes_metrics=True
+    )
+    with processes, clients_of(processes) as running:
+        yield running
+
+
+def handed_over(pair: RunningPair) -> dict[str, float]:
+    """Bytes, by the prefill service's counters."""
+    (address, _) = pair.processes.metrics_addresses
+    text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
+    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+    return {each.name: each.value for each in samples if each.name.startswith("baton_handoff")}
+
+
+def test_every_byte_goes_through_shared_memory_and_none_is_left_by_services_that_are_killed(
+    pair: RunningPair, model: Path
+) -> None:
+    options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, "timeout_s": BOUND_S}
+    completion = pair.client.complete(token_ids=PROMPT, **options)  # type: ignore[arg-type]
+    assert list(completion.token_ids) == generate_greedily(model, PROMPT, NEW_TOKENS).token_ids
+    counted = handed_over(pair)
+    assert counted["baton_handoff_lent_bytes_total"] == counted["baton_handoff_bytes_total"]
+    assert counted["baton_handoff_bytes_total"] == completion.timings.kv_bytes > 0
+
+    wait_until(pair.holds_nothing)
+    for service in pair.processes.services:
+        service.kill()
+        assert service.wait(BOUND_S)
+    assert sum(path.stat().st_blocks for path in DIRECTORY.glob("baton-kv-*")) == 0
