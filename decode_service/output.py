@@ -58,14 +58,14 @@ class OutputProcessor:
         self,
         *,
         decoder: TokenDecoder,
+        prompt_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         end_token_ids: Set[int] = frozenset(),
         min_tokens: int = 0,
         generated_token_ids: Sequence[int] = (),
     ) -> None:
         self._decoder = decoder
-        self._detokenizer = IncrementalDetokenizer(decoder)
-        self._begins_text = True
+        self._detokenizer = IncrementalDetokenizer(decoder, prompt_token_ids)
         self._stop_strings = tuple(stop_strings)
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
@@ -93,7 +93,6 @@ class OutputProcessor:
             if logprobs:
                 positions.append(self._position(token_id, logprobs[len(texts)]))
             texts.append(self._push_one(token_id))
-            self._begins_text = self._begins_text and self._decoder.is_skipped(token_id)
         return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
 
     def finish(self) -> str:
@@ -106,7 +105,8 @@ class OutputProcessor:
 
     def _position(self, token_id: int, logprobs: TokenLogprobs) -> PositionLogprobs:
         token, *top = (
-            self._decoder.bytes_of(each, begins_text=self._begins_text) for each in (token_id, *logprobs.top_ids)
+            self._decoder.bytes_of(each, begins_text=self._detokenizer.begins_text)
+            for each in (token_id, *logprobs.top_ids)
         )
         return PositionLogprobs(logprobs, token, tuple(top))
 

@@ -150,6 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             partial(
                 OutputProcessor,
                 decoder=self._tokenizer,
+                prompt_token_ids=prompt_token_ids,
                 stop_strings=checked.sampling.stop_strings,
                 end_token_ids=frozenset(sampling.end_token_ids),
                 min_tokens=sampling.min_tokens,

@@ -91,13 +91,14 @@ class Edge:
 async def running_edge(
     log: list[dict[str, Any]],
     *,
+    tokenizer: TextTokenizer | None = None,
     tokens: Sequence[str] = (),
     limits: ServerLimits | None = None,
     tracer: Tracer = NO_TRACER,
     timeline: Timeline | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Edge]:
-    tokenizer = byte_level()
+    tokenizer = tokenizer or byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
     registry = CollectorRegistry()
     observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason), clock=clock)

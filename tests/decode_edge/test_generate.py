@@ -17,11 +17,12 @@ from tests.decode_edge.edge_under_test import (
     error_of,
     events_of,
     ids_in,
+    running_edge,
     text_of,
     tokens_of,
 )
 from tests.decode_edge.fake_engine import BOUND_S, until
-from tests.decode_edge.tokenizers_for_tests import eos_id
+from tests.decode_edge.tokenizers_for_tests import byte_fallback, eos_id, ids_of_pieces
 
 A, B, C = ord("a"), ord("b"), ord("c")
 
@@ -51,6 +52,24 @@ async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None
     assert last.usage == inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=3)
     assert (last.timings.queue_s, last.timings.kv_bytes, last.timings.num_handoff_attempts) == (0.25, 1000, 1)
     assert [event.WhichOneof("event") for event in events].count("finished") == 1
+
+
+@pytest.mark.parametrize("brought", [[], ["<pad>"]], ids=["new", "resumed"])
+async def test_text_goes_on_where_the_prompt_ends(brought: list[str]) -> None:
+    tokenizer = byte_fallback()
+    prompt, word = ids_of_pieces(tokenizer, ["a", "<eos>"]), ids_of_pieces(tokenizer, ["▁ab"])
+    async with running_edge([], tokenizer=tokenizer) as edge:
+        call = edge.generate(
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            generated_token_ids=ids_of_pieces(tokenizer, brought),
+            sampling=sampling(logprobs=0),
+        )
+        submit = await edge.engine.submitted()
+        edge.deliver(tokens_of(submit.request_id, word, [TokenLogprobs(-1.0, (), ())]), finished(submit.request_id, 1))
+        events = await events_of(call)
+
+    assert text_of(events) == " ab"
+    assert [each.chosen.token for event in events for each in event.delta.logprobs] == [b" ab"]
 
 
 async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:

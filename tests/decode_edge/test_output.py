@@ -3,15 +3,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.model.sampling_params import TokenLogprobs
 from common.tokenizer import TextTokenizer
 from decode_service.output import OutputProcessor, StopMatch
-from tests.decode_edge.tokenizers_for_tests import WORDS, byte_fallback, byte_level, eos_id, ids_of, vocab_size
+from tests.decode_edge.tokenizers_for_tests import (
+    WORDS,
+    byte_fallback,
+    byte_level,
+    eos_id,
+    ids_of,
+    ids_of_pieces,
+    metaspace,
+    vocab_size,
+    word_pieces,
+)
 
-TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+TOKENIZERS = {
+    "byte_level": byte_level(),
+    "byte_fallback": byte_fallback(),
+    "metaspace": metaspace(),
+    "word_pieces": word_pieces(),
+}
 BYTES = TOKENIZERS["byte_level"]
 REPLACEMENT_PIECE = max(i for i in range(300) if TOKENIZERS["byte_fallback"].decode([i]) == "\ufffd")
 STOP_TEXTS = ("a", "ab", "abc", "bc", " a", "é", "€", "stop", "end", "\n\n", "aé", "b€a", "opst", "cab")
@@ -23,18 +38,26 @@ def every_tokenizer() -> st.SearchStrategy[TextTokenizer]:
 
 def likely_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
     """Words, special tokens and the bytes of a few characters often; any byte sometimes."""
-    some_bytes = sorted(set("ab c€é😀\n".encode()))
-    likely = some_bytes + list(range(256, vocab_size(tokenizer)))
-    return st.lists(st.sampled_from(likely) | st.integers(0, vocab_size(tokenizer) - 1), max_size=24)
+    size = vocab_size(tokenizer)
+    some_bytes = sorted(set("ab c€é😀\n".encode())) if size > 256 else []
+    likely = some_bytes + list(range(256 if size > 256 else 0, size))
+    return st.lists(st.sampled_from(likely) | st.integers(0, size - 1), max_size=24)
+
+
+def appended(tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+    """By decoding all of both: what follows the text that the prompt has by itself."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *token_ids])
+    num_shared = next((n for n, (ours, theirs) in enumerate(zip(whole, before, strict=False)) if ours != theirs), None)
+    return whole[min(len(before), len(whole)) if num_shared is None else num_shared :]
 
 
 def reference(
-    tokenizer: TextTokenizer, token_ids: Sequence[int], stops: Sequence[str], min_tokens: int
+    tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequence[int], stops: Sequence[str], min_tokens: int
 ) -> tuple[int, str, str | None]:
     """(number of ids, text, stop string), by decoding everything again after every token."""
 
     def visible(num: int) -> str:
-        return tokenizer.decode(token_ids[:num]).rstrip("\ufffd")
+        return appended(tokenizer, prompt, token_ids[:num]).rstrip("\ufffd")
 
     exempt = len(visible(min_tokens))
     for num in range(min_tokens + 1, len(token_ids) + 1):
@@ -48,18 +71,18 @@ def reference(
         if found:
             _, start, stop = min(found)
             return num, text[:start], stop
-    return len(token_ids), tokenizer.decode(token_ids), None
+    return len(token_ids), appended(tokenizer, prompt, token_ids), None
 
 
 @given(st.data())
-def test_joined_texts_are_the_decoded_ids_however_the_tokens_cut_the_characters(data: st.DataObject) -> None:
+def test_joined_texts_are_what_the_ids_append_however_the_tokens_cut_the_characters(data: st.DataObject) -> None:
     tokenizer = data.draw(every_tokenizer())
-    token_ids = data.draw(likely_token_ids(tokenizer))
-    output = OutputProcessor(decoder=tokenizer)
+    prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
+    output = OutputProcessor(decoder=tokenizer, prompt_token_ids=prompt)
 
     texts = [output.push([token_id]).text for token_id in token_ids] + [output.finish()]
 
-    assert "".join(texts) == tokenizer.decode(token_ids)
+    assert "".join(texts) == appended(tokenizer, prompt, token_ids)
 
 
 PARTS = (0xE2, 0xF0, 0x9F, 0xFF, *range(256 + len(WORDS), 256 + len(WORDS) + 4))
@@ -77,15 +100,15 @@ def test_joined_texts_are_the_decoded_ids_where_hardly_a_character_is_whole(toke
 @given(st.data())
 def test_output_ends_at_the_first_stop_string_however_the_tokens_cut_it(data: st.DataObject) -> None:
     tokenizer = data.draw(every_tokenizer())
-    token_ids = data.draw(likely_token_ids(tokenizer))
+    prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
     stops = data.draw(st.lists(st.sampled_from(STOP_TEXTS), min_size=1, max_size=3, unique=True))
     min_tokens = data.draw(st.integers(0, 6))
-    output = OutputProcessor(decoder=tokenizer, stop_strings=stops, min_tokens=min_tokens)
+    output = OutputProcessor(decoder=tokenizer, prompt_token_ids=prompt, stop_strings=stops, min_tokens=min_tokens)
 
     pieces = [output.push([token_id]) for token_id in token_ids]
     text = "".join(piece.text for piece in pieces) + output.finish()
 
-    num_ids, expected_text, stop = reference(tokenizer, token_ids, stops, min_tokens)
+    num_ids, expected_text, stop = reference(tokenizer, prompt, token_ids, stops, min_tokens)
     assert (sum(len(piece.token_ids) for piece in pieces), text) == (num_ids, expected_text)
     assert (output.match.stop_string if output.match else None) == stop
 
@@ -93,15 +116,19 @@ def test_output_ends_at_the_first_stop_string_however_the_tokens_cut_it(data: st
 @given(st.data())
 def test_a_resumed_stream_continues_where_the_first_one_was_cut(data: st.DataObject) -> None:
     tokenizer = data.draw(every_tokenizer())
-    token_ids = data.draw(likely_token_ids(tokenizer))
+    prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
     num_delivered = data.draw(st.integers(0, len(token_ids)))
     stops = data.draw(st.lists(st.sampled_from(["ab", "bc", "abcab", "a", "€", "d stop"]), max_size=3))
     min_tokens = data.draw(st.integers(0, 4))
-    whole = OutputProcessor(decoder=tokenizer, stop_strings=stops, min_tokens=min_tokens)
+    whole = OutputProcessor(decoder=tokenizer, prompt_token_ids=prompt, stop_strings=stops, min_tokens=min_tokens)
     before = whole.push(token_ids[:num_delivered])
 
     resumed = OutputProcessor(
-        decoder=tokenizer, stop_strings=stops, min_tokens=min_tokens, generated_token_ids=before.token_ids
+        decoder=tokenizer,
+        prompt_token_ids=prompt,
+        stop_strings=stops,
+        min_tokens=min_tokens,
+        generated_token_ids=before.token_ids,
     )
     after = resumed.push(token_ids[num_delivered:])
 
@@ -110,7 +137,47 @@ def test_a_resumed_stream_continues_where_the_first_one_was_cut(data: st.DataObj
     assert resumed.num_output_tokens == whole.num_output_tokens
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
+FALLBACK = TOKENIZERS["byte_fallback"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "output", "text"),
+    [
+        ("byte_fallback", ["a"], ["▁ab"], " ab"),
+        ("byte_fallback", ["a", "<eos>"], ["▁ab"], " ab"),
+        ("byte_fallback", ["<eos>"], ["▁ab"], "ab"),
+        ("byte_fallback", ["a", "<0x0A>"], ["▁", "▁", "▁", "▁ab"], "    ab"),
+        ("byte_fallback", ["▁"], ["▁ab"], " ab"),
+        ("byte_fallback", ["a", "<0x0A>"], ["<0x20>", "<0x20>", "b"], "  b"),
+        ("byte_fallback", ["a", "<0xE2>", "<0x82>"], ["<0xAC>", "b"], "€b"),
+        ("byte_fallback", ["<0xE2>", "<0x82>", "<0xAC>"] * 200, ["<0xE2>", "<0x82>", "<0xAC>"], "€"),
+        ("byte_fallback", ["a", *["<eos>"] * 300], ["▁ab"], " ab"),
+        ("metaspace", ["a"], ["▁▁▁▁", "b"], "    b"),
+        ("metaspace", ["▁"], ["▁x"], " x"),
+        ("word_pieces", ["a"], ["b", "##c"], " bc"),
+        ("word_pieces", ["a"], ["##c", "b"], "c b"),
+    ],
+)
+def test_an_output_goes_on_where_the_prompt_ends(
+    name: str, prompt: Sequence[str], output: Sequence[str], text: str
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    processor = OutputProcessor(
+        decoder=tokenizer, prompt_token_ids=ids_of_pieces(tokenizer, prompt), stop_strings=["never"]
+    )
+
+    pieces = [
+        processor.push([token_id], [TokenLogprobs(-1.0, (token_id,), (-1.0,))])
+        for token_id in ids_of_pieces(tokenizer, output)
+    ]
+
+    assert "".join(piece.text for piece in pieces) + processor.finish() == text
+    positions = [position for piece in pieces for position in piece.logprobs]
+    assert text.encode().endswith(b"".join(position.token for position in positions))
+    assert all(position.top_tokens == (position.token,) for position in positions)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
 def test_no_text_holds_half_a_character(tokenizer: TextTokenizer) -> None:
     output = OutputProcessor(decoder=tokenizer)
 
@@ -275,14 +342,16 @@ def bytes_in(output: OutputProcessor, token_ids: Sequence[int], *, at_once: int 
 @given(st.data())
 def test_the_bytes_of_the_tokens_joined_are_the_text(data: st.DataObject) -> None:
     tokenizer = data.draw(every_tokenizer())
-    token_ids = data.draw(likely_token_ids(tokenizer))
+    prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
+    output = OutputProcessor(decoder=tokenizer, prompt_token_ids=prompt)
 
-    tokens = bytes_in(OutputProcessor(decoder=tokenizer), token_ids, at_once=data.draw(st.integers(1, 4)))
+    tokens = bytes_in(output, token_ids, at_once=data.draw(st.integers(1, 4)))
 
     joined = b"".join(
         token for token, token_id in zip(tokens, token_ids, strict=True) if not tokenizer.is_skipped(token_id)
     )
-    text = tokenizer.decode(token_ids)
+    text, before = appended(tokenizer, prompt, token_ids), tokenizer.decode(prompt)
+    assume(not before.endswith("\ufffd"))  # the first bytes of a character that the output may complete
     if tokenizer is BYTES:
         assert joined.decode(errors="replace") == text
     elif "\ufffd" not in text:  # a run of byte tokens that is no UTF-8 has no text of its own
@@ -308,7 +377,7 @@ def test_the_space_that_a_decoder_takes_from_the_beginning_is_in_no_token_there(
     assert bytes_in(OutputProcessor(decoder=tokenizer, generated_token_ids=[word]), [word]) == [b" ab"]
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=list(TOKENIZERS))
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK, TOKENIZERS["metaspace"]], ids=list(TOKENIZERS)[:3])
 def test_tokens_that_are_no_text_have_their_names_and_ids_past_the_vocabulary_nothing(tokenizer: TextTokenizer) -> None:
     names = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size(tokenizer))]
     assert names[-3:] == [b"<eos>", b"<pad>", b"<tool call>"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from common.tokenizer import TextTokenizer
@@ -56,6 +56,22 @@ def byte_fallback() -> TextTokenizer:
     return _wrapped(tokenizer)
 
 
+def metaspace() -> TextTokenizer:
+    """As T5 and XGLM: pieces with ▁ for a space, of which the first piece of a text loses all."""
+    pieces = ["▁", "▁▁▁▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", "▁ab", "▁x"]
+    tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.decoder = decoders.Metaspace()
+    return _wrapped(tokenizer)
+
+
+def word_pieces() -> TextTokenizer:
+    """As BERT: a space before each word but the first, none before what continues one."""
+    pieces = ["[UNK]", "a", "b", "ab", "##c", "##a", "stop", "##st", "end", ".", ",", "é"]
+    tokenizer = Tokenizer(WordPiece(vocab={piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return _wrapped(tokenizer)
+
+
 def _wrapped(tokenizer: Tokenizer) -> TextTokenizer:
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<pad>", special=True)])
     tokenizer.add_tokens([AddedToken("<tool call>", special=False)])
@@ -79,3 +95,9 @@ def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
         (token_id,) = [i for i in range(vocab_size(tokenizer)) if tokenizer.decode([i]) == text]
         token_ids.append(token_id)
     return token_ids
+
+
+def ids_of_pieces(tokenizer: TextTokenizer, pieces: Sequence[str]) -> list[int]:
+    """As the vocabulary writes them."""
+    pretrained: Any = tokenizer._pretrained
+    return [pretrained.convert_tokens_to_ids(piece) for piece in pieces]
