@@ -67,7 +67,17 @@ class InvalidRequest(BatonError):
 
 
 class ContextExceeded(InvalidRequest):
+    """`tokens` says how many there may be and how many were asked for, as far as it is known."""
+
     reason = "CONTEXT_EXCEEDED"
+
+    def __init__(self, field: str, message: str, **tokens: int) -> None:
+        super().__init__(field, message)
+        self.tokens = tokens
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {**super().metadata, **{name: str(number) for name, number in self.tokens.items()}}
 
 
 class DuplicateRequest(BatonError):

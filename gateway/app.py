@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.metadata import version as package_version
+
 from opentelemetry.trace import Tracer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,7 +21,7 @@ from gateway.answer import Api
 from gateway.api_keys import ApiKeys
 from gateway.chat import CHAT
 from gateway.completions import COMPLETIONS
-from gateway.edge import Edge
+from gateway.edge import Edge, KeyCheck
 from gateway.errors import ApiError, api_error_of, internal
 from gateway.generation import GenerationEndpoint
 from gateway.health import Health
@@ -41,6 +45,7 @@ def build_app(
     limits: HttpLimits,
     status: StatusCollector | None,
     tracer: Tracer,
+    cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
     """The whole gateway as an ASGI application; needs a running event loop."""
     metrics = GatewayMetrics(registry)
@@ -66,6 +71,9 @@ def build_app(
         card.check(request.path_params["model"])
         return JsonResponse(card.as_json())
 
+    async def version(_request: Request) -> Response:
+        return JsonResponse({"version": package_version("baton-serve")})
+
     async def exposition(_request: Request) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -75,6 +83,8 @@ def build_app(
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/health", health.ready),
         Route("/health/live", health.live),
+        Route("/ping", health.ready, methods=["GET", "POST"]),
+        Route("/version", version),
         Route("/metrics", exposition),
         *(() if status is None else status_routes(status)),
     ]
@@ -88,17 +98,30 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False
-    return Edge(TracedApp(app, tracer=tracer), api_keys=api_keys, metrics=metrics)
+    checked: ASGIApp = KeyCheck(TracedApp(app, tracer=tracer), api_keys=api_keys)
+    return Edge(_for_origins(checked, cors_origins) if cors_origins else checked, metrics=metrics)
 
 
-async def _on_api_error(_request: Request, error: Exception) -> Response:
+def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Pages of these origins may call `app` in a browser. It asks first, and shows its key only then."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=["retry-after", "x-request-id"],
+    )
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return _refused(request, error)
 
 
-async def _on_baton_error(_request: Request, error: Exception) -> Response:
+async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
-    return error_response(api_error_of(error, {}))
+    return _refused(request, api_error_of(error, {}))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -106,10 +129,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"[:128]
     ending, code = ("is not served", "unknown_url") if error.status_code == 404 else ("is not allowed", "wrong_method")
-    response = error_response(ApiError(error.status_code, f"{what} {ending}", code=code))
+    response = _refused(request, ApiError(error.status_code, f"{what} {ending}", code=code))
     response.headers.update(error.headers or {})
     return response
 
 
-async def _on_mistake(_request: Request, _error: Exception) -> Response:
-    return error_response(internal())
+async def _on_mistake(request: Request, _error: Exception) -> Response:
+    return _refused(request, internal())
+
+
+def _refused(request: Request, error: ApiError) -> Response:
+    request.scope["state"]["record"].error = error
+    return error_response(error)

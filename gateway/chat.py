@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -36,6 +36,8 @@ class ChatFields(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    asks_for_nothing: ClassVar = {"add_special_tokens": (False,)}
 
 
 class ChatChoice:
@@ -80,7 +82,7 @@ class ChatChoice:
 def parse_chat(body: bytes) -> Plan:
     """Raises ApiError naming what is wrong."""
     fields = parse_fields(body, ChatFields)
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     max_tokens, max_name = _max_tokens(fields)
     return Plan(
@@ -92,6 +94,7 @@ def parse_chat(body: bytes) -> Plan:
         ),
         is_streamed=fields.stream,
         includes_usage=fields.includes_usage,
+        has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
         params={
             "sampling.max_tokens": max_name,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from baton.events import Completion, Delta, Finished
 from gateway.answer import Api, finish_reason, with_token_ids
-from gateway.errors import invalid, not_served
+from gateway.errors import invalid
 from gateway.fields import GenerationFields, parse_fields
 from gateway.logprobs import CompletionLogprobs
 from gateway.plan import Plan, Prompt, TextPrompt, TokenIdsPrompt
@@ -27,7 +27,8 @@ def _unless_false(value: Any) -> Any:
 class CompletionFields(GenerationFields):
     prompt: Any
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
-    best_of: int | None = None
+
+    asks_for_nothing: ClassVar = {"add_special_tokens": (True,)}
 
 
 class TextChoice:
@@ -67,8 +68,6 @@ class TextChoice:
 def parse_completion(body: bytes) -> Plan:
     """Raises ApiError naming what is wrong."""
     fields = parse_fields(body, CompletionFields)
-    if fields.best_of is not None and fields.best_of != fields.n:
-        raise not_served("best_of")
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return Plan(
         model=fields.model,
@@ -77,6 +76,7 @@ def parse_completion(body: bytes) -> Plan:
         sampling=fields.sampling(max_tokens=max_tokens, logprobs=fields.logprobs),
         is_streamed=fields.stream,
         includes_usage=fields.includes_usage,
+        has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
         params={"token_ids": "prompt"},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import structlog
 from starlette.datastructures import MutableHeaders
@@ -12,20 +13,18 @@ from gateway.api_keys import ApiKeys
 from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
 from gateway.request_record import RequestRecord
-from gateway.responses import error_response
+from gateway.responses import send_error
+
+_MAX_LOGGED_CHARS = 256
 
 _log = structlog.get_logger(__name__)
 
 
 class Edge:
-    """An ASGI application around another, which finds the RequestRecord in `scope["state"]["record"]`.
+    """An ASGI application around another, which finds the RequestRecord in `scope["state"]["record"]`."""
 
-    What is under /v1 needs a key.
-    """
-
-    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
         self._app = app
-        self._api_keys = api_keys
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,24 +37,16 @@ class Edge:
                 MutableHeaders(scope=message)["x-request-id"] = record.request_id
             await send(message)
 
-        is_api = scope["path"].startswith("/v1/")
         try:
-            if is_api:
-                self._api_keys.check(scope["headers"])
-            record.take_id(scope["headers"])
-        except ApiError as error:
-            await error_response(error)(scope, receive, send_with_id)
-        else:
-            try:
-                await self._app(scope, receive, send_with_id)
-            except Exception:
-                record.status = 500  # whatever the answer began with
-                raise
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            record.status = 500  # whatever the answer began with
+            raise
         finally:
             seconds = record.elapsed_s
             self._metrics.on_end(route=record.route, status=record.status, seconds=seconds)
             _log.log(
-                logging.INFO if is_api else logging.DEBUG,
+                logging.INFO if is_api(scope) or record.error is not None else logging.DEBUG,
                 "request_finished",
                 request_id=record.request_id,
                 route=record.route,
@@ -65,4 +56,37 @@ class Edge:
                 num_prompt_tokens=record.num_prompt_tokens,
                 num_completion_tokens=record.num_completion_tokens,
                 ttft_s=None if record.ttft_s is None else round(record.ttft_s, 6),
+                **_why(record.error),
             )
+
+
+class KeyCheck:
+    """An ASGI application around another, for those who show a key. It is inside the Edge, and inside what answers
+    other origins' questions: a browser asks those without a key.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys) -> None:
+        self._app = app
+        self._api_keys = api_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: RequestRecord = scope["state"]["record"]
+        try:
+            if is_api(scope):
+                self._api_keys.check(scope["headers"])
+            record.take_id(scope["headers"])
+        except ApiError as error:
+            await send_error(error, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def is_api(scope: Scope) -> bool:
+    return bool(scope["path"].startswith("/v1/"))
+
+
+def _why(error: ApiError | None) -> dict[str, Any]:
+    """Why the answer is an error, for the log. Errors name fields and quote no prompt and no key."""
+    if error is None:
+        return {}
+    return {"error": str(error)[:_MAX_LOGGED_CHARS], "error_param": error.param, "error_code": error.code}

@@ -16,9 +16,9 @@ from baton.errors import BatonError
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 CLIENT_LEFT_STATUS = 499
 """Of requests whose client left, in metrics and logs alone."""
+_CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
 _CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
 
@@ -62,8 +62,44 @@ def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiE
     return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
 
 
-def not_served(param: str) -> ApiError:
-    return invalid(param, "is not served", code="unsupported_parameter")
+def not_served(param: str, but: str = "") -> ApiError:
+    """`but` is what would be served."""
+    return invalid(param, f"is not served, {but}" if but else "is not served", code="unsupported_parameter")
+
+
+def context_exceeded(
+    param: str,
+    *,
+    prompt: str,
+    max_context_tokens: int,
+    num_prompt_tokens: int | None = None,
+    max_tokens: int | None = None,
+    message: str = "that is exceeded",
+) -> ApiError:
+    """In OpenAI's words, by which libraries of its callers know it; `message` stands for numbers that are not known.
+
+    `prompt`: what the request calls its prompt.
+    """
+    if num_prompt_tokens is None:
+        what = message
+    elif max_tokens is None:
+        what = f"your {prompt} resulted in {num_prompt_tokens} tokens"
+    else:
+        total = num_prompt_tokens + max_tokens
+        what = f"you requested {total} tokens ({num_prompt_tokens} in the {prompt}, {max_tokens} in the completion)"
+    text = (
+        f"This model's maximum context length is {max_context_tokens} tokens. However, {what}. "
+        f"Please reduce the length of the {prompt}{'' if max_tokens is None else ' or completion'}."
+    )
+    return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
+
+
+def _context_exceeded_of(error: BatonError, param: str, message: str, *, prompt: str) -> ApiError:
+    names = ("max_context_tokens", "num_prompt_tokens", "max_tokens")
+    tokens = {name: int(error.metadata[name]) for name in names if error.metadata.get(name, "").isdecimal()}
+    if "max_context_tokens" not in tokens:  # a decode service of another version
+        return invalid(param, message, code=_CONTEXT_LENGTH_EXCEEDED)
+    return context_exceeded(param, prompt=prompt, message=message, **tokens)
 
 
 def overloaded(message: str) -> ApiError:
@@ -84,12 +120,14 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
     message = str(error)
     match error.code:
         case grpc.StatusCode.INVALID_ARGUMENT:
-            code = CONTEXT_LENGTH_EXCEEDED if error.reason == _CONTEXT_EXCEEDED else None
             field = error.field
             if field is None:
-                return ApiError(400, message, code=code)
+                return ApiError(400, message)
             param = params.get(field, field.removeprefix("sampling."))
-            return invalid(param, message.removeprefix(f"{field}: "), code=code)
+            message = message.removeprefix(f"{field}: ")
+            if error.reason != _CONTEXT_EXCEEDED:
+                return invalid(param, message)
+            return _context_exceeded_of(error, param, message, prompt=params.get("prompt", "prompt"))
         case grpc.StatusCode.ALREADY_EXISTS:
             return ApiError(409, message, param="x-request-id", code="duplicate_request_id")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -5,9 +5,10 @@ A field that is null counts as absent. Ranges are the decode service's to judge:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -16,37 +17,95 @@ from baton.requests import SamplingOptions
 from common.model.sampling_params import MAX_LOGIT_BIAS_ENTRIES
 from gateway.errors import ApiError, invalid, not_served
 
-MAX_FIELDS = 64
+MAX_FIELDS = 256
+"""Some servers' clients send each field that there is, at its default."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _HARMLESS = frozenset(
     {
+        "cache_prompt",
+        "cache_salt",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "store",
+        "stream_reasoning",
         "user",
     }
 )
-"""They say who asks and how it is billed or kept, not what is generated."""
-_MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+"""They say who asks, how it is billed, kept or cached, not what is generated."""
+_ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI's
     "audio": (),
     "echo": (False,),
-    "function_call": ("none",),
-    "functions": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": (),
-    "verbosity": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
     "web_search_options": (),
+    # of other servers
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "early_stopping": (False,),
+    "ebnf": ("",),
+    "grammar": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "id_slot": (-1,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mirostat": (0,),
+    "mm_processor_kwargs": ({},),
+    "n_probs": (0,),
+    "no_stop_trim": (False,),
+    "num_beams": (1,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "regex": ("",),
+    "repeat_penalty": (1,),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([], ""),
+    "structured_outputs": ({},),
+    "tfs_z": (1,),
+    "timings_per_token": (False,),
+    "top_a": (0,),
+    "transforms": ([],),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "xtc_probability": (0,),
 }
-"""What is not served, with the values that ask for nothing."""
+"""What is not served, with the values that ask for nothing, beside null. The kind of request may add to it."""
+_SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
+"""Lists that ask for nothing while another field is "none"."""
 
 
 def _as_list(value: Any) -> Any:
@@ -71,11 +130,15 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # there is none to leave out
 
 
 class GenerationFields(BaseModel):
     """The fields that both endpoints have: OpenAI's, and those that the service adds."""
+
+    asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Of fields that are not served, values that ask for nothing of this endpoint."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -83,6 +146,7 @@ class GenerationFields(BaseModel):
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(_without_null)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
+    best_of: int | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -105,10 +169,16 @@ class GenerationFields(BaseModel):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def has_usage_in_chunks(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
         """Raises ApiError naming the field."""
-        if self.stream_options is not None and not self.stream:
+        if not self.stream and (self.includes_usage or self.has_usage_in_chunks):
             raise invalid("stream_options", "is for streams only")
+        if self.best_of not in (None, self.n):
+            raise not_served("best_of", "only the value of n is")
         return SamplingOptions(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -143,17 +213,33 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
     values = {name: value for name, value in values.items() if value is not None and name not in _HARMLESS}
-    for name in tuple(values):
-        if name in kind.model_fields:
-            continue
-        if name not in _MEANS_NOTHING:
-            raise invalid(name[:64], "is unknown", code="unknown_parameter")
-        if values.pop(name) not in _MEANS_NOTHING[name]:
-            raise not_served(name)
+    asked = {name: value for name, value in values.items() if name in kind.model_fields}
+    for name in values:
+        if name not in asked:
+            _refuse_what_asks(name, values, kind)
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(asked)
     except ValidationError as error:
         raise _api_error(error) from None
+
+
+def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[GenerationFields]) -> None:
+    """For a field that is not served. Raises ApiError unless its value asks for nothing."""
+    value, nothings = values[name], {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
+    if nothings is None:
+        raise invalid(name[:64], "is unknown", code="unknown_parameter")
+    if any(_is_same(value, nothing) for nothing in nothings):
+        return
+    switch = _SWITCHES.get(name)
+    if switch is None:
+        raise not_served(name, " or ".join(map(json.dumps, nothings)) + " is" if nothings else "")
+    if not isinstance(value, list) or values.get(switch) != "none":
+        raise not_served(name, f'unless {switch} is "none"')
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """As JSON: 1 and 1.0 are one number, and no truth value."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _api_error(error: ValidationError) -> ApiError:

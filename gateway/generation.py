@@ -27,7 +27,7 @@ from gateway.plan import Plan
 from gateway.prompt_bounds import check_prompts
 from gateway.receiving import read_json_body, unless_left
 from gateway.request_record import RequestRecord
-from gateway.responses import EventStreamWriter, JsonResponse, error_response
+from gateway.responses import EventStreamWriter, JsonResponse, send_error
 from gateway.served_model import ModelCard, ServedModel
 
 _log = structlog.get_logger(__name__)
@@ -73,7 +73,7 @@ class GenerationEndpoint:
                 except BatonError as error:
                     raise api_error_of(error, plan.params) from None
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await send_error(error, scope, receive, send)
         except ClientLeft:
             record.status = CLIENT_LEFT_STATUS
             self._metrics.on_disconnect()
@@ -160,17 +160,17 @@ class _Answering:
         try:
             for choice in self._choices:
                 if (opening := choice.opening()) is not None:
-                    await writer.write(self._chunk(opening))
+                    await writer.write(self._chunk(opening, started))
             async for index, event in choices:
                 self._count(index, event)
                 if (part := self._part(index, event)) is not None:
-                    await writer.write(self._chunk(part))
+                    await writer.write(self._chunk(part, started))
             if self._plan.includes_usage:
                 totals = usage(self._plan, started, self._num_tokens)
                 await writer.write(self._envelope.around(self._api.chunk_object, [], usage=totals))
         except Exception as failure:
             error = self._api_error(failure)
-            self._record.status = error.status
+            self._record.status, self._record.error = error.status, error
             await writer.break_off(error)
             return
         await writer.end()
@@ -198,8 +198,10 @@ class _Answering:
                 return self._choices[index].ending(event)
         return None
 
-    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
-        more = {"usage": None} if self._plan.includes_usage else {}
+    def _chunk(self, choice: dict[str, object], started: Sequence[Started]) -> dict[str, object]:
+        more: dict[str, object] = {"usage": None} if self._plan.includes_usage else {}
+        if self._plan.has_usage_in_chunks:
+            more = {"usage": usage(self._plan, started, self._num_tokens)}
         return self._envelope.around(self._api.chunk_object, [choice], **more)
 
     def _count(self, index: int, event: Event) -> None:
@@ -211,5 +213,6 @@ class _Answering:
         if record.ttft_s is None:
             record.ttft_s = record.elapsed_s
             self._metrics.on_first_token(route=record.route, seconds=record.ttft_s)
+        self._num_tokens[index] += len(event.token_ids)
         record.num_completion_tokens += len(event.token_ids)
         self._metrics.on_tokens(len(event.token_ids))

@@ -65,6 +65,7 @@ class Plan:
     sampling: SamplingOptions
     is_streamed: bool
     includes_usage: bool
+    has_usage_in_chunks: bool
     returns_token_ids: bool
     params: Mapping[str, str]
 

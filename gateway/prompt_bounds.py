@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.errors import CONTEXT_LENGTH_EXCEEDED, invalid
+from gateway.errors import context_exceeded, invalid
 from gateway.plan import Plan, TokenIdsPrompt
 from gateway.served_model import ModelCard
 
@@ -14,10 +14,11 @@ def check_prompts(plan: Plan, card: ModelCard) -> None:
     """Raises ApiError. How many tokens a text has, the decode service alone can say."""
     for prompt in plan.prompts:
         if isinstance(prompt, TokenIdsPrompt) and len(prompt.token_ids) >= card.max_context_tokens:
-            raise invalid(
+            raise context_exceeded(
                 "prompt",
-                f"{len(prompt.token_ids)} tokens leave no room for output in a context of {card.max_context_tokens}",
-                code=CONTEXT_LENGTH_EXCEEDED,
+                prompt="prompt",
+                max_context_tokens=card.max_context_tokens,
+                num_prompt_tokens=len(prompt.token_ids),
             )
     num_bytes = sum(prompt.num_bytes for prompt in plan.prompts)
     if num_bytes * plan.n > MAX_SENT_BYTES:

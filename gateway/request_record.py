@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from gateway.errors import invalid
+from gateway.errors import ApiError, invalid
 
 _ROUTES = frozenset(
     {
@@ -18,10 +18,12 @@ _ROUTES = frozenset(
         "/health",
         "/health/live",
         "/metrics",
+        "/ping",
         "/status.json",
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/version",
     }
 )
 NO_ROUTE = "other"
@@ -30,7 +32,7 @@ _SHOWN_ID = re.compile(r"[!-~]{1,96}")
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """`status`: of the answer, or of the error that broke it off when it had begun."""
+    """`status`: of the answer, or of the error that broke it off when it had begun. `error`: why it is none."""
 
     route: str
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -40,6 +42,7 @@ class RequestRecord:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     ttft_s: float | None = None
+    error: ApiError | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
 
@@ -38,6 +38,12 @@ class JsonResponse(Response):
 
 def error_response(error: ApiError) -> JsonResponse:
     return JsonResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """As the whole answer; the request's log line says it too."""
+    scope["state"]["record"].error = error
+    await error_response(error)(scope, receive, send)
 
 
 class EventStreamWriter:

@@ -62,6 +62,7 @@ class GatewayServer:
             limits=limits,
             status=self._status,
             tracer=tracer,
+            cors_origins=settings.cors_origins,
         )
         config = uvicorn.Config(
             app,

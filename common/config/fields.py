@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -9,6 +10,8 @@ from pydantic_settings import NoDecode
 
 from common.addresses import DnsName, host_and_port, is_dns_name
 from common.wire.grpc_options import MAX_MESSAGE_BYTES, MAX_SEGMENT_BYTES
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 def _address(value: str) -> str:
@@ -29,6 +32,13 @@ def _endpoint(value: str) -> str:
     return value
 
 
+def _origin(value: str) -> str:
+    """As browsers write it."""
+    if value != "*" and not _ORIGIN.fullmatch(value.lower()):
+        raise ValueError(f"{value!r} is neither an origin, SCHEME://HOST or SCHEME://HOST:PORT, nor *")
+    return value.lower()
+
+
 def _split_on_commas(value: Any) -> Any:
     """ "a,b", ["a,b", "c"] and ["a", "b", "c"] all name a list."""
     if not isinstance(value, str | list | tuple):
@@ -41,6 +51,7 @@ Address = Annotated[str, AfterValidator(_address)]
 OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if value else value)]
 OptionalEndpoint = Annotated[str, AfterValidator(lambda value: _endpoint(value) if value else value)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_on_commas)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_split_on_commas)]
 Targets = Annotated[tuple[Annotated[str, AfterValidator(_target)], ...], NoDecode, BeforeValidator(_split_on_commas)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

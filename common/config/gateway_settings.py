@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from common.config.fields import Address, Addresses, Choices, Positive, RequestBytes, Seconds, Targets
+from common.config.fields import Address, Addresses, Choices, Origins, Positive, RequestBytes, Seconds, Targets
 from common.config.process_settings import ProcessSettings
 
 
@@ -21,6 +21,7 @@ class GatewaySettings(ProcessSettings):
     decode_tls_server_name: str | None = None
     decode_token_file: Path | None = None
     api_key_file: Path | None = None
+    cors_origins: Origins = ()
     served_model_name: str = ""
     max_request_bytes: RequestBytes = 4 << 20
     max_open_requests: Positive = 512

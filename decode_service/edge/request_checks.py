@@ -64,7 +64,9 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
     num_generated = len(request.generated_token_ids)
     if num_generated >= limits.max_context_tokens:
         raise ContextExceeded(
-            "generated_token_ids", f"{num_generated} tokens do not fit a context of {limits.max_context_tokens}"
+            "generated_token_ids",
+            f"{num_generated} tokens do not fit a context of {limits.max_context_tokens}",
+            max_context_tokens=limits.max_context_tokens,
         )
     return CheckedRequest(
         request_id=_request_id(request),
@@ -88,6 +90,9 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
             "sampling.max_tokens",
             f"{len(prompt_token_ids)} prompt tokens and {max_tokens} output tokens exceed the context of "
             f"{limits.max_context_tokens}",
+            max_context_tokens=limits.max_context_tokens,
+            num_prompt_tokens=len(prompt_token_ids),
+            max_tokens=max_tokens,
         )
     if len(checked.generated_token_ids) > max_tokens:
         raise InvalidRequest(
@@ -103,7 +108,10 @@ def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:
     room = limits.max_context_tokens - num_prompt_tokens
     if room < 1:
         raise ContextExceeded(
-            "prompt", f"{num_prompt_tokens} tokens leave no room for output in a context of {limits.max_context_tokens}"
+            "prompt",
+            f"{num_prompt_tokens} tokens leave no room for output in a context of {limits.max_context_tokens}",
+            max_context_tokens=limits.max_context_tokens,
+            num_prompt_tokens=num_prompt_tokens,
         )
     return room
 

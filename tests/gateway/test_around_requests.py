@@ -1,16 +1,21 @@
-"""What the gateway has beside its API: the status page, and the spans of its requests."""
+"""What the gateway has beside its API: the status page, pages of other origins, and the spans of its
+requests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from google.rpc import code_pb2
 from opentelemetry.trace import StatusCode
+from pydantic import ValidationError
 
+from common.config.gateway_settings import GatewaySettings
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.e2e.running import wait_until
-from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
 from tests.tracing.spans import EndedSpans
 
@@ -58,3 +63,55 @@ def test_a_stream_that_ends_with_an_error_is_a_span_that_failed(loop: LoopThread
     (span,) = spans.all
     assert span.status.status_code is StatusCode.ERROR
     assert (span.attributes or {})["http.response.status_code"] == 500
+
+
+ORIGIN, OTHER = "https://chat.example", "https://other.example"
+
+
+def preflight(gateway: GatewayHere, origin: str) -> Answer:
+    """What a browser asks before a page's own request, without its key."""
+    asked = {
+        "origin": origin,
+        "access_control_request_method": "POST",
+        "access_control_request_headers": "authorization,content-type,x-stainless-os",
+    }
+    return gateway.ask("OPTIONS", "/v1/chat/completions", **asked)
+
+
+@pytest.fixture
+def shared(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
+    """Pages of one other origin may call it, with a key."""
+    keys = tmp_path / "keys"
+    keys.write_text("some-long-key\n")
+    scripted.inference.script = [started(), delta([5], "x"), finished()]
+    with gateway_here(loop, scripted.address, api_key_file=keys, cors_origins=(ORIGIN,)) as gateway:
+        yield gateway
+
+
+def test_a_page_of_an_origin_that_may_is_answered(shared: GatewayHere) -> None:
+    asked = preflight(shared, ORIGIN)
+    assert (asked.status, asked.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    allowed = asked.headers["access-control-allow-headers"].lower()
+    assert all(name in allowed for name in ("authorization", "content-type", "x-stainless-os"))
+    for key, status in (("Bearer some-long-key", 200), ("Bearer other", 401)):
+        answer = shared.ask("POST", "/v1/chat/completions", HELLO, authorization=key, origin=ORIGIN)
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+
+
+def test_a_page_of_another_origin_is_not(shared: GatewayHere) -> None:
+    asked = preflight(shared, OTHER)
+    assert (asked.status, "access-control-allow-origin" in asked.headers) == (400, False)
+    answer = shared.ask("POST", "/v1/chat/completions", HELLO, authorization="Bearer some-long-key", origin=OTHER)
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_no_page_of_another_origin_may_without_the_setting(edge: GatewayHere) -> None:
+    assert "access-control-allow-origin" not in preflight(edge, ORIGIN).headers
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "https://chat.example/path", "null", "**"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ValidationError, match="is neither an origin"):
+        GatewaySettings(cors_origins=(origin,))

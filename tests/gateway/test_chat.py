@@ -53,6 +53,15 @@ async def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: An
     assert len(parts) > 1
 
 
+async def test_each_chunk_has_the_usage_so_far_when_asked(caller: Caller, direct: Any) -> None:
+    chunks = await caller.chat_chunks(**GREEDY, stream_options={"continuous_usage_stats": True})
+    totals = [chunk.usage.completion_tokens for chunk in chunks]
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {direct.usage.num_prompt_tokens}
+    assert (totals[0], totals[-1], totals) == (0, 24, sorted(totals))
+    assert all(chunk.choices for chunk in chunks), "the last chunk is for include_usage"
+    assert len(set(totals)) > 2
+
+
 async def test_a_stream_ends_with_its_usage_when_asked(caller: Caller, direct: Any) -> None:
     *chunks, last = await caller.chat_chunks(**GREEDY, stream_options={"include_usage": True})
     assert last.choices == []

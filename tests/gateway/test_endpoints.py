@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Any
+
 import openai
 import pytest
+from structlog.testing import capture_logs
 
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
 
@@ -22,6 +27,42 @@ def test_health_is_the_decode_services(edge: GatewayHere, scripted: ScriptedServ
     answer = edge.ask("GET", "/health")
     assert answer.status == 503 and answer.json["reason"].startswith("the decode service cannot be reached")
     assert edge.ask("GET", "/health/live").status == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_ping_is_health(edge: GatewayHere, scripted: ScriptedServer, method: str) -> None:
+    assert edge.ask(method, "/ping").status == 503
+    scripted.become_ready()
+    assert edge.ask(method, "/ping").status == 200
+
+
+def test_the_version_is_the_distributions(edge: GatewayHere) -> None:
+    assert edge.ask("GET", "/version").json == {"version": version("baton-serve")}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "expected"),
+    [
+        ("POST", COMPLETIONS, {"model": "demo", "prompt": "hidden", "nonsense": 1}, ("nonsense", "unknown_parameter")),
+        ("POST", COMPLETIONS, {"model": "demo", "prompt": "hidden", "temperature": "x"}, ("temperature", None)),
+        ("POST", COMPLETIONS, {"model": "x" * 5000, "prompt": "hidden"}, ("model", "model_not_found")),
+        ("POST", COMPLETIONS, b"hidden", (None, "invalid_json")),
+        ("GET", "/nope", None, (None, "unknown_url")),
+        ("GET", COMPLETIONS, None, (None, "wrong_method")),
+    ],
+    ids=["unknown", "wrong", "model", "json", "route", "method"],
+)
+def test_the_log_says_why_a_request_was_refused(
+    edge: GatewayHere, method: str, path: str, body: Any, expected: tuple[str | None, str | None]
+) -> None:
+    with capture_logs() as lines:
+        answer = edge.ask(method, path, body, authorization="Bearer hidden")
+        wait_until(lambda: any(line["event"] == "request_finished" for line in lines))
+    (line,) = [line for line in lines if line["event"] == "request_finished"]
+    assert (line["status"], line["log_level"]) == (answer.status, "info")
+    assert (line["error_param"], line["error_code"]) == expected
+    assert answer.error["message"].startswith(line["error"]) and len(line["error"]) <= 256
+    assert "hidden" not in str(line)
 
 
 def test_the_model_has_the_services_name(edge: GatewayHere) -> None:

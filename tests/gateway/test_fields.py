@@ -13,6 +13,8 @@ from gateway.completions import parse_completion
 from gateway.errors import ApiError
 from gateway.plan import Plan
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
 
 def completion(**fields: Any) -> Plan:
     return parse_completion(to_json({"model": "demo", "prompt": "x", **fields}))
@@ -25,6 +27,48 @@ def chat(**message: Any) -> Plan:
 @pytest.mark.parametrize("options", [{"include_usage": None}, {"include_usage": None, "include_obfuscation": None}, {}])
 def test_an_option_of_a_stream_that_is_null_is_absent(options: dict[str, Any]) -> None:
     assert not completion(stream=True, stream_options=options).includes_usage
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": False, "continuous_usage_stats": False}])
+def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[str, Any]) -> None:
+    assert completion(stream_options=options) == completion()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True},
+        {"functions": [TOOL["function"]], "function_call": "none"},
+        {"functions": []},
+        {"priority": 0, "length_penalty": 1.0, "use_beam_search": False, "early_stopping": False, "best_of": 1},
+        {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+        {"reasoning_effort": "none", "verbosity": "medium", "include_reasoning": True, "modalities": ["text"]},
+        {"response_format": {"type": "text"}, "guided_json": None, "guided_choice": [], "structured_outputs": {}},
+        {"echo": False, "suffix": "", "truncate_prompt_tokens": None, "prompt_logprobs": None, "bad_words": []},
+        {"service_tier": "auto", "store": False, "metadata": {}, "user": "u", "prompt_cache_key": "k"},
+        {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "documents": []},
+        {"mirostat": 0, "typical_p": 1, "repeat_penalty": 1.0, "n_probs": 0, "grammar": "", "cache_prompt": True},
+        {"top_k": None, "min_p": None, "logit_bias": None, "stop": None, "nobody_knows_it": None},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_fields_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> None:
+    plain = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    assert parse_chat(to_json({**plain, **fields})) == parse_chat(to_json(plain))
+    assert completion(**fields) == completion()
+
+
+def test_special_tokens_are_added_to_prompts_and_not_to_chats() -> None:
+    plain = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    assert parse_chat(to_json({**plain, "add_special_tokens": False})) == parse_chat(to_json(plain))
+    assert completion(add_special_tokens=True) == completion()
+
+
+def test_no_log_probabilities_beside_none_are_no_mistake() -> None:
+    plain = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    assert parse_chat(to_json({**plain, "logprobs": False, "top_logprobs": 0})) == parse_chat(to_json(plain))
 
 
 @pytest.mark.parametrize(("logprobs", "expected"), [(None, None), (False, None), (0, 0), (5, 5)])

@@ -27,7 +27,20 @@ def part(content: Any) -> dict[str, Any]:
     ("change", "param", "code"),
     [
         ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
-        ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
+        ({"tools": TOOL, "tool_choice": "none"}, "tools", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"functions": [TOOL["function"]], "tool_choice": "none"}, "functions", "unsupported_parameter"),
+        ({"priority": 1}, "priority", "unsupported_parameter"),
+        ({"priority": False}, "priority", "unsupported_parameter"),
+        ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+        ({"use_beam_search": 0}, "use_beam_search", "unsupported_parameter"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
+        ({"length_penalty": 0.5}, "length_penalty", "unsupported_parameter"),
+        ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
+        ({"guided_json": {}}, "guided_json", "unsupported_parameter"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "unsupported_parameter"),
+        ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"functions": [TOOL["function"]]}, "functions", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
@@ -68,6 +81,7 @@ def part(content: Any) -> dict[str, Any]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
         ({"logprobs": 2}, "logprobs", None),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options", None),
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", None),
         ({"min_p": 2}, "min_p", None),
         ({"top_k": -2}, "top_k", None),
@@ -91,6 +105,8 @@ def test_of_a_chat(gateway: GatewayHere, change: dict[str, Any], param: str, cod
         ({"echo": True}, "echo", "unsupported_parameter"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter"),
         ({"best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"best_of": 1, "n": 2}, "best_of", "unsupported_parameter"),
+        ({"add_special_tokens": False}, "add_special_tokens", "unsupported_parameter"),
         ({"prompt": None}, "prompt", "missing_required_parameter"),
         ({"prompt": ""}, "prompt", None),
         ({"prompt": []}, "prompt", None),
@@ -134,23 +150,34 @@ def test_a_body_that_does_not_say_it_is_json(gateway: GatewayHere) -> None:
     assert (answer.status, answer.error["param"]) == (415, "content-type")
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("path", "body", "param", "words"),
     [
-        ({**TEXT_BODY, "prompt": [10] * 5000}, "prompt"),
-        ({**TEXT_BODY, "prompt": [10] * 10, "max_tokens": 4096}, "max_tokens"),
-        ({**TEXT_BODY, "prompt": [10] * 10, "max_tokens": 4096, "stream": True}, "max_tokens"),
+        (COMPLETIONS, {"prompt": [10] * 5000}, "prompt", "your prompt resulted in 5000 tokens"),
+        (
+            COMPLETIONS,
+            {"prompt": [10] * 10, "max_tokens": 4096},
+            "max_tokens",
+            "you requested 4106 tokens (10 in the prompt, 4096 in the completion)",
+        ),
+        (CHAT, {**part("q" * 6000)}, "messages", "your messages resulted in "),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 4096}, "max_completion_tokens", "you requested "),
     ],
-    ids=["prompt", "output", "streamed"],
+    ids=["prompt", "output", "messages", "a chat's output"],
 )
-def test_what_exceeds_the_context_has_a_code_of_its_own(gateway: GatewayHere, body: Any, param: str) -> None:
-    answer = gateway.ask("POST", COMPLETIONS, body)
+def test_what_exceeds_the_context_is_said_in_openais_words(
+    gateway: GatewayHere, path: str, body: dict[str, Any], param: str, words: str, is_streamed: bool
+) -> None:
+    answer = gateway.ask("POST", path, {"model": "tiny", **body, "stream": is_streamed})
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", param)
+    most = pair_context(gateway)
+    assert answer.error["message"].startswith(f"This model's maximum context length is {most} tokens. However, {words}")
 
 
-def test_a_chat_that_exceeds_the_context_is_its_messages(gateway: GatewayHere) -> None:
-    answer = gateway.ask("POST", CHAT, {**CHAT_BODY, "messages": [{"role": "user", "content": "q" * 6000}]})
-    assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", "messages")
+def pair_context(gateway: GatewayHere) -> int:
+    (card,) = gateway.ask("GET", "/v1/models").json["data"]
+    return int(card["max_model_len"])
 
 
 async def test_another_model_is_not_found(caller: Caller) -> None:
