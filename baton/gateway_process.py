@@ -16,26 +16,24 @@ from typing import Self
 from baton.errors import InvalidArgument, StartTimedOut
 from baton.free_ports import free_ports
 from baton.service_process import ChildProcess
+from common.addresses import address_of, host_and_port
 
 POLL_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
-MAX_PORT = 65535
 
 
 def checked_listen(address: str) -> str:
     """Where --gateway-listen has it listen; port 0 becomes a free one. Raises InvalidArgument without HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    is_name = bool(host) and host.isascii() and not set(host) & set("/?#@[]% ") and host.isprintable()
-    if not is_name or not port.isascii() or not port.isdecimal() or int(port) > MAX_PORT:
+    try:
+        host, port = host_and_port(address)
+        if not host.isascii() or "%" in host:  # it becomes part of a URL
+            raise ValueError(f"{address!r} is not HOST:PORT")
+    except ValueError as error:
         raise InvalidArgument(
-            f"--gateway-listen: {address!r} is not HOST:PORT",
-            reason="INVALID_FIELD",
-            metadata={"field": "gateway_listen"},
-        )
-    number = int(port) or free_ports(1)[0]
-    return f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+            f"--gateway-listen: {error}", reason="INVALID_FIELD", metadata={"field": "gateway_listen"}
+        ) from None
+    return address_of(host, port or free_ports(1)[0])
 
 
 class GatewayProcess:

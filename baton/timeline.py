@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from baton.client.channel import Tls, authorized, channel_options
+from baton.client.target import single_server
 from baton.errors import BatonError, Internal, error_from_rpc
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
 
@@ -94,11 +95,11 @@ def record_timelines(
 async def _record(
     address: str, request: timeline_pb2.RecordTimelineRequest, *, tls: Tls | None, token: str | None, timeout_s: float
 ) -> ServiceTimeline:
-    options = channel_options(tls, None)
+    target, options = single_server(address), channel_options(tls, None)
     channel = (
-        grpc.aio.insecure_channel(address, options)
+        grpc.aio.insecure_channel(target, options)
         if tls is None
-        else grpc.aio.secure_channel(address, tls.credentials(), options)
+        else grpc.aio.secure_channel(target, tls.credentials(), options)
     )
     async with channel:
         stub = timeline_pb2_grpc.TimelineStub(authorized(channel, token))

@@ -7,6 +7,8 @@ from ipaddress import ip_address
 from typing import Self
 
 _DNS = "dns:///"
+_NOT_IN_A_HOST = frozenset(" /?#@[]")
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,16 @@ def is_dns_name(text: str) -> bool:
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Of "HOST:PORT", an IPv6 host without its brackets. Raises ValueError."""
+    scheme, is_url, _ = address.partition("://")
+    if is_url:
+        raise ValueError(f"{address!r} is not HOST:PORT: leave {scheme}:// away")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    is_host = bool(host) and host.isprintable() and not set(host) & _NOT_IN_A_HOST
+    if not is_host or not (port.isascii() and port.isdecimal()) or int(port) > _MAX_PORT:
         raise ValueError(f"{address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def address_of(host: str, port: int) -> str:

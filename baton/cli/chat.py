@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
@@ -12,6 +13,12 @@ from baton.cli.output import reported_errors, text_console
 from baton.cli.stream import show
 from baton.client import Client
 from baton.requests import ChatMessage
+
+_COMMAND = re.compile(r"/\w+")
+_HELP = """/help    this list
+/reset   forget the conversation
+/exit    end, as Ctrl-D does
+Ctrl-C   stop the answer"""
 
 
 def chat(
@@ -32,7 +39,7 @@ def chat(
     token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Talk with the model. One line is one message; /reset forgets, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    """Talk with the model. One line is one message; /help lists the commands, Ctrl-C stops an answer."""
     first = [] if system is None else [ChatMessage("system", system)]
     messages = list(first)
     console = text_console()
@@ -42,6 +49,10 @@ def chat(
         while (line := _read_line()) is not None and line != "/exit":
             if line == "/reset":
                 messages = list(first)
+                console.print("(forgotten; a new conversation begins)", style="dim")
+                continue
+            if _COMMAND.fullmatch(line):
+                console.print(_HELP if line == "/help" else f"there is no command {line}\n{_HELP}", style="dim")
                 continue
             if not line:
                 continue

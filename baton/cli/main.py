@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -17,15 +19,32 @@ from baton.cli.trace import trace
 from baton.cli.train_draft import train_draft
 from baton.cli.up import up
 
+_DISTRIBUTION = "baton-serve"
+
 app = typer.Typer(
     name="baton",
-    help="Run a prefill/decode pair, and talk to it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (up, demo, generate, chat, info, health, bench, trace, self_chat, train_draft):
     app.command()(command)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"baton {version(_DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end."),
+    ] = False,
+) -> None:
+    """Run a prefill/decode pair, and talk to it."""
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Self
 import grpc
 
 from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
+from baton.client.target import single_server
 from baton.codec import prefill_load_from_wire
 from baton.errors import error_from_rpc
 from baton.server_info import PrefillLoad
@@ -28,11 +29,11 @@ class PrefillClient:
     ) -> None:
         self.address = address
         self._rpc_timeout_s = rpc_timeout_s
-        options = channel_options(tls, channel_overrides)
+        target, options = single_server(address), channel_options(tls, channel_overrides)
         self._channel = (
-            grpc.insecure_channel(address, options)
+            grpc.insecure_channel(target, options)
             if tls is None
-            else grpc.secure_channel(address, tls.credentials(), options)
+            else grpc.secure_channel(target, tls.credentials(), options)
         )
         self._prefill = prefill_pb2_grpc.PrefillStub(authorized(self._channel, token))
 

@@ -7,6 +7,7 @@ import socket
 
 from baton.client.channel import ChannelOptions, Tls, channel_options
 from baton.errors import InvalidArgument, Unavailable
+from common.addresses import address_of, host_and_port
 
 _INFERENCE_SERVICE = "baton.v1.Inference"
 _READY_IN_TURN = json.dumps(
@@ -27,7 +28,7 @@ def target_and_options(
     InvalidArgument for an address that names none, Unavailable when no host is known.
     """
     if "," not in address and not address.startswith("dns:"):
-        return address, channel_options(tls, overrides)
+        return single_server(address), channel_options(tls, overrides)
     balanced: ChannelOptions = {
         "grpc.service_config": _READY_IN_TURN,
         "grpc.dns_min_time_between_resolutions_ms": _MIN_S_BETWEEN_LOOKUPS * 1000,
@@ -36,7 +37,11 @@ def target_and_options(
     if address.startswith("dns:"):
         return address, channel_options(tls, balanced)
     if tls is not None and tls.server_name is None:
-        raise _invalid("several addresses with TLS need Tls.server_name, which all their certificates name")
+        raise InvalidArgument(
+            "address: several addresses with TLS need Tls.server_name, which all their certificates name",
+            reason="INVALID_FIELD",
+            metadata={"field": "address"},
+        )
     servers = [_host_and_port(part) for part in address.split(",")]
     for family, scheme in _SCHEMES.items():
         found = [number for host, port in servers if (number := _look_up(host, port, family))]
@@ -45,11 +50,16 @@ def target_and_options(
     raise Unavailable(f"{address}: none of these is known")
 
 
+def single_server(address: str) -> str:
+    """gRPC's target for "HOST:PORT". Raises InvalidArgument for anything else."""
+    return address_of(*_host_and_port(address))
+
+
 def _host_and_port(part: str) -> tuple[str, int]:
-    host, _, port = part.strip().rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise _invalid(f"{part.strip()!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
+    try:
+        return host_and_port(part.strip())
+    except ValueError as error:
+        raise InvalidArgument(f"address: {error}", reason="INVALID_FIELD", metadata={"field": "address"}) from None
 
 
 def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
@@ -60,7 +70,3 @@ def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
         return ""
     number = found[0][4][0]
     return f"[{number}]:{port}" if family is socket.AF_INET6 else f"{number}:{port}"
-
-
-def _invalid(message: str) -> InvalidArgument:
-    return InvalidArgument(f"address: {message}", reason="INVALID_FIELD", metadata={"field": "address"})

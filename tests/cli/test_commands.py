@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -144,6 +145,27 @@ def test_chat_carries_the_conversation_on(server: ScriptedServer) -> None:
         [("user", "three")],
     ]
     assert server.inference.requests.empty()
+
+
+def test_a_word_behind_a_slash_is_a_command_of_chat_and_no_message(server: ScriptedServer) -> None:
+    result = run("chat", "--address", server.address, stdin="/help\n/quit\n/etc/passwd is what?\n")
+    assert (result.exit_code, result.stdout) == (0, "Hello\n")
+    assert "/reset   forget" in result.stderr.partition("there is no command /quit")[0]
+    (message,) = server.inference.requests.get(timeout=BOUND_S).chat.messages
+    assert message.content == "/etc/passwd is what?"
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert run("--version").stdout == f"baton {version('baton-serve')}\n"
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "127.0.0.1", "127.0.0.1:", "127.0.0.1:99999", "a b:1"])
+@pytest.mark.parametrize("arguments", [("info", "--address"), ("health",), ("trace", "--decode")])
+def test_what_is_no_address_is_refused_in_words_at_once(arguments: tuple[str, ...], address: str) -> None:
+    result = run(*arguments, address)
+    assert (result.exit_code, result.stderr.splitlines()) == (1, [result.stderr.strip()])
+    assert result.stderr.startswith(f"INVALID_ARGUMENT: address: '{address}' is not HOST:PORT")
+    assert ("leave http:// away" in result.stderr) == address.startswith("http")
 
 
 def test_chat_ends_with_its_input(server: ScriptedServer) -> None:

@@ -107,6 +107,10 @@ def test_an_unknown_flag_ends_the_process_with_status_2(flag: str, capsys: pytes
     [
         ("listen", "--listen=50051"),
         ("listen", "--listen=host:port"),
+        ("listen", "--listen=http://127.0.0.1:50051"),
+        ("listen", "--listen=[]:50051"),
+        ("listen", "--listen=127.0.0.1:٣"),
+        ("'http://a:1' is not HOST:PORT: leave http:// away", "--prefill=http://a:1"),
         ("dtype", "--dtype=int8"),
         ("max_rows", "--max-rows=0"),
         ("max_rows", "--max-rows=many"),
