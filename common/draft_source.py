@@ -11,31 +11,36 @@ import hashlib
 import pickle
 import shutil
 from pathlib import Path
-
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
 from common.model_cache import Progress, default_cache_dir, make_once, silent
-from common.model_source import fetch_from_hub
+from common.model_source import fetch_from_hub, local_path
+
+if TYPE_CHECKING:  # what looks for a head may do without
+    from torch import Tensor
 
 _DEMO_HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-eagle3"
 _BIN_FILES = "pytorch_model*.bin"
+_KINDS = "a directory"
+
+
+def check_draft(spec: str) -> None:
+    """Raises StartupError, at once and without the network, for what `draft` cannot name."""
+    if spec != DEMO_MODEL:
+        local_path("draft", spec, kinds=_KINDS)
 
 
 def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:
     """A directory for `load_draft`. Raises StartupError when there is none to be had."""
     if spec == DEMO_MODEL:
         return _DEMO_HEAD
-    directory = Path(spec).expanduser()
-    if directory.is_dir():
-        directory = directory.resolve()
-    else:
-        directory = fetch_from_hub(spec, ["*.safetensors", "*.json"], otherwise="a directory")
+    directory = local_path("draft", spec, kinds=_KINDS)
+    if directory is None:
+        directory = fetch_from_hub("draft", spec, ["*.safetensors", "*.json"], kinds=_KINDS)
         if not any(directory.glob("*.safetensors")):
-            directory = fetch_from_hub(spec, [_BIN_FILES, "*.json"], otherwise="a directory")
+            directory = fetch_from_hub("draft", spec, [_BIN_FILES, "*.json"], kinds=_KINDS)
     if any(directory.glob("*.safetensors")) or not any(directory.glob(_BIN_FILES)):
         return directory
     return _converted(directory, progress or silent, cache_dir or default_cache_dir())
@@ -47,6 +52,8 @@ def _converted(directory: Path, progress: Progress, cache_dir: Path) -> Path:
     version = hashlib.sha256(f"{directory}\n{states}".encode()).hexdigest()[:12]
 
     def convert(_: Path, out: Path) -> None:
+        from safetensors.torch import save_file
+
         progress(f"converting {directory.name} to safetensors", 0, 0)
         for file in files:
             save_file(_read(file), out / f"{file.stem}.safetensors")
@@ -59,6 +66,9 @@ def _converted(directory: Path, progress: Progress, cache_dir: Path) -> Path:
 
 def _read(file: Path) -> dict[str, Tensor]:
     """Tensors only: no code in the file is run."""
+    import torch
+    from torch import Tensor
+
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

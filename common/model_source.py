@@ -9,17 +9,34 @@ owner/name           fetched from the hub, kept in the hub's cache
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
 
 from common.config.settings import DEMO_MODEL
 from common.demo_model import ensure_demo_model
 from common.errors import StartupError
 from common.model_cache import Progress, convert_gguf, default_cache_dir, make_once, silent
 
+_GGUF = ".gguf"
+_KINDS = "a directory or a GGUF file"
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def check_model(spec: str) -> None:
+    """Raises StartupError, at once and without the network, for what `model` cannot name."""
+    if spec != DEMO_MODEL:
+        local_path("model", spec, kinds=_KINDS, suffix=_GGUF)
 
 
 def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
@@ -29,28 +46,71 @@ def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, ca
     """
     if spec == DEMO_MODEL:
         return ensure_demo_model(progress, cache_dir=cache_dir)
-    path = Path(spec).expanduser()
+    path = local_path("model", spec, kinds=_KINDS, suffix=_GGUF)
+    if path is None:
+        return fetch_from_hub("model", spec, _HUB_FILES, kinds=_KINDS)
     if path.is_dir():
+        return path
+    return _converted(path, dtype, progress or silent, cache_dir or default_cache_dir())
+
+
+def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
+    """The directory here that `spec` names, or the file with `suffix`; None where it may be a hub id.
+
+    `kinds` says in words what it may name here. Raises StartupError for what is neither; it begins with `setting`.
+    """
+    path = Path(os.path.expanduser(spec))
+    try:
+        mode = path.stat().st_mode if spec else 0
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{setting}: {spec}: {getattr(error, 'strerror', None) or error}") from error
+    if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix == suffix):
         return path.resolve()
-    if path.suffix == ".gguf":
-        return _converted(path, dtype, progress or silent, cache_dir or default_cache_dir())
-    return fetch_from_hub(spec, _HUB_FILES, otherwise="a directory, a GGUF file")
+    if mode:
+        raise StartupError(f"{setting}: {spec}: is not {kinds}")
+    if path.suffix == suffix:
+        raise StartupError(f"{setting}: {spec}: there is no such file")
+    try:
+        validate_repo_id(spec)
+    except HFValidationError:
+        raise StartupError(f"{setting}: {spec}: there is no such file or directory") from None
+    return None
 
 
-def fetch_from_hub(spec: str, patterns: list[str], *, otherwise: str) -> Path:
-    """The hub cache's directory for `owner/name`. Raises StartupError; `otherwise`: what else `spec` may name."""
+def fetch_from_hub(setting: str, spec: str, patterns: list[str], *, kinds: str) -> Path:
+    """The hub cache's directory for `owner/name`. Raises StartupError; `kinds`: what `spec` is not, here."""
+    about = f"{setting}: {spec}: "
     try:
         return Path(snapshot_download(spec, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise StartupError(f"{spec}: neither {otherwise} nor a model on the hub: {error}") from error
+    except GatedRepoError as error:
+        raise StartupError(f"{about}the hub wants to be asked for access to it, and HF_TOKEN to be set") from error
+    except RepositoryNotFoundError as error:
+        raise StartupError(
+            f"{about}is not {kinds} here, and the hub has no such model, or a private one that HF_TOKEN must open"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise StartupError(
+            f"{about}is not {kinds} here, and the hub cannot be reached to fetch it: {_why_not_reached(error)}"
+        ) from error
+    except Exception as error:  # of its HTTP client, of the disk: what can go wrong is not listed anywhere
+        raise StartupError(f"{about}could not be fetched from the hub: {_first_line(error)}") from error
+
+
+def _why_not_reached(error: BaseException) -> str:
+    """What the chain of errors began with."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _converted(gguf: Path, dtype: str, progress: Progress, cache_dir: Path) -> Path:
-    try:
-        state = gguf.stat()
-    except OSError as error:
-        raise StartupError(f"{gguf}: {error.strerror}") from error
-    gguf = gguf.resolve()
+    state = gguf.stat()
     version = hashlib.sha256(f"{gguf}\n{state.st_size}\n{state.st_mtime_ns}".encode()).hexdigest()[:12]
     path = cache_dir / "models" / f"{gguf.stem}-{dtype}-{version}"
     return make_once(path, lambda _, out: convert_gguf(gguf, out, dtype=dtype, progress=progress), progress)

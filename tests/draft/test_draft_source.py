@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import draft_source
-from common.draft_source import resolve_draft
+from common.draft_source import check_draft, resolve_draft
 from common.errors import StartupError
 
 
@@ -61,7 +61,7 @@ def test_from_the_hub_bin_files_are_fetched_only_where_there_is_nothing_better(
 ) -> None:
     asked: list[list[str]] = []
 
-    def fetch(spec: str, patterns: list[str], *, otherwise: str) -> Path:
+    def fetch(setting: str, spec: str, patterns: list[str], *, kinds: str) -> Path:
         asked.append(patterns)
         return save_bin(tmp_path / "bin", {"a": torch.ones(1)}) if "pytorch_model*.bin" in patterns else tmp_path
 
@@ -76,8 +76,9 @@ def test_from_the_hub_bin_files_are_fetched_only_where_there_is_nothing_better(
 
 @pytest.mark.parametrize("spec", ["no/such/directory", "/no/such/directory"])
 def test_what_does_not_exist_is_an_error_that_names_it(spec: str) -> None:
-    with pytest.raises(StartupError, match=spec):
-        resolve_draft(spec)
+    for look in (check_draft, resolve_draft):
+        with pytest.raises(StartupError, match=f"^draft: {spec}: there is no such file or directory$"):
+            look(spec)
 
 
 def test_the_head_of_the_demo_model_comes_along_with_its_card() -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import gguf
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from baton.free_ports import free_ports
 from common.errors import StartupError
 from common.model.loader import load_target
-from common.model_source import resolve_model
+from common.model_source import check_model, resolve_model
 from tests.model.conftest import Reference
 from tests.model.paged_model import PagedModel
 from tests.support.models import END_ID, START_ID
@@ -98,7 +105,92 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), dtype="float32") == tmp_path
 
 
-@pytest.mark.parametrize("spec", ["no/such/file.gguf", "/no/such/directory"])
-def test_what_does_not_exist_is_an_error_that_names_it(spec: str) -> None:
-    with pytest.raises(StartupError, match=spec):
-        resolve_model(spec, dtype="float32")
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("no/such/file.gguf", "there is no such file"),
+        ("/no/such/directory", "there is no such file or directory"),
+        ("./llama", "there is no such file or directory"),
+        ("~nobody/llama", "there is no such file or directory"),
+        ("", "there is no such file or directory"),
+        ("a\0b", "embedded null byte"),
+        ("a" * 300, "File name too long"),
+        ("model.safetensors", "is not a directory or a GGUF file"),
+        ("model.safetensors/", "is not a directory or a GGUF file"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused_at_once_and_named(
+    spec: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.safetensors").touch()
+    for look in (check_model, partial(resolve_model, dtype="float32")):
+        with pytest.raises(StartupError, match=f"^model: {re.escape(spec)}: {re.escape(why)}$"):
+            look(spec)
+
+
+@pytest.mark.parametrize("spec", ["demo", "owner/name", "gpt2", "."])
+def test_what_may_be_a_model_is_not_refused_before_it_was_looked_for(spec: str) -> None:
+    check_model(spec)
+
+
+class _Hub(BaseHTTPRequestHandler):
+    answers: ClassVar = {
+        "private": (401, "RepoNotFound"),
+        "absent": (404, "RepoNotFound"),
+        "gated": (403, "GatedRepo"),
+        "broken": (500, ""),
+    }
+
+    def do_GET(self) -> None:
+        status, code = self.answers[self.path.split("/")[4]]
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with HTTPServer(("127.0.0.1", 0), _Hub) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("absent", "is not a directory or a GGUF file here, and the hub has no such model, or a private one"),
+        ("private", "is not a directory or a GGUF file here, and the hub has no such model, or a private one"),
+        ("gated", "the hub wants to be asked for access to it, and HF_TOKEN to be set"),
+        ("broken", "could not be fetched from the hub|the hub cannot be reached to fetch it: Server error"),
+    ],
+)
+@pytest.mark.usefixtures("hub")
+def test_what_the_hub_has_not_is_told_from_what_it_does_not_give(name: str, why: str) -> None:
+    with pytest.raises(StartupError, match=f"^model: owner/{name}: .*({why})") as refused:
+        resolve_model(f"owner/{name}", dtype="float32")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_told_from_a_model_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
+    unreachable = "^model: owner/absent: .* the hub cannot be reached to fetch it: "
+    with pytest.raises(StartupError, match=unreachable + ".*refused"):
+        resolve_model("owner/absent", dtype="float32")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StartupError, match=unreachable + "HF_HUB_OFFLINE is set$"):
+        resolve_model("owner/absent", dtype="float32")
