@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Self
@@ -51,6 +52,19 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def why_not_listen(address: str) -> str:
+    """Why no server can listen on "HOST:PORT" now; "" when one can."""
+    host, port = host_and_port(address)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+    except (OSError, UnicodeError) as error:  # the latter of a name with a label that is empty or too long
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def numeric_form(address: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import structlog
 import torch
 import transformers
@@ -78,7 +79,7 @@ class Runtime:
 
 def open_runtime(settings: ServiceSettings) -> Runtime:
     """Load everything; minutes for a large model. Raises StartupError."""
-    transformers.utils.logging.disable_progress_bar()
+    _only_log_lines()
     torch.set_num_threads(1)  # helpers of this thread would count as OpenMP threads for as long as it lives
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     timeline = Timeline()
@@ -125,6 +126,14 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         beside=WorkBeside(),
         max_context_tokens=min(bound for bound in bounds if bound is not None),
     )
+
+
+def _only_log_lines() -> None:
+    """What the libraries of models have to say goes to this process's log, and no bars are drawn."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_default_handler()
+    transformers.utils.logging.enable_propagation()
+    huggingface_hub.utils.disable_progress_bars()
 
 
 def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHead, LoadedDraft]:

@@ -18,13 +18,15 @@ from prometheus_client import CollectorRegistry
 
 from common.config.load import load_settings
 from common.config.settings import ServiceSettings
-from common.errors import ConfigError, EngineLost, StartupError
+from common.draft_source import check_draft
+from common.errors import EngineLost
 from common.host_memory import keep_freed_memory
+from common.model_source import check_model
 from common.openmp import spin_briefly
-from common.process_exit import EXIT_CONFIG, EXIT_ENGINE_LOST, EXIT_OK, EXIT_STARTUP, exit_on_termination
+from common.process_exit import EXIT_ENGINE_LOST, EXIT_OK, exit_on_termination, exit_status_of
 from common.scheduling_policy import wait_for_computing
 from common.telemetry.exposition import MetricsServer
-from common.telemetry.logs import configure_logs
+from common.telemetry.logs import configure_logs, only_log_lines
 from common.telemetry.tracing import NO_TRACER, process_tracer
 
 if TYPE_CHECKING:
@@ -54,15 +56,19 @@ def run_service(
     """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status.
 
     0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong. When its engine was lost the
-    process ends here, with 1. The libraries that models need are imported only after the settings were found right:
-    `--help` and mistakes are answered at once.
+    process ends here, with 1. The libraries that models need are imported only after the settings were found right and
+    the model and the head they name may be there: `--help` and mistakes are answered at once.
     """
-    with exit_on_termination():
+    with exit_on_termination(), only_log_lines():
+        configure_logs("info", service=program)
         try:
             settings = load_settings(kind, argv, program=program)
             instance_id = uuid.uuid4().hex
-            configure_logs(settings.log_level, service=program, instance_id=instance_id)
+            configure_logs(settings.log_level, settings.log_format, service=program, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
+            check_model(settings.model)
+            if settings.draft:
+                check_draft(settings.draft)
             spin_briefly()
             if settings.keep_freed_memory:
                 keep_freed_memory()
@@ -81,15 +87,11 @@ def run_service(
             ):
                 process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
                 asyncio.run(_serve(serve, settings, process))
-        except ConfigError as error:
-            print(f"{program}: {error}", file=sys.stderr)
-            return EXIT_CONFIG
-        except StartupError as error:
-            print(f"{program}: {error}", file=sys.stderr)
-            return EXIT_STARTUP
         except EngineLost as error:
             _log.critical("ended", reason=str(error))
             _end_process(EXIT_ENGINE_LOST)
+        except Exception as error:
+            return exit_status_of(error)
     _log.info("stopped")
     return EXIT_OK
 

@@ -17,7 +17,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from baton.v1 import timeline_pb2_grpc
-from common.addresses import host_and_port
+from common.addresses import host_and_port, why_not_listen
 from common.bearer_tokens import TokenCheck, read_tokens
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError
@@ -105,7 +105,8 @@ class ServiceServer:
             else:
                 port = self.grpc_server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
-            raise ConfigError(f"listen: cannot listen on {address}: {error}") from error
+            reason = why_not_listen(address) or str(error)
+            raise ConfigError(f"listen: cannot listen on {address}: {reason}") from error
         self._health.set(_ALIVE, is_serving=True)
         await self.set_ready(False)
         await self.grpc_server.start()

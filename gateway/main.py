@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import uuid
 from collections.abc import Sequence
 
@@ -12,10 +11,9 @@ from opentelemetry.trace import Tracer
 
 from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
-from common.errors import ConfigError, StartupError
-from common.process_exit import EXIT_CONFIG, EXIT_OK, EXIT_STARTUP, exit_on_termination
+from common.process_exit import EXIT_OK, exit_on_termination, exit_status_of
 from common.serving import termination_signals
-from common.telemetry.logs import configure_logs
+from common.telemetry.logs import configure_logs, only_log_lines
 from common.telemetry.tracing import process_tracer
 from gateway.server import GatewayServer
 
@@ -26,20 +24,17 @@ _log = structlog.get_logger(__name__)
 
 def run_gateway(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status: those of a service."""
-    with exit_on_termination():
+    with exit_on_termination(), only_log_lines():
+        configure_logs("info", service=PROGRAM)
         try:
             settings = load_settings(GatewaySettings, argv, program=PROGRAM)
             instance_id = uuid.uuid4().hex
-            configure_logs(settings.log_level, service=PROGRAM, instance_id=instance_id)
+            configure_logs(settings.log_level, settings.log_format, service=PROGRAM, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
             with process_tracer(settings, service=PROGRAM, instance_id=instance_id) as tracer:
                 asyncio.run(serve(settings, tracer))
-        except ConfigError as error:
-            print(f"{PROGRAM}: {error}", file=sys.stderr)
-            return EXIT_CONFIG
-        except StartupError as error:
-            print(f"{PROGRAM}: {error}", file=sys.stderr)
-            return EXIT_STARTUP
+        except Exception as error:
+            return exit_status_of(error)
     _log.info("stopped")
     return EXIT_OK
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsError
 
 from common.config.gateway_settings import GatewaySettings
 from common.config.process_settings import ENV_PREFIX, ProcessSettings
@@ -24,10 +24,9 @@ _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
 
 
 def load_settings(kind: type[SettingsT], argv: Sequence[str], *, program: str) -> SettingsT:
-    """Read every source once. Raises ConfigError naming each key that is wrong or unknown.
+    """Read every source once. Raises ConfigError naming each key or flag that is wrong or unknown.
 
-    A variable of the environment may belong to another of Baton's processes. A flag that is wrong ends the process
-    with status 2, `--help` with 0.
+    A variable of the environment may belong to another of Baton's processes. `--help` ends the process with status 0.
     """
     _check_environment()
     read = _sources(kind, list(argv), program)
@@ -35,6 +34,8 @@ def load_settings(kind: type[SettingsT], argv: Sequence[str], *, program: str) -
         return read()
     except ValidationError as error:
         raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+    except SettingsError as error:
+        raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
 
 
 def _sources(kind: type[SettingsT], argv: list[str], program: str) -> Callable[[], SettingsT]:
@@ -49,6 +50,7 @@ def _sources(kind: type[SettingsT], argv: list[str], program: str) -> Callable[[
                 settings_cls,
                 cli_prog_name=program,
                 cli_parse_args=argv,
+                cli_exit_on_error=False,
                 cli_kebab_case=True,
                 cli_implicit_flags=True,
                 cli_hide_none_type=True,

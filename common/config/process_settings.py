@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from common.config.fields import Address, NonNegativeSeconds, OptionalEndpoint, Ratio
 
 ENV_PREFIX = "BATON_"
+LogFormat = Literal["json", "console"]
 
 
 class ProcessSettings(BaseSettings):
@@ -22,6 +23,7 @@ class ProcessSettings(BaseSettings):
     listen: Address
     grace_period_s: NonNegativeSeconds = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "json"
     tls_cert: Path | None = None
     tls_key: Path | None = None
     otlp_endpoint: OptionalEndpoint = ""

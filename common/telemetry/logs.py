@@ -1,17 +1,29 @@
-"""JSON logs on stderr, one object a line, from structlog and the standard library alike."""
+"""Logs on stderr from structlog and the standard library alike: one JSON object a line, or lines for people."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
-from typing import IO
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import IO, Any, Literal
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+_log = structlog.get_logger(__name__)
 
-def configure_logs(level: str, *, stream: IO[str] | None = None, **bound: str) -> None:
-    """Call once, in `main`. `bound` is on every line, of every thread: the service's name, its instance id."""
+
+def configure_logs(
+    level: str, log_format: Literal["json", "console"] = "json", *, stream: IO[str] | None = None, **bound: str
+) -> None:
+    """To be called in `main`, again once the settings are known. `bound` is on every line, of every thread: the
+    service's name, its instance id.
+    """
+    stream = stream or sys.stderr
 
     def add_bound(_logger: WrappedLogger, _method: str, line: EventDict) -> EventDict:
         return {**line, **bound}
@@ -22,6 +34,16 @@ def configure_logs(level: str, *, stream: IO[str] | None = None, **bound: str) -
         structlog.stdlib.PositionalArgumentsFormatter(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    as_json: list[Processor] = [
+        add_bound,
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(default=str),
+    ]
+    for_people: list[Processor] = [
+        structlog.dev.ConsoleRenderer(
+            colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback, pad_event_to=0
+        )
+    ]
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -30,18 +52,43 @@ def configure_logs(level: str, *, stream: IO[str] | None = None, **bound: str) -
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
     )
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                add_bound,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(default=str),
+                *(as_json if log_format == "json" else for_people),
             ],
         )
     )
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
+
+
+@contextlib.contextmanager
+def only_log_lines() -> Iterator[None]:
+    """What Python and gRPC would write to stderr in a form of their own is a line of the log, or left out.
+
+    To be entered before gRPC is imported: what it writes is also in the errors that it raises.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+    def on_thread(failed: threading.ExceptHookArgs) -> None:
+        if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
+            name = failed.thread.name if failed.thread else ""
+            _log.error("thread_crashed", thread=name, exc_info=failed.exc_value)
+
+    def on_unraisable(failed: Any) -> None:
+        _log.error("exception_ignored", about=failed.err_msg or repr(failed.object), exc_info=failed.exc_value)
+
+    def on_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        _log.warning("python_warning", message=str(message), category=category.__name__, place=f"{filename}:{lineno}")
+
+    before = threading.excepthook, sys.unraisablehook, warnings.showwarning
+    threading.excepthook, sys.unraisablehook, warnings.showwarning = on_thread, on_unraisable, on_warning  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        threading.excepthook, sys.unraisablehook, warnings.showwarning = before

@@ -128,10 +128,10 @@ def test_a_second_signal_ends_it_at_once(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max-choices=0"], "gateway: max_choices: "),
-        (["--decode=dns:///x:1,y:2"], "gateway: decode is one dns:///NAME:PORT"),
-        (["--tls-cert=x"], "gateway: tls_cert and tls_key go together"),
-        (["--config=absent.yaml"], "gateway: config: absent.yaml"),
+        (["--max-choices=0"], "max_choices: "),
+        (["--decode=dns:///x:1,y:2"], "decode is one dns:///NAME:PORT"),
+        (["--tls-cert=x"], "tls_cert and tls_key go together"),
+        (["--config=absent.yaml"], "config: absent.yaml"),
     ],
 )
 def test_a_wrong_configuration_exits_with_2(
@@ -140,13 +140,12 @@ def test_a_wrong_configuration_exits_with_2(
     for name in [each for each in os.environ if each.startswith("BATON_")]:
         monkeypatch.delenv(name)
     assert run_gateway(flags) == 2
-    assert capsys.readouterr().err.startswith(message)
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (line["event"], line["error"][: len(message)]) == ("cannot_start", message)
 
 
 def test_a_start_that_cannot_be_exits_with_1() -> None:
     command = [sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", "--decode=a..b:1,a..c:2"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
-        1,
-        "gateway: decode: a..b:1,a..c:2: none of these is known",
-    )
+    *_, last = map(json.loads, ended.stderr.splitlines())
+    assert (ended.returncode, last["error"]) == (1, "decode: a..b:1,a..c:2: none of these is known")

@@ -159,7 +159,32 @@ def test_a_wrong_configuration_exits_with_2_and_a_model_that_is_not_there_with_1
         )
 
     wrong = run(f"--config={tmp_path / 'wrong.yaml'}")
-    assert (wrong.returncode, wrong.stderr) == (2, f"{module}: unknown key: max_row\n")
-    absent = run(f"--model={tmp_path / 'absent.gguf'}")
-    assert absent.returncode == 1
-    assert "absent.gguf" in absent.stderr.splitlines()[-1]
+    (line,) = map(json.loads, wrong.stderr.splitlines())
+    assert (wrong.returncode, line["event"], line["error"]) == (2, "cannot_start", "unknown key: max_row")
+    for setting, flags in ("model", ()), ("draft", ("--model=demo",)):
+        path = tmp_path / "absent"
+        absent = run(f"--{setting}={path}", *flags)
+        *_, last = map(json.loads, absent.stderr.splitlines())
+        assert absent.returncode == 1
+        assert last["error"] == f"{setting}: {path}: there is no such file or directory"
+
+
+@pytest.mark.parametrize("module", ["prefill_service", "decode_service"])
+def test_a_service_that_cannot_listen_says_why_in_json_lines_and_nothing_else(
+    module: str, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        listen = f"127.0.0.1:{held.getsockname()[1]}"
+        flags = (f"--model={tiny_model_dir('llama')}", f"--listen={listen}", "--max-kv-tokens=64", "--num-threads=1")
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *flags],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=START_BOUND_S,
+            env=environment(),
+        )
+    *_, last = map(json.loads, ended.stderr.splitlines())
+    assert (ended.returncode, last["error"]) == (2, f"listen: cannot listen on {listen}: Address already in use")

@@ -3,14 +3,16 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import structlog
 
-from common.telemetry.logs import configure_logs
+from common.telemetry.logs import configure_logs, only_log_lines
 
 
 @pytest.fixture
@@ -64,3 +66,38 @@ def test_an_exception_keeps_its_traceback_on_one_line(stream: io.StringIO) -> No
 
     assert all("RuntimeError: boom" in line["exception"] for line in lines(stream))
     assert len(lines(stream)) == 2
+
+
+def test_what_python_itself_has_to_say_is_a_line_too(stream: io.StringIO) -> None:
+    def fail() -> None:
+        raise RuntimeError("boom")
+
+    class Leaving:
+        def __del__(self) -> None:
+            raise OSError("late")
+
+    before = threading.excepthook, sys.unraisablehook, warnings.showwarning
+    with only_log_lines(), warnings.catch_warnings():
+        thread = threading.Thread(target=fail, name="landing")
+        thread.start()
+        thread.join()
+        Leaving()
+        warnings.simplefilter("always")
+        warnings.showwarning("old", DeprecationWarning, "here.py", 3)
+    assert (threading.excepthook, sys.unraisablehook, warnings.showwarning) == before
+
+    crashed, ignored, warning = lines(stream)
+    assert (crashed["event"], crashed["thread"]) == ("thread_crashed", "landing")
+    assert "RuntimeError: boom" in crashed["exception"]
+    assert ignored["event"] == "exception_ignored" and "OSError: late" in ignored["exception"]
+    assert (warning["event"], warning["message"], warning["place"]) == ("python_warning", "old", "here.py:3")
+
+
+def test_lines_for_people_have_the_event_first_and_no_braces(stream: io.StringIO) -> None:
+    configure_logs("info", "console", stream=stream, service="decode_service")
+    structlog.get_logger("edge").warning("request_finished", queue_s=0.5)
+    logging.getLogger("engine").info("%d rows", 3)
+
+    first, second = stream.getvalue().splitlines()
+    assert first.split(maxsplit=1)[1] == "[warning  ] request_finished [edge] queue_s=0.5"
+    assert second.endswith("3 rows [engine]")
