@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 
 from common.config.settings import DEMO_MODEL
 from common.demo_model import ensure_demo_model

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub
 import structlog
 import torch
 import transformers
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from common.config.settings import ServiceSettings
 from common.device.factory import open_device
@@ -133,7 +133,7 @@ def _only_log_lines() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.enable_propagation()
-    huggingface_hub.utils.disable_progress_bars()
+    disable_progress_bars()
 
 
 def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHead, LoadedDraft]:
