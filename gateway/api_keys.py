@@ -22,8 +22,12 @@ class ApiKeys:
             return
         shown = [value for name, value in headers if name == b"authorization"]
         if not shown:
-            raise ApiError(401, "authorization: no API key was shown; send 'Authorization: Bearer KEY'")
+            raise _unknown("authorization: no API key was shown; send 'Authorization: Bearer KEY'")
         key = shown[0][len(_SCHEME) :].strip() if shown[0][: len(_SCHEME)].lower() == _SCHEME else b""
         matches = [hmac.compare_digest(key, known) for known in self._keys]
         if len(shown) != 1 or not any(matches):
-            raise ApiError(401, "authorization: the API key is not known here", code="invalid_api_key")
+            raise _unknown("authorization: the API key is not known here", code="invalid_api_key")
+
+
+def _unknown(message: str, *, code: str | None = None) -> ApiError:
+    return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})

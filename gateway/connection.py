@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import h11
+import structlog
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from gateway.errors import ApiError
+from gateway.http_rules import StrictConnection
 from gateway.limits import HttpLimits
 from gateway.responses import SLICE_BYTES, error_response
+
+_log = structlog.get_logger(__name__)
 
 
 def bounded_connections(limits: HttpLimits) -> type[H11Protocol]:
@@ -34,9 +38,11 @@ class _BoundedConnection(H11Protocol):
     """
 
     http_limits: HttpLimits
+    conn: StrictConnection
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = StrictConnection(h11.SERVER, self.http_limits.max_head_bytes)
         self._head_alarm = _Alarm(self.loop)
         self._stall_alarm = _Alarm(self.loop)
 
@@ -76,10 +82,14 @@ class _BoundedConnection(H11Protocol):
         if self._has_request:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        refusal = self.conn.refusal
+        assert refusal is not None, msg
+        _log.info("http_refused", status=refusal.error.status, error=refusal.reason)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            answer = error_response(ApiError(400, msg))
+            answer = error_response(refusal.error)
             headers = [*answer.raw_headers, CLOSE_HEADER]
-            head = h11.Response(status_code=answer.status_code, headers=headers, reason=b"Bad Request")
+            reason = HTTPStatus(answer.status_code).phrase.encode()
+            head = h11.Response(status_code=answer.status_code, headers=headers, reason=reason)
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

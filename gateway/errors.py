@@ -24,7 +24,7 @@ _CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
 
 
 class ApiError(Exception):
-    """`param` names the field of the HTTP request; `retry_after_s` becomes a Retry-After header."""
+    """`param` names the field of the HTTP request; `retry_after_s` becomes a Retry-After header, beside `headers`."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -42,6 +43,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self._headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -49,8 +51,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-        return {**headers, "www-authenticate": "Bearer"} if self.status == 401 else headers
+        retry = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {**self._headers, **retry}
 
 
 class ClientLeft(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -12,15 +13,15 @@ from gateway.errors import ApiError, ClientLeft
 
 ResultT = TypeVar("ResultT")
 
+_JSON = re.compile(rb"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charset\s*=\s*\"?(utf-?8|us-ascii)\"?\s*)*")
+
 
 async def read_json_body(
     receive: Receive, headers: Sequence[tuple[bytes, bytes]], *, max_bytes: int, timeout_s: float
 ) -> bytes:
     """Raises ApiError (408, 413, 415) or ClientLeft. More than `max_bytes` is never held."""
     given = dict(headers)
-    media_type = given.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media_type != b"application/json":
-        raise ApiError(415, "content-type: must be application/json", param="content-type")
+    _check_kind(headers)
     length = given.get(b"content-length", b"")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
@@ -38,6 +39,16 @@ async def read_json_body(
                     return bytes(body)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {timeout_s:g} s", code="request_timeout") from None
+
+
+def _check_kind(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    kinds = [value.lower() for name, value in headers if name == b"content-type"] or [b""]
+    if len(kinds) > 1 or not _JSON.fullmatch(kinds[0]):
+        raise ApiError(415, "content-type: must be application/json, in UTF-8", param="content-type")
+    codings = b",".join(value for name, value in headers if name == b"content-encoding").lower().split(b",")
+    if any(coding.strip() not in (b"", b"identity") for coding in codings):
+        message = "content-encoding: no coding is served, the body must be sent as it is"
+        raise ApiError(415, message, param="content-encoding", headers={"accept-encoding": "identity"})
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -70,7 +70,7 @@ class GatewayServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # its warnings are of single requests, and the connection tells those
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -78,7 +78,6 @@ class GatewayServer:
             timeout_keep_alive=limits.keep_alive_s,
             timeout_graceful_shutdown=_CLOSE_GRACE_S,
             ssl_context_factory=None if tls is None else lambda *_: tls,
-            h11_max_incomplete_event_size=limits.max_head_bytes,
         )
         self._http = _HttpServer(config)
         self._serving: asyncio.Task[None] | None = None

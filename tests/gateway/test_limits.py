@@ -112,12 +112,6 @@ def test_a_head_that_is_too_large_is_refused(edge: GatewayHere) -> None:
     assert refused.error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("sent", [b"what\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
-def test_what_is_no_http_is_refused(edge: GatewayHere, sent: bytes) -> None:
-    refused = edge.send_raw(sent)
-    assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
-
-
 def test_a_reader_that_takes_nothing_stops_its_generation_and_is_dropped(
     loop: LoopThread, scripted: ScriptedServer
 ) -> None:
