@@ -6,6 +6,7 @@ BatonError
 ├── DuplicateRequest       the request id is live
 ├── Overloaded             admission is full
 ├── RecordingInProgress    somebody else records the service's timeline
+├── NotServed              another server answers this call
 ├── Unauthenticated        the caller showed no token that is known here
 ├── DeadlineExceeded       the request's deadline passed
 ├── RequestCancelled       the client left, or asked for it
@@ -103,6 +104,11 @@ class RecordingInProgress(BatonError):
     reason = "RECORDING_IN_PROGRESS"
 
 
+class NotServed(BatonError):
+    code = "UNIMPLEMENTED"
+    reason = "NOT_SERVED"
+
+
 class Unauthenticated(BatonError):
     code = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
@@ -184,7 +190,7 @@ def request_reasons() -> list[str]:
     def below(kind: type[BatonError]) -> list[type[BatonError]]:
         return [kind, *(each for child in kind.__subclasses__() for each in below(child))]
 
-    unrelated = (StartupError, RecordingInProgress)
+    unrelated = (StartupError, RecordingInProgress, NotServed)
     return sorted({kind.reason for kind in below(BatonError) if not issubclass(kind, unrelated)})
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.errors import Overloaded, RequestCancelled
+from common.errors import Overloaded, RequestCancelled, shortened
 from common.rpc_errors import abort_with
 from common.rpc_requests import Context
 
@@ -39,7 +39,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._statuses:
-            await context.abort(grpc.StatusCode.NOT_FOUND)
+            known = ", ".join(name for name in self._statuses if name)
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"{shortened(request.service, 128)!r} is not here, {known} is"
+            )
         return _Response(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:

@@ -65,3 +65,5 @@ class StreamLimit(grpc.aio.ServerInterceptor):
             yield
         finally:
             self._num_open[method] -= 1
+            if not self._num_open[method]:
+                del self._num_open[method]  # callers name methods that there are not

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
@@ -20,15 +21,17 @@ from baton.v1 import timeline_pb2_grpc
 from common.addresses import host_and_port, why_not_listen
 from common.bearer_tokens import TokenCheck, read_tokens
 from common.config.settings import ServiceSettings
-from common.errors import ConfigError
+from common.errors import ConfigError, NotServed, shortened
 from common.health import HealthServicer
+from common.rpc_errors import abort_with
 from common.rpc_limits import StreamLimit
-from common.rpc_requests import BoundedRequests
+from common.rpc_requests import BoundedRequests, Context
 from common.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
 from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 
 READINESS_INTERVAL_S = 0.1
 _ALIVE = ""
+_ANSWERING = {"baton.v1.Inference": "decode service", "baton.v1.Prefill": "prefill service"}
 
 _log = structlog.get_logger(__name__)
 
@@ -86,7 +89,7 @@ class ServiceServer:
             ),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
-        names = [service_name, HEALTH_SERVICE, reflection.SERVICE_NAME]
+        names = self._names = [service_name, HEALTH_SERVICE, reflection.SERVICE_NAME]
         if timeline is not None:
             timeline_pb2_grpc.add_TimelineServicer_to_server(timeline, self.grpc_server)
             names.append(TIMELINE_SERVICE)
@@ -107,6 +110,7 @@ class ServiceServer:
         except RuntimeError as error:
             reason = why_not_listen(address) or str(error)
             raise ConfigError(f"listen: cannot listen on {address}: {reason}") from error
+        self.grpc_server.add_generic_rpc_handlers((_OtherCalls(self._names),))  # is asked last
         self._health.set(_ALIVE, is_serving=True)
         await self.set_ready(False)
         await self.grpc_server.start()
@@ -144,6 +148,29 @@ class ServiceServer:
     async def stop(self, grace_s: float) -> None:
         """Take no further call; those open have `grace_s` to end."""
         await asyncio.shield(self.grpc_server.stop(grace_s))
+
+
+class _OtherCalls(grpc.GenericRpcHandler):
+    """Tells callers of what is not served who answers here, and who would answer them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        error = NotServed(self._words(str(handler_call_details.method)))
+
+        async def refuse(_requests: object, context: Context) -> None:
+            await abort_with(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)  # whatever kind of call it is
+
+    def _words(self, method: str) -> str:
+        service = method.removeprefix("/").rpartition("/")[0]
+        own = self._names[0]
+        words = f"{shortened(method, 128)!r} is not served here: this is the {_ANSWERING.get(own, own)}, and serves "
+        words += ", ".join(self._names)
+        other = _ANSWERING.get(service)
+        return words if other is None or service == own else f"{words}; {service} is served by the {other}"
 
 
 def is_loopback(address: str) -> bool:
