@@ -70,7 +70,7 @@ class EngineThread(EnginePort[CommandT]):
 
     `deliver` is called on that thread with the events that a step returns, behind those that the engine delivered
     within it; it must only hand them over. `on_death` is called once when the loop ends by an exception: the engine
-    answers nothing any more. Steps and loads are on `timeline`.
+    answers nothing any more. `enter` is called on the thread before the first step. Steps and loads are on `timeline`.
     """
 
     def __init__(
@@ -80,9 +80,12 @@ class EngineThread(EnginePort[CommandT]):
         deliver: Callable[[Sequence[EventT]], None],
         on_death: Callable[[BaseException], None],
         name: str,
+        enter: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
     ) -> None:
         self._engine = engine
+        self._enter = enter
+        self._death: BaseException | None = None
         self._track = (timeline or Timeline()).track(ENGINE)
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
@@ -108,6 +111,11 @@ class EngineThread(EnginePort[CommandT]):
         return self._thread.is_alive() and not self._stopping.is_set()
 
     @property
+    def death(self) -> BaseException | None:
+        """What the loop ended by."""
+        return self._death
+
+    @property
     def is_stepping(self) -> bool:
         """A step, or the delivery of its events, has begun and not ended."""
         return self._is_stepping
@@ -128,6 +136,7 @@ class EngineThread(EnginePort[CommandT]):
         # Its own tensors are small: a thread pool beside the forward's would only take cores from that.
         set_own_num_threads(1)
         try:
+            self._enter()
             while not self._stopping.is_set():
                 commands = self._drain(engine.idle_timeout_s())
                 self._num_steps_begun += 1
@@ -144,6 +153,7 @@ class EngineThread(EnginePort[CommandT]):
                 self._is_stepping = False
             engine.close()
         except BaseException as error:
+            self._death = error
             self._stopping.set()
             _log.critical("the engine loop died", exc_info=error)
             self._on_death(error)

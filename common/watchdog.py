@@ -36,6 +36,9 @@ class WatchedEngine(Protocol):
     def is_alive(self) -> bool: ...
 
     @property
+    def death(self) -> BaseException | None: ...
+
+    @property
     def is_stepping(self) -> bool: ...
 
     @property
@@ -129,10 +132,11 @@ class Watchdog:
 
     def _loss(self, streams: Sequence[StreamProgress]) -> EngineLost | None:
         if not self._engine.is_alive:
-            return EngineLost("the engine died")
+            death = self._engine.death
+            return EngineLost("the engine died" if death is None else f"the engine died: {_told(death)}")
         for stream in streams:
             if stream.error is not None:
-                return EngineLost(f"stream {stream.name} failed: {type(stream.error).__name__}: {stream.error}")
+                return EngineLost(f"stream {stream.name} failed: {_told(stream.error)}")
         for part, still_s in self._still_s.items():
             if still_s >= self._stall_timeout_s:
                 return EngineStalled(f"{part} has not moved for {self._stall_timeout_s} s")
@@ -145,3 +149,7 @@ class Watchdog:
         for part in sorted(self._stalled - stalled):
             _log.info("engine_moves_again", part=part)
         self._stalled = stalled
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

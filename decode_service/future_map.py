@@ -14,15 +14,13 @@ A step without drafts publishes nothing: its lengths are known when it is launch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.errors import PieceFailed
-from common.device.stream import Device, Event, Scope, Stream
+from common.device.stream import Device, Event, Scope, Stream, wait_in_order
 from common.wire.fingerprint import SeedColumnSpec
 from decode_service.schedule_batch import ScheduleBatch
 
@@ -96,7 +94,7 @@ class FutureMap:
             self.new_seq_lens_buf[req_pool_indices] = new_seq_lens.get()
 
         self._forward_stream.enqueue(publish_lengths, scope)
-        self.publish_ready = self._forward_stream.record(scope)
+        self.publish_ready = self._forward_stream.record(scope, "publish_ready")
 
     def publish_nothing(self) -> None:
         """The step that is launched now grows each of its rows by one token, as the batch says already."""
@@ -129,8 +127,7 @@ class FutureMap:
         if not self.relays_lengths or batch.is_empty or self.publish_ready is None:
             return False
         self._schedule_stream.wait(self.publish_ready)
-        with suppress(PieceFailed):  # that step's own end event fails its requests
-            self.publish_ready.synchronize(self._wait_timeout_s)
+        wait_in_order(self.publish_ready, self._wait_timeout_s)  # that step's own end event fails its requests
         batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
         return True
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind
+from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
 from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
     BatonError,
@@ -195,9 +195,10 @@ class LandingZone:
         ]
 
     def poll(self) -> Landed:
-        """Collect what the landing stream has finished."""
+        """Collect what the landing stream has finished. Raises what the device or that stream failed with."""
         while self._copying and self._copying[0][-1].is_done():  # in the order of their stream
-            call_id, segment, _ = self._copying.popleft()
+            call_id, segment, event = self._copying.popleft()
+            raise_if_device_failed(event)
             self._free(call_id, segment)
         freed, self._freed = self._freed, {}
         landed = [row for row in self._complete if row.has_landed]

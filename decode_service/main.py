@@ -93,7 +93,12 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
 
     engine = _engine(settings, process, on_step, deliver)
     thread: EngineThread[Command] = EngineThread(
-        engine=engine, deliver=deliver, on_death=on_death, name="decode-engine", timeline=runtime.timeline
+        engine=engine,
+        deliver=deliver,
+        on_death=on_death,
+        name="decode-engine",
+        enter=runtime.device.enter_thread,
+        timeline=runtime.timeline,
     )
 
     def post_report(report: TransportReport) -> None:

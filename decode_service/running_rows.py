@@ -94,6 +94,15 @@ class RunningRows:
         has_room: NDArray[np.bool_] = seq_lens + 1 < self._limits[rows]
         return has_room
 
+    def can_have(self, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
+        """[B]: whether `seq_lens` [B] tokens can have committed KV, of which a step in flight adds `max_accept_len` at
+        most: all that the request has but the last, and nothing where that step failed.
+        """
+        num_before = self._limits[rows] - self._num_left[rows] - 1
+        most = num_before + self.num_in_flight[rows] * max_accept_len
+        can_be: NDArray[np.bool_] = (num_before <= seq_lens) & (seq_lens <= most)
+        return can_be
+
     def append(self, rows: Rows, token_ids: Rows, num_offered: Rows) -> tuple[Rows, NDArray[np.bool_]]:
         """Add to each of `rows` [B], distinct, the first `num_offered` [B] of `token_ids` [B, W], up to one that ends.
 

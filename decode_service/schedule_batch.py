@@ -242,7 +242,6 @@ class ForwardBatch:
         seq_lens_cpu = batch.seq_lens_cpu.numpy() + num_ahead
         seq_lens = batch.seq_lens + num_ahead if num_ahead else batch.seq_lens.clone()
         prefix_lens = seq_lens - num_tokens
-        assert seq_lens_cpu.min(initial=1) > 0, f"a length is not positive: {seq_lens_cpu}"
         return cls(
             req_pool_indices=batch.req_pool_indices.clone(),
             seq_lens=seq_lens,

@@ -288,6 +288,7 @@ class DecodeEngine:
         with self.track.span("resolve_seq_lens"):
             are_news = self.future_map.resolve_seq_lens(running)
         if are_news:
+            self._fail_wrong_lengths(running)
             lengths = running.seq_lens_cpu.numpy()
             running.filter_batch(self._rows.have_room_after(running.rows, lengths).nonzero()[0])
         if ready:
@@ -295,6 +296,19 @@ class DecodeEngine:
         running.spec_info = depth_within(self._depth, running, self.pool)
         self._is_stalled = not (running.is_empty or self._retraction.prepare(running, self._requests.values()))
         return None if running.is_empty or self._is_stalled else running
+
+    def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
+        """Rows whose length no step can have published fail: launched with it, they would read and write beside their
+        slots. Their device is at fault, or a kernel, so this is looked at in every build.
+        """
+        lengths = running.seq_lens_cpu.numpy()
+        max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
+        can_be = self._rows.can_have(running.rows, lengths, max_accept_len=max_accept_len)
+        if can_be.all():
+            return
+        for i in np.flatnonzero(~can_be).tolist():
+            self._fail(running.reqs[i], EngineFault(f"a decode step published a length of {lengths[i]}"))
+        running.filter_batch(np.flatnonzero(can_be))
 
     def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
         prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)

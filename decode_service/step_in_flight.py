@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.errors import PieceFailed
-from common.device.stream import Device, Event, Scope, Stream
+from common.device.stream import Device, Event, Scope, Stream, wait_in_order
 from common.device.upload import device_copy
 from common.model.logprobs import unpack_logprobs
 from common.model.sampling import Sampled, sampled_to_host
@@ -101,17 +99,15 @@ class StepInFlight:
         if not device.runs_pieces_beside:  # else its thread would stop to free what it is done with
             output = replace(output, kept=())
         previous_end = None if previous is None else previous.end
-        return cls(
-            batch, reqs, request_ids, rows, serials, output, host, stream.record(scope), launched_s, previous_end
-        )
+        end = stream.record(scope, "the end")
+        return cls(batch, reqs, request_ids, rows, serials, output, host, end, launched_s, previous_end)
 
     def await_end(self, timeout_s: float, *, followed_by: StepInFlight | None) -> None:
         """Raises as Event.synchronize does. The step behind it is let begin first: until its forward does nothing but
         compute, its Python and that of whoever takes these results would keep each other waiting for the interpreter.
         """
         if followed_by is not None and (prepared := followed_by.output.prepared) is not None:
-            with suppress(PieceFailed):  # its own end tells
-                prepared.synchronize(timeout_s)
+            wait_in_order(prepared, timeout_s)  # its own end tells
         self.end.synchronize(timeout_s)
 
     @cached_property

@@ -69,7 +69,12 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
         servicer.engine_died(error)
 
     thread: EngineThread[Command] = EngineThread(
-        engine=engine, deliver=deliver, on_death=on_death, name="prefill-engine", timeline=runtime.timeline
+        engine=engine,
+        deliver=deliver,
+        on_death=on_death,
+        name="prefill-engine",
+        enter=runtime.device.enter_thread,
+        timeline=runtime.timeline,
     )
     servicer = PrefillServicer(
         engine=thread,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from common.device.errors import DeviceTimeout, PieceFailed, is_of_device
-from common.device.stream import Device, Scope
+from common.device.errors import DeviceTimeout, PieceFailed
+from common.device.stream import Device, Scope, raise_if_device_failed
 from common.draft.head import DraftHead
 from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
@@ -321,9 +321,8 @@ class PrefillEngine:
         start_s = self._begin_s(step)
         self._last_end_s = now_s = self._clock()
         self._sender.forward_ended()
+        raise_if_device_failed(step.end)  # no step can be better: the engine ends, and all its calls
         if (error := step.end.error) is not None:
-            if is_of_device(error):
-                raise error  # and no step can be better: the engine ends, and all its calls
             for chunk in step.batch.chunks:
                 if chunk.prompt.phase is not PromptPhase.ENDED:
                     self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)

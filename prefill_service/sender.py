@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.device.cell import Cell
-from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind
+from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import MAX_LENT_BYTES, SharedKv
@@ -258,13 +258,15 @@ class KvSender:
     def poll(self) -> list[SentPiece]:
         """The segments whose copies have ended, and those that can be lent, each in order.
 
-        Of what a failed forward did not write there is none: that forward's end fails its prompts.
+        Of what a failed forward did not write there is none: that forward's end fails its prompts. Raises what the
+        device or a stream failed with.
         """
         return [*self._copied(), *self._lend()]
 
     def _copied(self) -> Iterator[SentPiece]:
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
+            raise_if_device_failed(copy.done)
             piece = copy.piece
             is_wanted = piece.prompt in self._num_pieces and piece.written.error is None
             if (not is_wanted or copy.scope.error is not None) and self.owes(piece.prompt.call_id):
@@ -291,6 +293,7 @@ class KvSender:
         last: dict[tuple[int, str, int], int] = {}
         while self._lendable and self._lendable[0].written.is_done():
             piece = self._lendable.popleft()
+            raise_if_device_failed(piece.written)
             if piece.prompt not in self._num_pieces or piece.written.error is not None:
                 continue
             tokens = (id(piece.prompt), piece.group.name, piece.token_start)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
-from common.device.piece import close_all, failure_of, piece_span, raise_failure, run_piece
+from common.device.piece import close_all, event_name, failure_of, piece_span, raise_failure, run_piece
 from common.device.stream import (
     Device,
     Event,
@@ -35,7 +35,8 @@ _ABANDON_POLL_S = 0.1
 
 
 class CpuEvent(Event):
-    def __init__(self, stream_scope: Scope, scope: Scope | None) -> None:
+    def __init__(self, stream_scope: Scope, scope: Scope | None, name: str = "") -> None:
+        self._name = name
         self._stream_scope = stream_scope
         self._scope = scope
         self._error: BaseException | None = None
@@ -51,9 +52,11 @@ class CpuEvent(Event):
     def synchronize(self, timeout_s: float) -> None:
         if not self._is_done:
             if not self._undone.acquire(timeout=max(0.0, timeout_s)):
-                raise DeviceTimeout(f"stream {self._stream_scope.name} did not reach an event within {timeout_s} s")
+                event = event_name(self._name, self._scope or self._stream_scope)
+                raise DeviceTimeout(f"stream {self._stream_scope.name} did not reach {event} within {timeout_s} s")
             self._undone.release()  # others may wait as well
-        raise_failure(self._error, (self._scope or self._stream_scope).name)
+        if self._error is not None:
+            raise_failure(self._error, event_name(self._name, self._scope or self._stream_scope))
 
     @property
     def error(self) -> BaseException | None:
@@ -142,8 +145,8 @@ class CpuStream(Stream):
             self._put(event)
         return events
 
-    def record(self, scope: Scope | None = None) -> Event:
-        event = CpuEvent(self._scope, scope)
+    def record(self, scope: Scope | None = None, name: str = "") -> Event:
+        event = CpuEvent(self._scope, scope, name)
         self._put(event)
         return event
 

@@ -1,7 +1,10 @@
 """CUDA streams and events behind the contract. Importing this needs no CUDA; building a device does.
 
 Pieces run at once on the calling thread, which puts their kernels on the stream. A piece's Python errors are known
-then; a fault of a kernel shows when an event is asked, as DeviceLost.
+then; a fault of a kernel shows when an event is asked, or when a later piece calls the library, as DeviceLost.
+
+CUDA keeps a current device for each thread, and a new thread's is device 0. Streams' pieces run on their stream's own
+device; a thread that uses a device outside of pieces says so first (`enter_thread`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from common.device.cuda_graph import CudaGraphRecorder
 from common.device.cuda_timing import CudaTimer
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
 from common.device.graph import GraphRecorder
-from common.device.piece import close_all, failure_of, figures_of, piece_name, raise_failure, run_piece
+from common.device.piece import close_all, event_name, failure_of, figures_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
     Device,
     Event,
@@ -31,16 +34,22 @@ from common.device.stream import (
 )
 from common.telemetry.timeline import Timeline, Track
 
-_FIRST_POLL_S = 20e-6
-_LONGEST_POLL_S = 500e-6
+_SPIN_S = 100e-6
+_POLL_S = 50e-6
+_CLOSING_POLL_S = 500e-6
 
 
 class CudaEvent(Event):
-    """CUDA has no timed wait: `synchronize` polls, at growing intervals of half a millisecond at most."""
+    """CUDA's own wait has no bound, so `synchronize` asks again and again: at first without a pause, but for other
+    threads' turns at the interpreter, then every 50 µs. Nobody launches later for it than by one such pause.
+    """
 
-    def __init__(self, cuda_event: torch.cuda.Event, name: str, error: BaseException | None) -> None:
+    def __init__(
+        self, cuda_event: torch.cuda.Event, name: str, error: BaseException | None, *, stream_name: str = ""
+    ) -> None:
         self.cuda_event = cuda_event
         self._name = name
+        self._stream_name = stream_name
         self._error = error
         self._is_done = False
 
@@ -49,19 +58,17 @@ class CudaEvent(Event):
             try:
                 self._is_done = bool(self.cuda_event.query())
             except RuntimeError as error:
-                self._error = _lost(error)
+                self._error = _lost(error, f"waiting for {self._name} on stream {self._stream_name}")
                 self._is_done = True
         return self._is_done
 
     def synchronize(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        poll_s = _FIRST_POLL_S
+        begin_s = time.monotonic()
         while not self.is_done():
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise DeviceTimeout(f"an event of {self._name} was not reached within {timeout_s} s")
-            time.sleep(min(poll_s, left_s))
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= timeout_s:
+                raise DeviceTimeout(f"stream {self._stream_name} did not reach {self._name} within {timeout_s} s")
+            time.sleep(0.0 if waited_s < _SPIN_S else _POLL_S)
         raise_failure(self._error, self._name)
 
     @property
@@ -113,10 +120,10 @@ class CudaStream(Stream):
         self._check_open()
         with torch.cuda.stream(self._cuda_stream):
             if not self._timer.is_recording:
-                run_piece(work, scope, self._scope)
+                run_piece(work, scope, self._scope, self._failure_for)
                 return
             with self._timer.timed(piece_name(work), "" if scope is None else scope.name, figures_of(work)):
-                run_piece(work, scope, self._scope)
+                run_piece(work, scope, self._scope, self._failure_for)
 
     def enqueue_with_milestones(
         self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
@@ -129,9 +136,9 @@ class CudaStream(Stream):
         self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
         return [reached.get(number) or self._record(scope) for number in range(num_milestones)]
 
-    def record(self, scope: Scope | None = None) -> Event:
+    def record(self, scope: Scope | None = None, name: str = "") -> Event:
         self._check_open()
-        return self._record(scope)
+        return self._record(scope, name)
 
     def wait(self, event: Event) -> None:
         self._check_open()
@@ -140,7 +147,7 @@ class CudaStream(Stream):
             with self._timer.timed("wait"):
                 self._cuda_stream.wait_event(event.cuda_event)
         except RuntimeError as error:
-            self._scope.fail(_lost(error))
+            self._scope.fail(_lost(error, f"having stream {self.name} wait"))
 
     def close(self, timeout_s: float) -> None:
         if self._is_closed:
@@ -151,15 +158,26 @@ class CudaStream(Stream):
         while not end.is_done():
             if time.monotonic() >= deadline_s:
                 raise DeviceTimeout(f"stream {self.name} did not finish within {timeout_s} s")
-            time.sleep(_LONGEST_POLL_S)
+            time.sleep(_CLOSING_POLL_S)
 
-    def _record(self, scope: Scope | None) -> CudaEvent:
+    def _failure_for(self, error: BaseException) -> BaseException:
+        """A fault of an earlier kernel may be told by any call that a piece makes. Then the stream tells it again."""
+        if not isinstance(error, torch.AcceleratorError):
+            return error
+        try:
+            self._cuda_stream.query()
+        except RuntimeError as lost:
+            return _lost(lost, f"putting work on stream {self.name}")
+        return error
+
+    def _record(self, scope: Scope | None, name: str = "") -> CudaEvent:
         cuda_event = torch.cuda.Event(enable_timing=True)
         try:
             cuda_event.record(self._cuda_stream)
         except RuntimeError as error:
-            self._scope.fail(_lost(error))
-        event = CudaEvent(cuda_event, (scope or self._scope).name, failure_of(scope, self._scope))
+            self._scope.fail(_lost(error, f"recording on stream {self.name}"))
+        error_here = failure_of(scope, self._scope)
+        event = CudaEvent(cuda_event, event_name(name, scope or self._scope), error_here, stream_name=self.name)
         self._latest = event
         return event
 
@@ -169,11 +187,13 @@ class CudaStream(Stream):
 
 
 class CudaDevice(Device):
-    """Built on the thread that schedules: `schedule_stream` is the stream current there."""
+    """`schedule_stream` is the device's default stream, which is current on every thread that sets no other."""
 
     def __init__(self, index: int, *, timeline: Timeline | None = None) -> None:
         self._timeline = timeline or Timeline()
+        self._index = index
         self._torch_device = torch.device("cuda", index)
+        self.enter_thread()
         self._schedule_stream = CudaStream("schedule", torch.cuda.current_stream(self._torch_device))
         self._streams: list[CudaStream] = []
         self._graphs = CudaGraphRecorder(self._torch_device)
@@ -181,6 +201,9 @@ class CudaDevice(Device):
     @property
     def torch_device(self) -> torch.device:
         return self._torch_device
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._index)
 
     @property
     def schedule_stream(self) -> Stream:
@@ -200,7 +223,8 @@ class CudaDevice(Device):
         return [stream.progress() for stream in self._streams]
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        with torch.cuda.device(self._index):  # memory is pinned by the device that is current
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
@@ -208,13 +232,15 @@ class CudaDevice(Device):
     def to_device(self, tensor: Tensor) -> Tensor:
         # pin_memory() keeps strides: of a few slots of a mapped pool it would pin all that lies between them
         staged = self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach())
-        return staged.to(self._torch_device, non_blocking=True)
+        return staged.to(self.torch_device, non_blocking=True)
 
     def close(self, timeout_s: float) -> None:
         close_all([*self._streams, self._schedule_stream], timeout_s)
 
 
-def _lost(error: RuntimeError) -> DeviceLost:
-    lost = DeviceLost(f"the device faulted: {error}")
+def _lost(error: RuntimeError, doing: str) -> DeviceLost:
+    """What follows the first line of CUDA's own message is advice on how to debug it."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    lost = DeviceLost(f"the device faulted, seen {doing}: {reason}")
     lost.__cause__ = error
     return lost

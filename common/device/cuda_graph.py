@@ -17,7 +17,7 @@ class CudaGraph(Graph):
 
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
         """Waits for the device, as start-up may. Other threads may use it meanwhile, on other streams."""
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream()  # of the piece, and so of its device
         graph = torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
         with torch.inference_mode(), graph:
             return work()

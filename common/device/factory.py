@@ -7,7 +7,7 @@ import torch
 from common.device.cpu import CpuDevice
 from common.device.cuda import CudaDevice
 from common.device.stream import Device
-from common.errors import ConfigError
+from common.errors import ConfigError, StartupError
 from common.telemetry.timeline import Timeline
 
 
@@ -16,7 +16,8 @@ def open_device(
 ) -> Device:
     """`name` is "cpu", "cuda" or "cuda:<index>"; `num_threads` and `wait_timeout_s` are for the CPU.
 
-    What its streams do is on `timeline`, each on the track of its name. Raises ConfigError.
+    What its streams do is on `timeline`, each on the track of its name. The calling thread has entered the device.
+    Raises ConfigError where the name is wrong, StartupError where the device is there and does not work.
     """
     try:
         torch_device = torch.device(name)
@@ -31,4 +32,8 @@ def open_device(
     index = torch_device.index or 0
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device: {name!r} is not there; {torch.cuda.device_count()} CUDA devices are")
-    return CudaDevice(index, timeline=timeline)
+    try:
+        return CudaDevice(index, timeline=timeline)
+    except (RuntimeError, AssertionError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(f"device: {name!r} does not work: {reason}") from error

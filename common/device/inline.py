@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.device.errors import PieceFailed, StreamClosed
-from common.device.piece import failure_of, raise_failure, run_piece
+from common.device.piece import event_name, failure_of, raise_failure, run_piece
 from common.device.stream import Event, MilestoneWork, Scope, Stream, StreamKind, StreamProgress, Work
 
 
@@ -67,9 +67,9 @@ class InlineStream(Stream):
         self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
         return [reached.get(number) or self.record(scope) for number in range(num_milestones)]
 
-    def record(self, scope: Scope | None = None) -> Event:
+    def record(self, scope: Scope | None = None, name: str = "") -> Event:
         self._check_open()
-        return InlineEvent((scope or self._scope).name, failure_of(scope, self._scope))
+        return InlineEvent(event_name(name, scope or self._scope), failure_of(scope, self._scope))
 
     def wait(self, event: Event) -> None:
         self._check_open()

@@ -31,8 +31,14 @@ def piece_span(track: Track, work: Work, scope: Scope | None) -> AbstractContext
     return track.span(piece_name(work), "" if scope is None else scope.name, **figures_of(work))
 
 
-def run_piece(work: Work, scope: Scope | None, stream_scope: Scope) -> None:
-    """Run `work` unless its scope or its stream has failed; keep what it raises in the scope, or else in the stream.
+def run_piece(
+    work: Work,
+    scope: Scope | None,
+    stream_scope: Scope,
+    failure_for: Callable[[BaseException], BaseException] = lambda error: error,
+) -> None:
+    """Run `work` unless its scope or its stream has failed; keep what it raises in the scope, or else in the stream,
+    as what `failure_for` makes of it.
 
     KeyboardInterrupt is kept and also goes on to the caller.
     """
@@ -42,8 +48,9 @@ def run_piece(work: Work, scope: Scope | None, stream_scope: Scope) -> None:
         work()
     except BaseException as error:
         failed = scope or stream_scope
-        error.add_note(f"in piece {piece_name(work)!r} of {failed.name} on stream {stream_scope.name}")
-        failed.fail(error)
+        failure = failure_for(error)
+        failure.add_note(f"in piece {piece_name(work)!r} of {failed.name} on stream {stream_scope.name}")
+        failed.fail(failure)
         if isinstance(error, KeyboardInterrupt):
             raise
 
@@ -53,6 +60,10 @@ def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None
     if scope is not None and scope.error is not None:
         return scope.error
     return stream_scope.error
+
+
+def event_name(name: str, scope: Scope) -> str:
+    return f"{name} of {scope.name}" if name else scope.name
 
 
 def raise_failure(error: BaseException | None, name: str) -> None:

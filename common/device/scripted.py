@@ -8,6 +8,9 @@
 
 Records and waits are no steps of their own: an event is done, and a wait passed, as soon as what they need has run.
 Everything happens on the calling thread.
+
+With `runs_pieces_beside=False` it is as on CUDA: a piece's Python runs when it is enqueued, and what the test or the
+policy then picks is the device's part of it, which does nothing but let later events be reached.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
-from common.device.piece import close_all, failure_of, piece_name, raise_failure, run_piece
+from common.device.piece import close_all, event_name, failure_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
     Device,
     Event,
@@ -65,20 +68,25 @@ class NotReady(Exception):
 
 
 class ScriptedEvent(Event):
-    def __init__(self, stream: ScriptedStream, scope: Scope | None, stream_scope: Scope) -> None:
+    def __init__(self, stream: ScriptedStream, scope: Scope | None, stream_scope: Scope, name: str = "") -> None:
         self.stream = stream
+        self.name = event_name(name, scope or stream_scope)
         self._scope = scope
         self._stream_scope = stream_scope
         self._is_done = False
         self._reached_s = 0.0
         self._error: BaseException | None = None
+        self._error_at_record = None if stream.device.runs_pieces_beside else failure_of(scope, stream_scope)
 
     def is_done(self) -> bool:
+        if self._is_done:
+            self.stream.device.observer.seen_done(self)
         return self._is_done
 
     def synchronize(self, timeout_s: float) -> None:
         self.stream.device.block_on(self)
-        raise_failure(self._error, (self._scope or self._stream_scope).name)
+        self.stream.device.observer.seen_done(self)
+        raise_failure(self._error, self.name)
 
     @property
     def error(self) -> BaseException | None:
@@ -92,7 +100,8 @@ class ScriptedEvent(Event):
         """The stream is here; or never will be, with the reason. A milestone may have been come to before."""
         if self._is_done:
             return
-        self._error = abandoned or failure_of(self._scope, self._stream_scope)
+        beside = self.stream.device.runs_pieces_beside
+        self._error = abandoned or (failure_of(self._scope, self._stream_scope) if beside else self._error_at_record)
         self._reached_s = time.perf_counter()
         self._is_done = True
 
@@ -128,24 +137,42 @@ class ScriptedStream(Stream):
         return StreamProgress(self.name, self._kind, self.is_ready, self._num_done, self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
-        self._put(_Piece(work, scope))
+        if self.device.runs_pieces_beside:
+            self._put(_Piece(work, scope))
+            return
+        if self._is_closed:
+            raise StreamClosed(f"stream {self.name} is closed")
+        with self.device.observer.launching(self, piece_name(work)):
+            run_piece(work, scope, self._scope)
+        self._put_launched(work)
 
     def enqueue_with_milestones(
         self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
     ) -> Sequence[Event]:
+        if not self.device.runs_pieces_beside:
+            reached: dict[int, Event] = {}
+
+            def reach(number: int) -> None:
+                self._put_launched(work)
+                reached.setdefault(number, self.record(scope))
+
+            self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
+            return [reached.get(number) or self.record(scope) for number in range(num_milestones)]
         events = [self._new_event(scope) for _ in range(num_milestones)]
         self.enqueue(partial(work, [partial(self._pass_milestone, event) for event in events]), scope)
         for event in events:
             self._put(event)
         return events
 
-    def record(self, scope: Scope | None = None) -> Event:
-        event = self._new_event(scope)
+    def record(self, scope: Scope | None = None, name: str = "") -> Event:
+        event = self._new_event(scope, name)
         self._put(event)
+        self.device.observer.recorded(self, event)
         return event
 
     def wait(self, event: Event) -> None:
         self._put(_Wait(event))
+        self.device.observer.waited(self, event)
 
     def close(self, timeout_s: float) -> None:
         if self._is_closed:
@@ -218,8 +245,15 @@ class ScriptedStream(Stream):
     def pass_wait(self, event: Event) -> None:
         """The stream goes on behind `event`. Nothing to do here; for those who follow what comes after what."""
 
-    def _new_event(self, scope: Scope | None) -> ScriptedEvent:
-        return ScriptedEvent(self, scope, self._scope)
+    def _new_event(self, scope: Scope | None, name: str = "") -> ScriptedEvent:
+        return ScriptedEvent(self, scope, self._scope, name)
+
+    def _put_launched(self, work: Callable[..., object]) -> None:
+        def on_device() -> None:
+            pass
+
+        on_device.__name__ = piece_name(work)
+        self._put(_Piece(on_device, None))
 
     def _pass_milestone(self, event: ScriptedEvent) -> None:
         event.reach()
@@ -246,6 +280,24 @@ def run_nothing(device: ScriptedDevice) -> None:
     pass
 
 
+class Observer:
+    """Told of what is asked of a device's streams. This one does nothing with it."""
+
+    @contextlib.contextmanager
+    def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
+        """Around a piece's Python, where that runs when it is enqueued."""
+        yield
+
+    def recorded(self, stream: ScriptedStream, event: ScriptedEvent) -> None:
+        pass
+
+    def waited(self, stream: ScriptedStream, event: Event) -> None:
+        pass
+
+    def seen_done(self, event: ScriptedEvent) -> None:
+        """By the engine's thread, or by whoever else asks."""
+
+
 class ScriptedDevice(Device):
     """`on_synchronize` acts when somebody blocks on an event; `on_host_call` whenever something was enqueued, and
     inside a piece that has come to a milestone.
@@ -255,13 +307,22 @@ class ScriptedDevice(Device):
     """
 
     def __init__(
-        self, *, on_synchronize: Policy = run_needed, on_host_call: Callable[[ScriptedDevice], None] = run_nothing
+        self,
+        *,
+        on_synchronize: Policy = run_needed,
+        on_host_call: Callable[[ScriptedDevice], None] = run_nothing,
+        runs_pieces_beside: bool = True,
+        observer: Observer | None = None,
     ) -> None:
         self.on_synchronize = on_synchronize
         self.on_host_call = on_host_call
+        self.observer = observer or Observer()
+        self._runs_pieces_beside = runs_pieces_beside
         self.streams: list[ScriptedStream] = []
         self._torch_device = torch.device("cpu")
-        self._schedule_stream = InlineStream("schedule", wait_timeout_s=0.0)
+        self._schedule_stream: InlineStream | ScriptedStream = (
+            InlineStream("schedule", wait_timeout_s=0.0) if runs_pieces_beside else ScriptedStream(self, "schedule")
+        )
 
     @property
     def torch_device(self) -> torch.device:
@@ -273,7 +334,7 @@ class ScriptedDevice(Device):
 
     @property
     def runs_pieces_beside(self) -> bool:
-        return True
+        return self._runs_pieces_beside
 
     def new_stream(
         self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None
@@ -289,7 +350,7 @@ class ScriptedDevice(Device):
         return torch.empty(tuple(shape), dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return tensor if self._runs_pieces_beside else tensor.detach().clone()
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
@@ -322,7 +383,10 @@ class ScriptedDevice(Device):
                 stream.run_next()
 
     def settle(self) -> None:
-        while any(stream.settle() for stream in self.streams):
+        streams = [*self.streams]
+        if isinstance(self._schedule_stream, ScriptedStream):
+            streams.append(self._schedule_stream)
+        while any(stream.settle() for stream in streams):
             pass
 
     def block_on(self, event: Event) -> None:
@@ -331,4 +395,6 @@ class ScriptedDevice(Device):
             self.on_synchronize(self, event)
         if not event.is_done():
             blocked = ", ".join(f"{stream.name}: {stream.pending()}" for stream in self.streams)
-            raise DeviceTimeout(f"the script left an event undone that somebody waits for; pending: {blocked}")
+            raise DeviceTimeout(
+                f"the script left undone what somebody waits for: {getattr(event, 'name', event)}; pending: {blocked}"
+            )

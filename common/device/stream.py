@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.device.errors import PieceFailed, is_of_device
 from common.device.graph import GraphRecorder
 
 Work = Callable[[], object]
@@ -87,6 +88,26 @@ class Event(Protocol):
         """How long the stream took from `earlier`, another event of it, to this one. Valid once both are done."""
 
 
+def wait_in_order(event: Event, timeout_s: float) -> None:
+    """As `event.synchronize`, for a caller that depends on the order alone: a failed piece is left to its own step.
+
+    Raises PieceFailed where the device or the stream failed, which concerns everybody; DeviceTimeout.
+    """
+    try:
+        event.synchronize(timeout_s)
+    except PieceFailed as failure:
+        if failure.is_of_device:
+            raise
+
+
+def raise_if_device_failed(event: Event) -> None:
+    """Of an event seen done. Raises what the device or the stream failed with before it was reached; a piece's own
+    failure is left to its scope.
+    """
+    if event.error is not None and is_of_device(event.error):
+        raise event.error
+
+
 class StreamKind(Enum):
     """What a stream is for; a hint."""
 
@@ -137,8 +158,8 @@ class Stream(Protocol):
         show in its event: it shows in the scope.
         """
 
-    def record(self, scope: Scope | None = None) -> Event:
-        """Mark this point. Work enqueued later is not covered."""
+    def record(self, scope: Scope | None = None, name: str = "") -> Event:
+        """Mark this point. Work enqueued later is not covered. Errors name the event by `name` and its scope."""
 
     def wait(self, event: Event) -> None:
         """Later work here runs after `event`, whether it is done with an error or without.
@@ -167,6 +188,12 @@ class Device(Protocol):
         """`on_event`: where the device `tells_of_events`, called behind each that the stream comes to or gives up, by
         its thread: who waits for some need not look again and again. It must not block, nor raise.
         """
+
+    def enter_thread(self) -> None:
+        """To be called by each thread that uses the device outside of pieces, before it does: from then on what the
+        thread asks of the device's library is about this device, of several.
+        """
+        return
 
     @property
     def tells_of_events(self) -> bool:

@@ -34,4 +34,6 @@ def device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
     """`host` on the device, never sharing storage with it; else as `upload`."""
     if torch_device.type == "cpu":
         return host.clone()
-    return host.pin_memory().to(torch_device, non_blocking=True)
+    with torch.cuda.device(torch_device):  # memory is pinned by the device that is current
+        pinned = host.pin_memory()
+    return pinned.to(torch_device, non_blocking=True)

@@ -11,8 +11,8 @@ from tests.device.rigs import BOUND_S, KINDS, Rig, open_rig
 
 
 @pytest.fixture(params=KINDS)
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = open_rig(request.param)
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = open_rig(request.param, monkeypatch)
     yield rig
     rig.release()
     rig.device.close(BOUND_S)

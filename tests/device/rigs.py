@@ -6,18 +6,22 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from common.device.cpu import CpuDevice
 from common.device.cuda import CudaDevice
 from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Device, Event, Scope, Stream
+from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda
 
 BOUND_S = 20.0
 SOON_S = 0.01
 _CUDA_HOLD_CYCLES = 1_000_000_000
 
-KINDS = ["cpu", "scripted"]
+AT_ONCE = "at once"
+FAKE_CUDA = "fake cuda"
+KINDS = ["cpu", "scripted", AT_ONCE, FAKE_CUDA]
 if torch.cuda.is_available():
     KINDS.append("cuda")
 
@@ -61,6 +65,8 @@ class Rig:
                 gate = threading.Event()
                 self._gates.append(gate)
                 stream.enqueue(lambda: _wait(gate))
+            case CudaDeviceOnFake(cuda=cuda):
+                stream.enqueue(lambda: self._gates.append(cuda.hold()))
             case _:
                 stream.enqueue(lambda: torch.cuda._sleep(_CUDA_HOLD_CYCLES))
 
@@ -71,10 +77,13 @@ class Rig:
             gate.set()
 
 
-def open_rig(kind: str) -> Rig:
+def open_rig(kind: str, patch: pytest.MonkeyPatch) -> Rig:
+    """`patch`: for a torch.cuda that is not there."""
     devices: dict[str, Callable[[], Device]] = {
         "cpu": lambda: CpuDevice(num_threads=1, wait_timeout_s=BOUND_S),
         "scripted": ScriptedDevice,
+        AT_ONCE: lambda: ScriptedDevice(runs_pieces_beside=False),
+        FAKE_CUDA: lambda: CudaDeviceOnFake(FakeCuda().patched(patch)),
         "cuda": lambda: CudaDevice(0),
     }
     return Rig(kind, devices[kind]())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
+from common.device.scripted import ScriptedDevice
 from common.device.stream import Scope, Stream
 from tests.device.rigs import BOUND_S, SOON_S, Rig, boom, finish
 
@@ -74,7 +75,7 @@ def test_a_stream_goes_on_beside_one_that_it_does_not_wait_for(rig: Rig) -> None
     journal = rig.journal
     forward, copy = rig.device.new_stream("forward"), rig.device.new_stream("copy")
     finish(forward)
-    if rig.kind != "scripted":
+    if not isinstance(rig.device, ScriptedDevice):
         rig.hold(forward)
     forward.enqueue(journal.piece(1))
     held = forward.record()
@@ -136,6 +137,13 @@ def test_a_piece_that_raises_fails_the_events_of_its_scope(stream: Stream) -> No
     assert isinstance(event.error, ValueError)
     assert raised.value.__cause__ is event.error is step.error
     assert event.is_done()
+
+
+def test_the_error_names_the_event(stream: Stream) -> None:
+    step = Scope("step 7")
+    stream.enqueue(boom, step)
+    with pytest.raises(PieceFailed, match=r"^publish_ready of step 7: ValueError: boom"):
+        stream.record(step, "publish_ready").synchronize(BOUND_S)
 
 
 def test_the_error_names_the_piece_and_its_stream(stream: Stream) -> None:
@@ -336,7 +344,7 @@ def test_what_goes_to_the_host_is_there(rig: Rig) -> None:
     assert host.device.type == "cpu"
     assert host.tolist() == [[0, 3], [1, 4], [2, 5]]
     source.zero_()
-    shares = rig.device.torch_device.type == "cpu"
+    shares = rig.kind in ("cpu", "scripted")
     assert host.tolist() == ([[0, 0]] * 3 if shares else [[0, 3], [1, 4], [2, 5]])
 
 

@@ -41,12 +41,12 @@ REPLICA = "replica"
 class _LaggingSchedule(ScriptedStream):
     """The schedule side of a GPU: what the engine's thread asked of the device happens after the call returned."""
 
-    def record(self, scope: Scope | None = None) -> ScriptedEvent:
+    def record(self, scope: Scope | None = None, name: str = "") -> ScriptedEvent:
         def schedule_side_writes() -> None:
             pass
 
         self.enqueue(schedule_side_writes, scope)
-        return cast(ScriptedEvent, super().record(scope))
+        return cast(ScriptedEvent, super().record(scope, name))
 
 
 class LaggingScheduleDevice(ScriptedDevice):
@@ -296,12 +296,3 @@ class ScriptedEngine:
 
     def _note_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.outcomes[request_id].token_ids.extend(token_ids)
-
-
-def refuses(action: Callable[[], object]) -> bool:
-    """Whether `action` fails an assertion."""
-    try:
-        action()
-    except AssertionError:
-        return True
-    return False

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed, StreamClosed
+from common.device.scripted import refuse
 from common.errors import EngineFault
 from tests.engine.harness import ScriptedEngine
+from tests.engine.speculating import CHAIN
 
 
 def test_closing_closes_every_stream_although_a_step_does_not_end() -> None:
@@ -35,3 +37,33 @@ def test_the_engine_ends_and_blames_no_request(fault: EngineFault, overlap: bool
         scripted.run()
     assert caught.value.__cause__ is fault
     assert outcome.error is None, "it would end INTERNAL, and no client would resume it"
+
+
+def test_kv_that_a_dead_stream_never_copied_does_not_count_as_landed() -> None:
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60)
+    scripted.submit("a", [1, 2, 3], 20)
+    scripted.step()
+    scripted.hand_over("a")
+    scripted.step()
+    assert scripted.landing.pending()
+    scripted.device.on_synchronize = refuse
+    with pytest.raises(DeviceTimeout):
+        scripted.landing.close(0.0)
+    with pytest.raises(StreamClosed, match="landing"):
+        scripted.step()
+
+
+def test_a_device_lost_under_verify_is_named_by_the_wait_for_lengths() -> None:
+    """Which is the first to meet it; not by what is computed with lengths that were never published."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, spec_info=CHAIN)
+    outcome = scripted.submit("a", [1, 2, 3], 20)
+    scripted.start("a")
+
+    def lose(_batch: object) -> None:
+        raise DeviceLost("the device faulted")
+
+    scripted.model.on_forward = lose
+    with pytest.raises(PieceFailed, match=r"^publish_ready of step 0: DeviceLost: the device faulted") as caught:
+        scripted.step()
+    assert caught.value.is_of_device
+    assert outcome.error is None

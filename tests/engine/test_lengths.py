@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import ast
-from functools import partial
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from common.device.cell import Cell
+from common.device.stream import Scope
 from common.model.sampling_params import ResolvedSampling
+from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import PrebuiltBatch
+from decode_service.future_map import FutureMap
 from decode_service.messages import Submit
 from decode_service.request import Request
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
-from tests.engine.harness import ScriptedEngine, refuses
+from decode_service.worker import OnPublish, Worker, WorkerOutput
+from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch, make_pool
+from tests.engine.speculating import CHAIN
 
 ROOT = Path(__file__).parents[2]
+BOUND_S = 100.0
 
 
 def prebuilt_batch() -> ScheduleBatch:
@@ -72,11 +81,62 @@ def check_twins_agree_at_every_launch() -> None:
     scripted.run()
 
 
+class LyingCell(Cell[Tensor]):
+    """Of the lengths that a step publishes the first is `lie`."""
+
+    def __init__(self, lengths: Cell[Tensor], lie: int) -> None:
+        super().__init__()
+        self._lengths = lengths
+        self._lie = lie
+
+    def get(self) -> Tensor:
+        lengths = self._lengths.get().clone()
+        lengths[0] = self._lie
+        return lengths
+
+
+class LyingWorker:
+    """A Worker that computes like another one, and whose third step lies."""
+
+    relays_lengths = True
+
+    def __init__(self, worker: Worker, lie: int) -> None:
+        self._worker = worker
+        self._lie = lie
+        self._num_published = 0
+
+    @property
+    def seed_columns(self) -> tuple[SeedColumnSpec, ...]:
+        return self._worker.seed_columns
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput:
+        def publish(lengths: Cell[Tensor]) -> None:
+            self._num_published += 1
+            on_publish(LyingCell(lengths, self._lie) if self._num_published == 3 else lengths)
+
+        return self._worker.forward(batch, future_map=future_map, scope=scope, on_publish=publish)
+
+
+def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True) -> list[str]:
+    """Of three requests, the first of which has a step publish `lie`; all run at once. What each failed with."""
+    scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, overlap=overlap)
+    scripted.engine._worker = LyingWorker(scripted.engine._worker, lie)
+    outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
+    scripted.run()
+    return [
+        str(outcome.error) if outcome.error else "" if outcome.token_ids == outcome.expected else "wrong tokens"
+        for outcome in outcomes
+    ]
+
+
 def check_no_length_is_a_sentinel() -> None:
-    for sentinel in (0, -1):
-        batch = grown_batch()
-        batch.set_seq_lens(torch.tensor([3, sentinel]))
-        assert refuses(partial(ForwardBatch.snapshot, batch)), f"length {sentinel} was launched"
+    """None that no step can have left is launched: it fails its row, and nobody else."""
+    for lie in (0, -1, 3, 1 << 40):
+        for overlap in (True, False):
+            errors = errors_beside_a_wrong_length(lie, overlap=overlap)
+            assert errors == [f"a decode step published a length of {lie}", "", ""], f"length {lie} was launched"
 
 
 def check_a_snapshot_is_the_forwards_own() -> None:
@@ -180,7 +240,7 @@ def test_holds(check: Check) -> None:
         (check_twins_are_apart, lengths.twins_share_storage, "share storage from a handoff"),
         (check_twins_are_apart, lengths.relayed_twins_share_storage, "share storage relayed"),
         (check_twins_agree_at_every_launch, lengths.cpu_twin_not_updated, "seq_lens and seq_lens_cpu differ"),
-        (check_no_length_is_a_sentinel, lengths.lengths_not_checked_at_launch, "was launched"),
+        (check_no_length_is_a_sentinel, lengths.lengths_are_not_looked_at, "was launched"),
         (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_lengths, "schedule side's lengths"),
         (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_rows, "schedule side's rows"),
         (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_slots, "schedule side's slots"),
@@ -197,6 +257,14 @@ def test_holds(check: Check) -> None:
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     see_it_fail(check, mutant, symptom, monkeypatch)
+
+
+def test_lengths_are_looked_at_without_assertions_too() -> None:
+    code = "from tests.engine.test_lengths import *; print(errors_beside_a_wrong_length(0))"
+    ran = subprocess.run(
+        [sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S, check=True
+    )
+    assert ran.stdout.strip() == str(["a decode step published a length of 0", "", ""])
 
 
 @pytest.mark.parametrize("planted", ["batch.seq_lens_sum = 0", "seq_lens_sum = 1", "ForwardBatch(seq_lens_sum=3)"])

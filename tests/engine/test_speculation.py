@@ -97,6 +97,7 @@ def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
     num_waits = []
     for _ in range(9):
         waits = pending_when_blocking(scripted)
+        assert outcome.error is None, f"an earlier step's lengths were taken: {outcome.error}"
         assert waits[-1].count("verify") >= 1, "the next step was not launched before this one was waited for"
         num_waits.append(len(waits))
     assert num_waits == [2, 1, 2, 1, 1, 1, 1, 1, 1], f"waits a step: {num_waits}"
@@ -254,6 +255,7 @@ def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
     lengths: list[tuple[int, ...] | None] = []
     scripted.model.on_forward = lambda batch: lengths.append(batch.prefix_lens)
     scripted.run()
+    assert outcome.error is None, f"a bootstrapped length was lost: {outcome.error}"
     assert lengths[0] == (5,), f"a bootstrapped length was lost: {lengths[0]}"
     assert_drafted_as_expected(outcome)
 
@@ -315,12 +317,12 @@ def test_holds(check: Check) -> None:
         (
             check_lengths_of_a_step_without_drafts_are_not_waited_for,
             speculation.an_earlier_steps_fence_stays_armed,
-            "decoded wrongly",
+            "an earlier step's lengths",
         ),
         (
             check_lengths_of_a_step_without_drafts_are_not_waited_for,
             relay.fence_covers_draft_extend,
-            "waits a step",
+            "an earlier step's lengths",
         ),
         (
             check_a_row_at_its_limit_is_not_launched,

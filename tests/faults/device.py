@@ -48,8 +48,8 @@ class FaultyStream(Stream):
     ) -> Sequence[Event]:
         return self._stream.enqueue_with_milestones(self._with_faults(work), num_milestones, scope)
 
-    def record(self, scope: Scope | None = None) -> Event:
-        return self._stream.record(scope)
+    def record(self, scope: Scope | None = None, name: str = "") -> Event:
+        return self._stream.record(scope, name)
 
     def wait(self, event: Event) -> None:
         self._stream.wait(event)

@@ -54,8 +54,8 @@ class Shared:
 
 
 class ExploredEvent(ScriptedEvent):
-    def __init__(self, stream: ExploredStream, scope: Scope | None, stream_scope: Scope) -> None:
-        super().__init__(stream, scope, stream_scope)
+    def __init__(self, stream: ExploredStream, scope: Scope | None, stream_scope: Scope, name: str) -> None:
+        super().__init__(stream, scope, stream_scope, name)
         self.units: set[Unit] = set(stream.progress_units)
         self.after: set[int] = set()
 
@@ -75,7 +75,7 @@ class ExploredEvent(ScriptedEvent):
         device = cast(ExploredStream, self.stream).explored
         device.block_on(self)
         device.current.after |= self.after
-        raise_failure(self._error, "an event")
+        raise_failure(self._error, self.name)
 
     def reach(self, abandoned: BaseException | None = None) -> None:
         if self._is_done:
@@ -111,8 +111,8 @@ class ExploredStream(ScriptedStream):
             cast(ExploredEvent, event).units = set(self.progress_units)
         return events
 
-    def _new_event(self, scope: Scope | None) -> ExploredEvent:
-        return ExploredEvent(self, scope, self._scope)
+    def _new_event(self, scope: Scope | None, name: str = "") -> ExploredEvent:
+        return ExploredEvent(self, scope, self._scope, name)
 
     def wait(self, event: Event) -> None:
         if isinstance(event, ExploredEvent):

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from baton import errors
 from baton.events import Delta
 from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings, PrefillSettings
+from common.device.cpu import CpuDevice
 from common.errors import EngineStalled
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
@@ -153,14 +155,17 @@ async def test_a_service_whose_engine_hangs_ends_by_sigterm_too_and_says_why(
 async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
     tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    entered: set[str] = set()
+    monkeypatch.setattr(CpuDevice, "enter_thread", lambda device: entered.add(threading.current_thread().name))
     async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
+        assert entered == {"prefill-engine", "decode-engine"}
 
         def step(_engine: PrefillEngine, _commands: Sequence[Command]) -> Sequence[Event]:
             raise RuntimeError("cursed")
 
         monkeypatch.setattr(PrefillEngine, "step", step)
 
-        assert str(await prefill.lost()) == "the engine died"
+        assert str(await prefill.lost()) == "the engine died: RuntimeError: cursed"
         await decode.turns(HealthStatus.NOT_SERVING)
         with pytest.raises(errors.Unavailable):
             async with asyncio.timeout(BOUND_S):

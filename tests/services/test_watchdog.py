@@ -24,6 +24,7 @@ BOUND_S = 10.0
 @dataclass
 class ScriptedEngine:
     is_alive: bool = True
+    death: BaseException | None = None
     is_stepping: bool = False
     num_steps_begun: int = 0
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from common.kv.pool import KvPool
 from decode_service import schedule_batch
 from decode_service.future_map import FutureMap
+from decode_service.running_rows import Rows, RunningRows
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 
 
@@ -32,18 +35,11 @@ def cpu_twin_not_updated(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ScheduleBatch, "prepare_for_decode", mutant)
 
 
-def lengths_not_checked_at_launch(patch: pytest.MonkeyPatch) -> None:
-    snapshot = ForwardBatch.snapshot
+def lengths_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: RunningRows, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
+        return np.ones(rows.shape, dtype=np.bool_)
 
-    def mutant(batch: ScheduleBatch) -> ForwardBatch:
-        lengths = batch.seq_lens_cpu
-        batch.seq_lens_cpu = lengths.clamp(min=1)
-        try:
-            return snapshot(batch)
-        finally:
-            batch.seq_lens_cpu = lengths
-
-    patch.setattr(ForwardBatch, "snapshot", mutant)
+    patch.setattr(RunningRows, "can_have", mutant)
 
 
 def sum_is_stale(patch: pytest.MonkeyPatch) -> None:

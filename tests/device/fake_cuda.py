@@ -1,0 +1,181 @@
+"""A stand-in for the part of torch.cuda that common/device uses: streams whose work takes no time unless it is held.
+
+Work itself runs on the CPU, at once, as pieces of a CudaStream do; what is kept here is how far each stream is, which
+device is current on each thread, and what was asked for while which was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.device.cuda import CudaDevice
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.is_recorded = self.is_reached = False
+
+    def record(self, stream: FakeStream) -> None:
+        self._cuda.check()
+        self.is_recorded = True
+        stream.queue.append(self)
+        self._cuda.advance()
+
+    def query(self) -> bool:
+        self._cuda.check()
+        self._cuda.advance()
+        return self.is_reached or not self.is_recorded
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return 0.0
+
+
+class FakeStream:
+    """`queue`: events to reach, events to wait for (`wait_event`), and gates that hold it."""
+
+    def __init__(self, cuda: FakeCuda, device_index: int) -> None:
+        self._cuda = cuda
+        self.device = torch.device("cuda", device_index)
+        self.queue: deque[FakeEvent | _Wait | threading.Event] = deque()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._cuda.check()
+        self.queue.append(_Wait(event))
+
+    def query(self) -> bool:
+        self._cuda.check()
+        self._cuda.advance()
+        return not self.queue
+
+    def advance(self) -> bool:
+        """True when something moved."""
+        before = len(self.queue)
+        while self.queue:
+            match self.queue[0]:
+                case FakeEvent() as event:
+                    event.is_reached = True
+                case _Wait(event) if event.is_reached or not event.is_recorded:
+                    pass
+                case threading.Event() as gate if gate.is_set():
+                    pass
+                case _:
+                    break
+            self.queue.popleft()
+        return len(self.queue) < before
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    event: FakeEvent
+
+
+class _Current(threading.local):
+    """CUDA's own are the thread's: a new one begins with device 0 and its default stream."""
+
+    def __init__(self) -> None:
+        self.device_index = 0
+        self.stream: FakeStream | None = None
+
+
+@dataclass
+class FakeCuda:
+    """`faulted`: what every call is answered with from then on. `asked`: (what, the device current then)."""
+
+    num_devices: int = 2
+    faulted: str = ""
+    asked: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._current = _Current()
+        self._default_streams = [FakeStream(self, index) for index in range(self.num_devices)]
+        self._streams = [*self._default_streams]
+
+    def patched(self, patch: pytest.MonkeyPatch) -> FakeCuda:
+        """From now on torch.cuda is this one."""
+        for name in ("device_count", "set_device", "current_stream", "stream", "device"):
+            patch.setattr(torch.cuda, name, getattr(self, name))
+        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self))
+        patch.setattr(torch.cuda, "Stream", self._new_stream)
+        return self
+
+    def check(self) -> None:
+        if self.faulted:
+            raise torch.AcceleratorError(f"CUDA error: {self.faulted}\nCUDA kernel errors might be reported later")
+
+    def advance(self) -> None:
+        while any(stream.advance() for stream in self._streams):
+            pass
+
+    @property
+    def current_device(self) -> int:
+        return self._current.device_index
+
+    def device_count(self) -> int:
+        return self.num_devices
+
+    def set_device(self, device: int) -> None:
+        assert 0 <= device < self.num_devices
+        self._current.device_index = device
+
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
+        index = self.current_device if device is None else device.index
+        stream = self._current.stream
+        return stream if stream is not None and stream.device.index == index else self._default_streams[index]
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        """As torch's: the stream's device is current too."""
+        current = self._current
+        before = (current.device_index, current.stream)
+        current.device_index, current.stream = stream.device.index, stream
+        try:
+            yield
+        finally:
+            current.device_index, current.stream = before
+
+    @contextlib.contextmanager
+    def device(self, device: int | torch.device) -> Iterator[None]:
+        before = self._current.device_index
+        self._current.device_index = device if isinstance(device, int) else device.index
+        try:
+            yield
+        finally:
+            self._current.device_index = before
+
+    def hold(self) -> threading.Event:
+        """What is put on the current stream from now on runs only once the gate that is returned is set."""
+        gate = threading.Event()
+        self.current_stream().queue.append(gate)
+        return gate
+
+    def ask(self, what: str) -> None:
+        """Something that acts on the current device."""
+        self.asked.append((what, self.current_device))
+
+    def _new_stream(self, device: torch.device) -> FakeStream:
+        self._streams.append(FakeStream(self, device.index))
+        return self._streams[-1]
+
+
+class CudaDeviceOnFake(CudaDevice):
+    """The device as it is, over memory of the host that is not pinned."""
+
+    def __init__(self, cuda: FakeCuda, index: int = 1) -> None:
+        super().__init__(index)
+        self.cuda = cuda
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)

@@ -1,0 +1,231 @@
+"""What CudaDevice asks of CUDA: on which device, how long it waits, and what it makes of a fault. Seen without one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from common.device import cuda as cuda_module
+from common.device.cuda import CudaEvent
+from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed
+from common.device.factory import open_device
+from common.device.stream import Scope, raise_if_device_failed, wait_in_order
+from common.device.upload import upload
+from common.engine_thread import EngineThread
+from common.errors import ConfigError, StartupError
+from common.load import EngineLoad, PoolCounts
+from common.watchdog import Watchdog
+from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda
+from tests.device.rigs import BOUND_S
+
+FAULT = "an illegal memory access was encountered"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(num_devices=3).patched(monkeypatch)
+
+
+class IdleEngine:
+    """Each step asks something of the device, outside of pieces."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.has_stepped = threading.Event()
+        self.fails = False
+
+    def step(self, commands: object) -> tuple[()]:
+        self._cuda.ask("step")
+        self.has_stepped.set()
+        if self.fails:
+            raise_if_device_failed(CudaEvent(torch.cuda.Event(), "step 4", DeviceLost("the device faulted")))
+        return ()
+
+    def idle_timeout_s(self) -> float:
+        return BOUND_S
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(PoolCounts(0, 0), PoolCounts(0, 0), num_queued=0, num_running=0, num_steps=0)
+
+    def close(self) -> None:
+        self._cuda.ask("close")
+
+
+# ---- which device -----------------------------------------------------------------------------------------------
+
+
+def test_the_thread_that_opens_a_device_has_entered_it(cuda: FakeCuda) -> None:
+    open_device("cuda:2", num_threads=1)
+    assert cuda.current_device == 2
+
+
+def test_the_engines_thread_enters_its_device_before_it_steps(cuda: FakeCuda) -> None:
+    engine, device = IdleEngine(cuda), CudaDeviceOnFake(cuda, 2)
+    thread: EngineThread[str] = EngineThread(
+        engine=engine, deliver=lambda events: None, on_death=print, name="engine", enter=device.enter_thread
+    )
+    thread.start()
+    thread.post("go")
+    assert engine.has_stepped.wait(BOUND_S)
+    assert thread.stop(BOUND_S)
+    assert {index for _, index in cuda.asked} == {2}
+
+
+def test_a_piece_runs_on_its_streams_device_whatever_its_thread_has_entered(cuda: FakeCuda) -> None:
+    stream = CudaDeviceOnFake(cuda, 2).new_stream("forward")
+    torch.cuda.set_device(0)
+    stream.enqueue(lambda: cuda.ask("kernel"))
+    assert cuda.asked == [("kernel", 2)]
+    assert cuda.current_device == 0
+
+
+@pytest.mark.parametrize("how", ["host_buffer", "upload"])
+def test_memory_is_pinned_by_the_device_that_it_is_for(
+    how: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = open_device("cuda:1", num_threads=1)
+    torch.cuda.set_device(0)
+    empty = torch.empty
+
+    def noted_empty(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
+        if pin_memory:
+            cuda.ask("pin")
+        return empty(*args, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    def noted_pin(tensor: torch.Tensor) -> torch.Tensor:
+        cuda.ask("pin")
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", noted_empty)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", noted_pin)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: (tensor, args, kwargs))
+    if how == "host_buffer":
+        device.host_buffer((2,), torch.int64)
+    else:
+        _, args, kwargs = upload([1, 2], torch.int64, device.torch_device)  # type: ignore[misc]
+        assert (args, kwargs) == ((torch.device("cuda:1"),), {"non_blocking": True})
+    assert cuda.asked == [("pin", 1)]
+
+
+@pytest.mark.parametrize("name", ["cuda:3", "cuda:9", "cuda:127"])
+def test_a_device_past_the_last_is_refused_in_one_line(name: str, cuda: FakeCuda) -> None:
+    with pytest.raises(ConfigError) as refused:
+        open_device(name, num_threads=1)
+    assert str(refused.value) == f"device: '{name}' is not there; 3 CUDA devices are"
+
+
+@pytest.mark.parametrize("name", ["cuda:-1", "cuda:x", "cuda:1.5", "cuda:", "cuda: 1", "cuda:01", "CUDA:1", "cuda:300"])
+def test_a_name_that_is_none_is_refused_in_one_line(name: str, cuda: FakeCuda) -> None:
+    with pytest.raises(ConfigError, match=r"^device: [^\n]*$"):
+        open_device(name, num_threads=1)
+
+
+def test_a_device_that_is_there_and_does_not_work_is_told_in_one_line(cuda: FakeCuda) -> None:
+    cuda.faulted = "CUDA driver version is insufficient"
+    cuda.set_device = lambda device: cuda.check()  # type: ignore[method-assign]
+    torch.cuda.set_device = cuda.set_device
+    with pytest.raises(StartupError, match=r"^device: 'cuda' does not work: [^\n]*insufficient$"):
+        open_device("cuda", num_threads=1)
+
+
+# ---- how long it waits ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Of time that passes while somebody sleeps, and a microsecond whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("done_s", [0.0, 90e-6, 1.001e-3, 7.77e-3, 0.2])
+def test_a_wait_ends_within_a_tenth_of_a_millisecond_of_its_event(
+    done_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cuda_module, "time", clock)
+
+    class Event:
+        def query(self) -> bool:
+            return clock.now_s >= done_s
+
+    CudaEvent(Event(), "publish_ready of step 3", None).synchronize(1.0)  # type: ignore[arg-type]
+    assert clock.now_s - done_s < 1e-4
+
+
+def test_a_wait_that_is_over_its_bound_names_its_event_and_stream(cuda: FakeCuda) -> None:
+    forward = CudaDeviceOnFake(cuda).new_stream("forward")
+    forward.enqueue(lambda: cuda.hold() and None)
+    begin_s = time.monotonic()
+    with pytest.raises(DeviceTimeout, match=r"^stream forward did not reach publish_ready of step 3 within 0\.01 s$"):
+        forward.record(Scope("step 3"), "publish_ready").synchronize(0.01)
+    assert time.monotonic() - begin_s < BOUND_S
+
+
+# ---- what it makes of a fault -----------------------------------------------------------------------------------
+
+
+def test_a_lost_device_is_named_by_the_wait_that_met_it(cuda: FakeCuda) -> None:
+    forward, step = CudaDeviceOnFake(cuda).new_stream("forward"), Scope("step 3")
+    event = forward.record(step, "publish_ready")
+    cuda.faulted = FAULT
+    told = f"the device faulted, seen waiting for publish_ready of step 3 on stream forward: CUDA error: {FAULT}"
+    for wait in (event.synchronize, lambda bound_s: wait_in_order(event, bound_s)):
+        with pytest.raises(PieceFailed, match=r"^publish_ready of step 3: DeviceLost: ") as failed:
+            wait(BOUND_S)
+        assert failed.value.is_of_device and str(failed.value.__cause__) == told
+    with pytest.raises(DeviceLost):
+        raise_if_device_failed(event)
+
+
+def test_a_fault_that_a_piece_meets_is_the_devices_and_not_its_steps(cuda: FakeCuda) -> None:
+    forward, step = CudaDeviceOnFake(cuda).new_stream("forward"), Scope("step 3")
+
+    def decode() -> None:
+        cuda.faulted = FAULT
+        cuda.check()
+
+    forward.enqueue(decode, step)
+    assert isinstance(step.error, DeviceLost)
+    assert str(step.error).startswith("the device faulted, seen putting work on stream forward: CUDA error")
+    assert step.error.__notes__ == ["in piece 'decode' of step 3 on stream forward"]
+
+
+def test_an_error_that_leaves_the_device_well_fails_its_piece_alone(cuda: FakeCuda) -> None:
+    forward, step = CudaDeviceOnFake(cuda).new_stream("forward"), Scope("step 3")
+
+    def too_large() -> None:
+        raise torch.AcceleratorError("CUDA error: invalid configuration argument")
+
+    forward.enqueue(too_large, step)
+    assert isinstance(step.error, torch.AcceleratorError)
+    forward.record(Scope("step 4")).synchronize(BOUND_S)
+
+
+def test_an_engine_that_ends_by_a_lost_device_says_so(cuda: FakeCuda) -> None:
+    engine, device = IdleEngine(cuda), CudaDeviceOnFake(cuda)
+    engine.fails = True
+    has_died = threading.Event()
+    thread: EngineThread[str] = EngineThread(
+        engine=engine, deliver=lambda events: None, on_death=lambda error: has_died.set(), name="engine"
+    )
+    watchdog = Watchdog(engine=thread, device=device, num_layers_begun=lambda: 0, stall_timeout_s=60.0)
+    thread.start()
+    thread.post("go")
+    assert has_died.wait(BOUND_S)
+    watchdog.look()
+    assert str(watchdog.lost) == "the engine died: DeviceLost: the device faulted"
