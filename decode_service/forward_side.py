@@ -11,6 +11,7 @@ from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
+from common.warm_kernels import warm_kernels
 from decode_service.future_map import FutureMap
 from decode_service.recording import Recorded, record_forwards
 from decode_service.spec_info import SpecInfo
@@ -70,6 +71,16 @@ class ForwardSide:
             seed_columns=worker.seed_columns,
             poisons_consumed_rows=poisons_consumed_rows,
             wait_timeout_s=wait_timeout_s,
+        )
+        # What is recorded compiles what it needs, but not all steps are: a head catches up on rows of unequal lag.
+        warm_kernels(
+            model=model,
+            draft=draft,
+            draft_topk=max((level.topk for level in levels), default=1),
+            pool=pool,
+            device=device,
+            stream=stream,
+            timeout_s=wait_timeout_s,
         )
         recorded = None
         if graphs is not None:

@@ -14,9 +14,7 @@ from torch import Tensor
 from common.device.upload import upload, upload_array
 from common.draft.extend import NextTokens
 from common.kv.pool import KvPool
-from common.kv.row_table import PADDING_ROW
-from common.kv.slot_allocator import PADDING_SLOT
-from common.model.attention import ForwardInput, KernelShape
+from common.model.attention import ForwardInput
 from common.model.sampling_state import SamplingBatch
 from prefill_service.messages import ChunkComputed
 from prefill_service.prompt import Prompt, PromptPhase
@@ -145,28 +143,6 @@ class ChunkBatch:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
-
-
-def padding_chunk(shape: KernelShape, pool: KvPool, layer_group: str) -> ForwardInput:
-    """A forward of this shape over row 0 and slot 0, which are nobody's."""
-    table = pool.rows.req_to_token
-
-    def column(length: int, value: int) -> Tensor:
-        return torch.full((length,), value, dtype=torch.int64, device=table.device)
-
-    return ForwardInput(
-        input_ids=column(shape.num_new, 0),
-        positions=column(shape.num_new, 0),
-        out_cache_loc=column(shape.num_new, PADDING_SLOT),
-        req_to_token=table,
-        req_pool_indices=column(1, PADDING_ROW),
-        seq_lens=column(1, shape.num_new),
-        prefix_lens=(0,),
-        extend_lens=(shape.num_new,),
-        max_seq_len=shape.max_seq_len,
-        kv=pool.buffers[layer_group],
-        logits_rows=column(1, shape.num_new - 1),
-    )
 
 
 def traced_chunks(batch: ChunkBatch, *, start_s: float, end_s: float) -> list[ChunkComputed]:

@@ -17,7 +17,8 @@ from common.kv.pool import KvPool
 from common.model.sampling import Sampled, sample, sampled_to_host
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
-from prefill_service.chunk_batch import ChunkBatch, padding_chunk
+from common.warm_kernels import warm_kernels
+from prefill_service.chunk_batch import ChunkBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +64,16 @@ class PrefillWorker:
         self._stream = stream
 
     def compile_kernels(self, timeout_s: float) -> None:
-        """Those that prompts need, by forwards of padding; before the first. Raises PieceFailed, DeviceTimeout."""
-        shapes = self._model.attention.kernel_shapes()
-
-        @torch.inference_mode()
-        def compile_kernels() -> None:
-            for shape in shapes:
-                window = padding_chunk(shape, self._pool, self._model.layer_group.name)
-                output = self._model.forward(window)
-                if self._draft is not None:
-                    assert output.hidden is not None, "the target captures what the head reads"
-                    kv = self._pool.buffers[self._draft.layer_group.name]
-                    self._draft.forward(replace(window, kv=kv), self._draft.fuse(output.hidden))
-
-        if shapes:
-            scope = Scope("compiling kernels")
-            self._stream.wait(self._device.schedule_stream.record())
-            self._stream.enqueue(compile_kernels, scope)
-            self._stream.record(scope).synchronize(timeout_s)
+        """Those that prompts need; before the first. Raises PieceFailed, DeviceTimeout."""
+        warm_kernels(
+            model=self._model,
+            draft=self._draft,
+            draft_topk=1,  # no prompt has a tree
+            pool=self._pool,
+            device=self._device,
+            stream=self._stream,
+            timeout_s=timeout_s,
+        )
 
     def forward(self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0) -> LaunchedChunks:
         """KV of target and head goes to the pool; an event tells of every `layers_per_event` layers of the target."""

@@ -64,10 +64,11 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """A forward of one row: its new tokens, and `max_seq_len`."""
+    """A forward of one row: its new tokens, `max_seq_len`, and whether there is a tree mask."""
 
     num_new: int
     max_seq_len: int
+    has_mask: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -75,8 +76,10 @@ class AttentionBackend(Protocol):
     def follows_lengths(self) -> bool:
         """Whether a forward costs what its rows' lengths ask for, however far above them `max_seq_len` is."""
 
-    def kernel_shapes(self) -> Sequence[KernelShape]:
-        """Forwards that between them use every kernel that rows without masks need; none where nothing is compiled."""
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
+        """Forwards that between them use every kernel that any forward needs, those with tree masks among them where
+        these are wanted; none where nothing is compiled.
+        """
 
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +17,12 @@ AttentionKind = Literal["kernels", "torch"]
 """Kernels that read the paged pool in place, made for the device; or PyTorch's operators, the reference anywhere."""
 
 
+def shared_bytes_of(torch_device: torch.device) -> int:
+    """Of a CUDA device: the most shared memory that one program may have."""
+    properties: Any = torch.cuda.get_device_properties(torch_device)  # its type lacks this one
+    return int(properties.shared_memory_per_block_optin)
+
+
 def new_attention(
     kind: AttentionKind,
     *,
@@ -24,6 +31,7 @@ def new_attention(
     head_dim: int,
     dtype: torch.dtype,
     torch_device: torch.device,
+    shared_bytes: Callable[[torch.device], int] = shared_bytes_of,
 ) -> AttentionBackend:
     """For layers that all have `num_heads` query heads over `num_kv_heads` of `head_dim`. Raises StartupError."""
     if kind == "torch":
@@ -40,6 +48,7 @@ def new_attention(
     if not any(map(shutil.which, (wanted,) if wanted else ("gcc", "clang"))):
         missing = f"CC names {wanted}, which is not there" if wanted else "there is neither gcc nor clang"
         raise StartupError(f"attention: kernels for CUDA need a C compiler, and {missing}; torch needs none")
-    from common.model.attention_triton import TritonAttention
+    from common.model.attention_triton import HeadShape, TritonAttention
 
-    return TritonAttention()
+    heads = HeadShape(num_heads, num_kv_heads, head_dim, dtype)
+    return TritonAttention(heads, shared_bytes=shared_bytes(torch_device))

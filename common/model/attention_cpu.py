@@ -39,7 +39,7 @@ class PagedCpuAttention:
 
     follows_lengths = True
 
-    def kernel_shapes(self) -> Sequence[KernelShape]:
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
         return ()
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:

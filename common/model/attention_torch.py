@@ -21,7 +21,7 @@ class TorchAttention:
 
     follows_lengths = False
 
-    def kernel_shapes(self) -> Sequence[KernelShape]:
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
         return ()
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:

@@ -16,14 +16,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from common.device.upload import upload
+from common.errors import StartupError
 from common.model import triton_kernels
 from common.model.attention import AttentionPlan, ForwardInput, KernelShape
+from common.model.triton_launch import Launch, Launcher
 
 _SPLIT_TOKENS = 128  # of a part at least
 _MAX_SPLITS = 32
@@ -31,42 +33,125 @@ _MAX_SPLIT_QUERIES = 32  # of a row: with more, parts bring nothing
 _MIN_BLOCK = 16  # what a matrix product on the device takes
 
 
+_KEPT_BYTES = 2048  # of a program's fast memory: what compilers and drivers keep for themselves
+
+NO_LIMIT = 1 << 30
+
+
 @dataclass(frozen=True, slots=True)
-class _Tiles:
-    """How much of a row one program takes at once."""
+class Tiles:
+    """How much of a row one program takes at once, and with how many warps."""
 
     query_block: int
     token_block: int
     num_stages: int
+    num_warps: int
+
+    def shared_bytes(self, dim_block: int, itemsize: int) -> int:
+        """What a program takes of a multiprocessor's shared memory, at most: queries, K and V, and weights or sums."""
+        loaded = (self.query_block + self.num_stages * self.token_block) * dim_block * itemsize
+        return loaded + self.query_block * max(self.token_block * itemsize, dim_block * 4) + _KEPT_BYTES
 
     @classmethod
-    def of(cls, num_pairs: int, num_shared: int, dim_block: int, dtype: torch.dtype) -> _Tiles:
-        """For a row's `num_pairs` (query, head) pairs that read the same keys. Bounded by a program's fast memory."""
-        row_bytes = dim_block * dtype.itemsize
-        most = 64 if row_bytes <= 256 else 32
-        query_block = max(_MIN_BLOCK, min(most, _power_of_two(num_pairs)), _power_of_two(num_shared))
-        return cls(query_block, 64 if row_bytes <= 256 else 32, 2 if row_bytes <= 512 else 1)
+    def of(cls, num_pairs: int, num_shared: int, dim_block: int, itemsize: int, shared_bytes: int) -> Tiles | None:
+        """For a row's `num_pairs` (query, head) pairs, of which `num_shared` read the same keys. None where nothing
+        fits into `shared_bytes`.
+
+        What a thread holds in registers bounds a tile too. Where it spilled, tiles are smaller or shared by more warps;
+        products of float32 are made one by one and hold the most.
+        """
+        fewest = max(_MIN_BLOCK, _power_of_two(num_shared))
+        row_bytes = dim_block * itemsize
+        most = 64 if itemsize == 2 and row_bytes <= 256 else 32 if row_bytes <= 1024 else _MIN_BLOCK
+        query_block = max(fewest, min(most, _power_of_two(num_pairs)))
+        if itemsize == 2:
+            token_block, num_stages = (64 if row_bytes <= 256 else 32), (2 if row_bytes <= 512 else 1)
+            is_large = row_bytes > 512 or query_block * dim_block > 64 * 64
+        else:
+            is_large = query_block > _MIN_BLOCK or row_bytes > 512
+            token_block = 32 if row_bytes <= 512 or (row_bytes <= 1024 and query_block == _MIN_BLOCK) else _MIN_BLOCK
+            num_stages = 2 if query_block == _MIN_BLOCK and row_bytes <= 1024 else 1
+        while True:
+            tiles = cls(query_block, token_block, num_stages, 8 if is_large else 4)
+            if tiles.shared_bytes(dim_block, itemsize) <= shared_bytes:
+                return tiles
+            if num_stages > 1:
+                num_stages = 1
+            elif token_block > _MIN_BLOCK:
+                token_block //= 2
+            elif query_block > fewest:
+                query_block //= 2
+            else:
+                return None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """`num_heads` query heads over `num_kv_heads` of K and V, `head_dim` numbers each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def num_shared(self) -> int:
+        """Query heads that read the same K and V."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def dim_block(self) -> int:
+        return max(_MIN_BLOCK, _power_of_two(self.head_dim))
 
 
 class TritonAttention:
-    """An AttentionBackend for CUDA: heads of any size, also where it is no power of two; float32, bfloat16, float16."""
+    """An AttentionBackend for CUDA: heads of any size, also where it is no power of two; float32, bfloat16, float16.
+
+    Programs take no more than `shared_bytes` of a multiprocessor's shared memory. Raises StartupError where heads are
+    too large for that. `launch` is what becomes of its kernels' launches.
+    """
 
     follows_lengths = True
 
-    def kernel_shapes(self) -> Sequence[KernelShape]:
+    def __init__(self, heads: HeadShape, *, shared_bytes: int = NO_LIMIT, launch: Launcher = Launch.run) -> None:
+        self._heads = heads
+        self._shared_bytes = shared_bytes
+        self._launch = launch
+        for shape in self.kernel_shapes():
+            self.tiles(shape.num_new)
+
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
         """Each number of queries that a program takes, of rows that are cut into parts and of rows that are not."""
         few = [1 << power for power in range(_MAX_SPLIT_QUERIES.bit_length())]
-        whole = [KernelShape(num_new, max(num_new, 1)) for num_new in (*few, 2 * _MAX_SPLIT_QUERIES)]
-        return [*whole, *(KernelShape(num_new, _SPLIT_TOKENS + num_new) for num_new in few)]
+        shapes = [
+            *(KernelShape(num_new, num_new) for num_new in (*few, 2 * _MAX_SPLIT_QUERIES)),
+            *(KernelShape(num_new, _SPLIT_TOKENS + num_new) for num_new in few),
+        ]
+        return [*shapes, *(replace(shape, has_mask=True) for shape in shapes)] if with_masks else shapes
+
+    def tiles(self, max_new: int) -> Tiles:
+        """Of a forward in which a row has `max_new` new tokens at most."""
+        heads, itemsize = self._heads, self._heads.dtype.itemsize
+        num_pairs = max_new * heads.num_shared
+        tiles = Tiles.of(num_pairs, heads.num_shared, heads.dim_block, itemsize, self._shared_bytes)
+        if tiles is None:
+            raise StartupError(
+                f"attention: kernels for heads of {heads.head_dim} numbers, {heads.num_shared} to one of K and V, in "
+                f"{str(heads.dtype).removeprefix('torch.')} need more than the {self._shared_bytes} bytes of shared "
+                "memory that this device gives a program; torch needs none"
+            )
+        return tiles
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        return _PagedPlan(batch)
+        return _PagedPlan(batch, self, self._heads, self._launch)
 
 
 class _PagedPlan:
-    def __init__(self, batch: ForwardInput) -> None:
+    def __init__(self, batch: ForwardInput, backend: TritonAttention, heads: HeadShape, launch: Launcher) -> None:
         assert batch.kv.is_contiguous(), "the kernels write to the pool itself"
         self._batch = batch
+        self._heads = heads
+        self._launch = launch
         # The kernels step through these one number at a time; a caller may hold a column of something wider.
         self._out_cache_loc = batch.out_cache_loc.contiguous()
         self._req_pool_indices = batch.req_pool_indices.contiguous()
@@ -74,6 +159,7 @@ class _PagedPlan:
         self._num_rows = batch.req_pool_indices.shape[0]
         extend_lens = batch.extend_lens or (1,) * self._num_rows
         self._max_new = max(extend_lens, default=1)
+        self._tiles = backend.tiles(self._max_new)
         self._starts = _starts(extend_lens, batch.seq_lens.device)
         is_few = self._max_new <= _MAX_SPLIT_QUERIES
         self._num_splits = min(_MAX_SPLITS, -(-batch.max_seq_len // _SPLIT_TOKENS)) if is_few else 1
@@ -86,10 +172,8 @@ class _PagedPlan:
             return output
         kv = self._batch.kv[layer]
         self._write(kv, key, value)
-        (num_tokens, num_heads, head_dim), num_kv_heads = query.shape, key.shape[1]
-        dim_block = max(_MIN_BLOCK, _power_of_two(head_dim))
-        num_shared = num_heads // num_kv_heads
-        tiles = _Tiles.of(self._max_new * num_shared, num_shared, dim_block, query.dtype)
+        num_tokens, num_heads, head_dim = query.shape
+        tiles, num_shared = self._tiles, self._heads.num_shared
         num_blocks = -(-self._max_new // (tiles.query_block // num_shared))
         is_split = self._num_splits > 1
         parts, log_weights = output, output
@@ -97,73 +181,87 @@ class _PagedPlan:
             shape = (num_tokens, num_heads, self._num_splits)
             parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
             log_weights = torch.empty(shape, dtype=torch.float32, device=query.device)
-        assert query.stride(2) == 1, "a head's numbers are adjacent"
+        query = _with_adjacent_numbers(query)
         batch = self._batch
-        triton_kernels.attend[(self._num_rows * num_blocks, num_kv_heads, self._num_splits)](
-            query,
-            kv,
-            batch.req_to_token,
-            self._req_pool_indices,
-            self._seq_lens,
-            self._starts,
-            self._starts if self._mask is None else self._mask,
-            parts,
-            log_weights,
-            scaling * math.log2(math.e),
-            0 if self._mask is None else self._mask.shape[1],
-            num_blocks,
-            query.stride(0),
-            query.stride(1),
-            kv.stride(0),
-            kv.stride(1),
-            kv.stride(2),
-            batch.req_to_token.stride(0),
-            NUM_SHARED=num_shared,
-            HEAD_DIM=head_dim,
-            DIM_BLOCK=dim_block,
-            QUERY_BLOCK=tiles.query_block,
-            TOKEN_BLOCK=tiles.token_block,
-            HAS_MASK=self._mask is not None,
-            IS_SPLIT=is_split,
-            SPLIT_TOKENS=_SPLIT_TOKENS,
-            MAX_SPLITS=_MAX_SPLITS,
-            num_stages=tiles.num_stages,
+        cut = {"SPLIT_TOKENS": _SPLIT_TOKENS, "MAX_SPLITS": _MAX_SPLITS, "TOKEN_BLOCK": tiles.token_block}
+        head = {"HEAD_DIM": head_dim, "DIM_BLOCK": self._heads.dim_block}
+        self._launch(
+            Launch(
+                triton_kernels.attend,
+                grid=(self._num_rows * num_blocks, self._heads.num_kv_heads, self._num_splits),
+                arguments={
+                    "query": query,
+                    "kv": kv,
+                    "req_to_token": batch.req_to_token,
+                    "req_pool_indices": self._req_pool_indices,
+                    "seq_lens": self._seq_lens,
+                    "query_starts": self._starts,
+                    "tree_mask": self._starts if self._mask is None else self._mask,
+                    "output": parts,
+                    "log_weights": log_weights,
+                    "scale_log2": scaling * math.log2(math.e),
+                    "mask_width": 0 if self._mask is None else self._mask.shape[1],
+                    "num_blocks": num_blocks,
+                    "query_token_stride": query.stride(0),
+                    "query_head_stride": query.stride(1),
+                    "plane_stride": kv.stride(0),
+                    "slot_stride": kv.stride(1),
+                    "kv_head_stride": kv.stride(2),
+                    "table_stride": batch.req_to_token.stride(0),
+                },
+                constants={
+                    "NUM_SHARED": num_shared,
+                    "QUERY_BLOCK": tiles.query_block,
+                    "HAS_MASK": self._mask is not None,
+                    "IS_SPLIT": is_split,
+                    **head,
+                    **cut,
+                },
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+            )
         )
         if is_split:
-            triton_kernels.combine[(self._num_rows * self._max_new, num_heads)](
-                parts,
-                log_weights,
-                self._seq_lens,
-                self._starts,
-                output,
-                self._max_new,
-                self._num_splits,
-                TOKEN_BLOCK=tiles.token_block,
-                HEAD_DIM=head_dim,
-                DIM_BLOCK=dim_block,
-                SPLIT_TOKENS=_SPLIT_TOKENS,
-                MAX_SPLITS=_MAX_SPLITS,
+            self._launch(
+                Launch(
+                    triton_kernels.combine,
+                    grid=(self._num_rows * self._max_new, num_heads),
+                    arguments={
+                        "parts": parts,
+                        "log_weights": log_weights,
+                        "seq_lens": self._seq_lens,
+                        "query_starts": self._starts,
+                        "output": output,
+                        "max_new": self._max_new,
+                        "num_splits": self._num_splits,
+                    },
+                    constants={**head, **cut},
+                )
             )
         return output
 
     def _write(self, kv: Tensor, key: Tensor, value: Tensor) -> None:
         num_tokens, num_kv_heads, head_dim = key.shape
-        assert key.stride(2) == value.stride(2) == 1, "a head's numbers are adjacent"
+        key, value = _with_adjacent_numbers(key), _with_adjacent_numbers(value)
         size = num_kv_heads * head_dim
-        triton_kernels.write[(num_tokens,)](
-            key,
-            value,
-            kv,
-            self._out_cache_loc,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            kv.stride(0),
-            kv.stride(1),
-            TOKEN_SIZE=size,
-            HEAD_DIM=head_dim,
-            BLOCK=_power_of_two(size),
+        self._launch(
+            Launch(
+                triton_kernels.write,
+                grid=(num_tokens,),
+                arguments={
+                    "key": key,
+                    "value": value,
+                    "kv": kv,
+                    "out_cache_loc": self._out_cache_loc,
+                    "key_token_stride": key.stride(0),
+                    "key_head_stride": key.stride(1),
+                    "value_token_stride": value.stride(0),
+                    "value_head_stride": value.stride(1),
+                    "plane_stride": kv.stride(0),
+                    "slot_stride": kv.stride(1),
+                },
+                constants={"TOKEN_SIZE": size, "HEAD_DIM": head_dim, "BLOCK": _power_of_two(size)},
+            )
         )
 
 
@@ -176,6 +274,11 @@ def _starts(extend_lens: tuple[int, ...], device: torch.device) -> Tensor:
         step = lengths.pop()
         return torch.arange(0, len(extend_lens) * step + 1, step, device=device)
     return upload(list(itertools.accumulate(extend_lens, initial=0)), torch.int64, device)
+
+
+def _with_adjacent_numbers(heads: Tensor) -> Tensor:
+    """[T, heads, head_dim] as the kernels read it: of each head one number beside the other."""
+    return heads if heads.stride(2) == 1 or heads.shape[2] == 1 else heads.contiguous()
 
 
 def _power_of_two(number: int) -> int:

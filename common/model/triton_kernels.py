@@ -5,38 +5,28 @@
     combine    the parts of each query, by how much weight each has
 
 A score of a token that is not attended is -inf and its K and V are not loaded: no slot is read but the row's own.
-Softmax has base 2, into which the scale goes.
+Softmax has base 2, into which the scale goes. Addresses are reckoned in 64 bits: a pool may hold over 2^31 numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import triton
 import triton.language as tl
 
-
-def _jit(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
-    """A kernel that is compiled once for all values of the integers `any_value`: otherwise 1 and multiples of 16 each
-    get one of their own, compiled when a forward first has them.
-    """
-    kernel: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=[*any_value])
-    return kernel
+from common.model.triton_launch import kernel
 
 
-@_jit()
+@kernel(fixed=("kv", "plane_stride", "slot_stride"))
 def write(  # type: ignore[no-untyped-def]
     key,
     value,
     kv,
     out_cache_loc,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    plane_stride,
-    slot_stride,
+    key_token_stride: tl.int64,
+    key_head_stride: tl.int64,
+    value_token_stride: tl.int64,
+    value_head_stride: tl.int64,
+    plane_stride: tl.int64,
+    slot_stride: tl.int64,
     TOKEN_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -54,7 +44,18 @@ def write(  # type: ignore[no-untyped-def]
     tl.store(target + plane_stride, values, mask=is_there)
 
 
-@_jit(any_value=("mask_width", "num_blocks"))
+@kernel(
+    fixed=(
+        "kv",
+        "req_to_token",
+        "output",
+        "log_weights",
+        "plane_stride",
+        "slot_stride",
+        "kv_head_stride",
+        "table_stride",
+    )
+)
 def attend(  # type: ignore[no-untyped-def]
     query,
     kv,
@@ -68,12 +69,12 @@ def attend(  # type: ignore[no-untyped-def]
     scale_log2,
     mask_width,
     num_blocks,
-    query_token_stride,
-    query_head_stride,
-    plane_stride,
-    slot_stride,
-    kv_head_stride,
-    table_stride,
+    query_token_stride: tl.int64,
+    query_head_stride: tl.int64,
+    plane_stride: tl.int64,
+    slot_stride: tl.int64,
+    kv_head_stride: tl.int64,
+    table_stride: tl.int64,
     NUM_SHARED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -160,7 +161,7 @@ def attend(  # type: ignore[no-untyped-def]
         )
 
 
-@_jit(any_value=("max_new", "num_splits"))
+@kernel(fixed=("parts", "log_weights", "output"))
 def combine(  # type: ignore[no-untyped-def]
     parts,
     log_weights,

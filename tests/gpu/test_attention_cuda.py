@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import TritonAttention
 from tests.model.attention_rows import Rows
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +32,7 @@ def test_it_agrees_with_the_reference_and_writes_the_same_kv(
     lens: str, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> None:
     rows = Rows.of(ROWS[lens], heads=heads, head_dim=head_dim, dtype=dtype, device="cuda")
-    rows.check(rows.attend(TritonAttention()), rows.attend(TorchAttention()), TOLERANCES[dtype])
+    rows.check(rows.attend(rows.triton()), rows.attend(TorchAttention()), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -43,15 +42,15 @@ def test_drafts_attend_what_their_masks_say(num_masked: int, dtype: torch.dtype)
     mask = torch.rand((15, num_masked), generator=torch.Generator().manual_seed(num_masked)) < 0.5
     mask[torch.arange(15), num_masked - 5 + torch.arange(15) % 5] = True
     rows = replace(rows, batch=replace(rows.batch, tree_mask=mask.cuda()))
-    rows.check(rows.attend(TritonAttention()), rows.attend(TorchAttention()), TOLERANCES[dtype])
+    rows.check(rows.attend(rows.triton()), rows.attend(TorchAttention()), TOLERANCES[dtype])
 
 
 def test_nothing_waits_for_the_device() -> None:
     for lens in ROWS.values():
         rows = Rows.of(lens, heads=(4, 2), head_dim=64, device="cuda")
-        rows.attend(TritonAttention())  # compiles
+        rows.attend(rows.triton())  # compiles
         try:
             torch.cuda.set_sync_debug_mode("error")
-            rows.attend(TritonAttention())
+            rows.attend(rows.triton())
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from common.model.attention import AttentionBackend, ForwardInput
+from common.model.attention_triton import HeadShape, TritonAttention
+from common.model.triton_launch import Launch, Launcher
 
 LAYER = 1
 _MAX_TOKENS = 1100
@@ -35,12 +37,15 @@ class Rows:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         max_seq_len: int | None = None,
+        num_slots: int | None = None,
     ) -> Rows:
-        """`lens`: of each row the tokens there were before and the new ones; `heads`: the query's, and K's and V's."""
+        """`lens`: of each row the tokens there were before and the new ones; `heads`: the query's, and K's and V's.
+        `num_slots`: the pool's, just enough if none are given.
+        """
         generator = torch.Generator().manual_seed(len(lens) + head_dim)
         num_heads, num_kv_heads = heads
         num_rows, seq_lens = len(lens), [prefix + new for prefix, new in lens]
-        num_slots = sum(seq_lens) + 8
+        num_slots = num_slots or sum(seq_lens) + 8
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
@@ -77,6 +82,11 @@ class Rows:
             random(num, num_tokens, head_dim).transpose(0, 1) for num in (num_heads, num_kv_heads, num_kv_heads)
         )
         return cls(batch, query, key, value)
+
+    def triton(self, launch: Launcher = Launch.run) -> TritonAttention:
+        """The GPU's backend for these heads."""
+        (_, num_heads, head_dim), num_kv_heads = self.query.shape, self.key.shape[1]
+        return TritonAttention(HeadShape(num_heads, num_kv_heads, head_dim, self.query.dtype), launch=launch)
 
     def attend(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
         """What comes out, and the pool after it."""

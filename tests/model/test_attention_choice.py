@@ -15,10 +15,26 @@ from common.model.attention_choice import AttentionKind, new_attention
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import TritonAttention
 
+A100, GEFORCE = 166912, 101376
+"""Bytes of shared memory that a program may have."""
 
-def choose(kind: AttentionKind = "kernels") -> AttentionBackend:
+
+def choose(
+    kind: AttentionKind = "kernels",
+    *,
+    head_dim: int = 64,
+    num_heads: int = 4,
+    dtype: torch.dtype = torch.float32,
+    shared_bytes: int = A100,
+) -> AttentionBackend:
     return new_attention(
-        kind, num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, torch_device=torch.device("cuda")
+        kind,
+        num_heads=num_heads,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        torch_device=torch.device("cuda"),
+        shared_bytes=lambda device: shared_bytes,
     )
 
 
@@ -60,3 +76,23 @@ def test_a_cc_that_is_not_there_is_named(programs: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CC", "nonesuch")
     with pytest.raises(StartupError, match=r"^attention: .*CC names nonesuch"):
         choose()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "dtype", "shared_bytes"),
+    [
+        (1024, 4, torch.float32, A100),
+        (512, 128, torch.float32, A100),
+        (512, 4, torch.float32, 65536),
+        (1024, 4, torch.bfloat16, GEFORCE),
+        (256, 256, torch.float16, GEFORCE),
+    ],
+)
+def test_heads_that_do_not_fit_into_shared_memory_are_named(
+    head_dim: int, num_heads: int, dtype: torch.dtype, shared_bytes: int
+) -> None:
+    named = f"heads of {head_dim} numbers.* in {str(dtype).removeprefix('torch.')} .*{shared_bytes} bytes.*torch"
+    with pytest.raises(StartupError, match=named):
+        choose(head_dim=head_dim, num_heads=num_heads, dtype=dtype, shared_bytes=shared_bytes)
+    torch_attention = choose("torch", head_dim=head_dim, num_heads=num_heads, dtype=dtype, shared_bytes=shared_bytes)
+    assert isinstance(torch_attention, TorchAttention)

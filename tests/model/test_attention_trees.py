@@ -12,14 +12,14 @@ from torch import Tensor
 from common.model.attention import AttentionBackend, ForwardInput
 from common.model.attention_cpu import PagedCpuAttention
 from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import TritonAttention
+from common.model.attention_triton import HeadShape, TritonAttention
 
 LAYER, NUM_SLOTS, MAX_TOKENS = 1, 300, 80
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 BACKENDS = [
     *((name, dtype) for name in ("torch", "paged") for dtype in (torch.float32, torch.bfloat16)),
-    *(("triton", dtype) for dtype in (torch.float32, torch.float16)),  # its interpreter multiplies no bfloat16
+    *(("triton", dtype) for dtype in TOLERANCES),
 ]
 SHAPES = {
     "a tree behind prefixes, and behind none": (5, 5, (0, 7, 1, 30)),
@@ -34,7 +34,7 @@ def backend_of(name: str, dtype: torch.dtype) -> AttentionBackend:
     if name == "torch":
         return TorchAttention()
     if name == "triton":
-        return TritonAttention()
+        return TritonAttention(HeadShape(HEADS, KV_HEADS, HEAD_DIM, dtype))
     return PagedCpuAttention(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
 
 

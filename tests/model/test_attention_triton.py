@@ -5,19 +5,21 @@ That drafts attend what their masks say is shown with the other backends (test_a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from common.model import triton_kernels
+from benchmarks.compile_kernels import attention_launches
 from common.model.attention import KernelShape
 from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import TritonAttention
+from common.model.attention_triton import NO_LIMIT, HeadShape
+from common.model.triton_launch import Variant
 from tests.model.attention_rows import LAYER, Rows
 
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ROWS = {
     "decode": ((0, 1), (32, 1), (99, 1), (16, 1)),
     "decode, rows of several parts": ((300, 1), (5, 1), (128, 1)),
@@ -32,20 +34,21 @@ CASES = [*((lens, (6, 2), 80) for lens in ROWS), *(("decode, rows of several par
 @pytest.mark.parametrize(("lens", "heads", "head_dim"), CASES, ids=str)
 def test_it_agrees_with_the_reference_and_writes_the_same_kv(lens: str, heads: tuple[int, int], head_dim: int) -> None:
     rows = Rows.of(ROWS[lens], heads=heads, head_dim=head_dim)
-    rows.check(rows.attend(TritonAttention()), rows.attend(TorchAttention()), TOLERANCES[torch.float32])
+    rows.check(rows.attend(rows.triton()), rows.attend(TorchAttention()), TOLERANCES[torch.float32])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lens", ROWS)
-def test_sixteen_bits_are_enough_between_kernels(lens: str) -> None:
-    rows = Rows.of(ROWS[lens], heads=(6, 2), head_dim=64, dtype=torch.float16)
-    rows.check(rows.attend(TritonAttention()), rows.attend(TorchAttention()), TOLERANCES[torch.float16])
+def test_sixteen_bits_are_enough_between_kernels(lens: str, dtype: torch.dtype) -> None:
+    rows = Rows.of(ROWS[lens], heads=(6, 2), head_dim=64, dtype=dtype)
+    rows.check(rows.attend(rows.triton()), rows.attend(TorchAttention()), TOLERANCES[dtype])
 
 
 def test_a_bound_on_lengths_far_above_them_changes_nothing() -> None:
     """So that a forward can be recorded once for all lengths."""
     near = Rows.of(ROWS["decode, rows of several parts"], heads=(4, 2), head_dim=64)
     far = replace(near, batch=replace(near.batch, max_seq_len=near.batch.req_to_token.shape[1]))
-    assert torch.equal(near.attend(TritonAttention())[0], far.attend(TritonAttention())[0])
+    assert torch.equal(near.attend(near.triton())[0], far.attend(far.triton())[0])
 
 
 def test_a_rows_numbers_are_the_same_in_any_company() -> None:
@@ -65,7 +68,7 @@ def test_a_rows_numbers_are_the_same_in_any_company() -> None:
         key=crowd.key[:1],
         value=crowd.value[:1],
     )
-    assert torch.equal(one.attend(TritonAttention())[0], crowd.attend(TritonAttention())[0][:1])
+    assert torch.equal(one.attend(one.triton())[0], crowd.attend(crowd.triton())[0][:1])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which the interpreter computes with
@@ -73,39 +76,99 @@ def test_a_rows_numbers_are_the_same_in_any_company() -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 def test_a_number_that_is_none_shows_in_its_row_and_in_no_other(plane: int, poison: float) -> None:
     rows = Rows.of(((150, 1), (30, 1), (20, 1)), heads=(4, 2), head_dim=64)
-    sound, _ = rows.attend(TritonAttention())
+    sound, _ = rows.attend(rows.triton())
     slot = rows.batch.req_to_token[rows.batch.req_pool_indices[0], 140]
     rows.batch.kv[LAYER, plane, slot] = poison
-    output, _ = rows.attend(TritonAttention())
+    output, _ = rows.attend(rows.triton())
     assert not torch.isfinite(output[0]).any(-1).all()
     assert torch.equal(output[1:], sound[1:])
 
 
-class _Launches:
-    """A kernel that is only told of: with which constants it would be compiled."""
-
-    def __init__(self) -> None:
-        self.seen: set[tuple[tuple[str, object], ...]] = set()
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *arguments, **constants: self.seen.add(tuple(sorted(constants.items())))
+def variants(forwards: Iterable[Rows]) -> set[Variant]:
+    """What would be compiled for these forwards."""
+    seen: set[Variant] = set()
+    for rows in forwards:
+        rows.attend(rows.triton(lambda launch: seen.add(launch.variant())))
+    return seen
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), HEADS, ids=str)
-def test_prompts_of_any_length_need_no_kernel_but_those_of_the_shapes(
-    heads: tuple[int, int], head_dim: int, monkeypatch: pytest.MonkeyPatch
+def masked(rows: Rows) -> Rows:
+    num_tokens = rows.query.shape[0]
+    return replace(rows, batch=replace(rows.batch, tree_mask=torch.ones((num_tokens, num_tokens), dtype=torch.bool)))
+
+
+def misplaced(rows: Rows) -> Rows:
+    """The same rows, whose columns are parts of larger ones and begin anywhere; as tokens lie in memory when the heads
+    of each are adjacent.
+    """
+
+    def moved(column: Tensor) -> Tensor:
+        return torch.cat([column.new_zeros(1), column])[1:]
+
+    def inside(heads: Tensor) -> Tensor:
+        return torch.cat([heads.new_zeros(heads.shape[0], 3, heads.shape[2]), heads], dim=1)[:, 3:]
+
+    batch = rows.batch
+    return replace(
+        rows,
+        batch=replace(
+            batch,
+            out_cache_loc=moved(batch.out_cache_loc),
+            req_pool_indices=moved(batch.req_pool_indices),
+            seq_lens=moved(batch.seq_lens),
+        ),
+        query=inside(rows.query),
+        key=inside(rows.key),
+        value=inside(rows.value),
+    )
+
+
+@pytest.mark.parametrize("has_masks", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 64), ((14, 2), 128), ((3, 1), 20)], ids=str)
+def test_no_forward_needs_a_kernel_but_those_of_the_shapes(
+    heads: tuple[int, int], head_dim: int, has_masks: bool
 ) -> None:
-    def compiled(lens: Iterable[KernelShape]) -> set[tuple[tuple[str, object], ...]]:
-        launches = _Launches()
-        for name in ("write", "attend", "combine"):
-            monkeypatch.setattr(triton_kernels, name, launches)
-        for each in lens:
-            rows = Rows.of(((0, each.num_new),), heads=heads, head_dim=head_dim, max_seq_len=each.max_seq_len)
-            rows.attend(TritonAttention())
-        return launches.seen
+    def forward(lens: tuple[tuple[int, int], ...], max_seq_len: int | None = None) -> Rows:
+        return Rows.of(lens, heads=heads, head_dim=head_dim, max_seq_len=max_seq_len, num_slots=1500)
 
-    anything = [KernelShape(new, new + before) for new in (*range(1, 70, 3), 128) for before in (0, 100, 900)]
-    assert compiled(TritonAttention().kernel_shapes()) == compiled(anything)
+    def anything() -> Iterator[Rows]:
+        for num_new in (*range(1, 70, 5), 128):
+            for num_before in (0, 100, 900):
+                yield forward(((0, num_new),), num_new + num_before)
+        for num_rows in range(1, 10):
+            for max_seq_len in (3, 900):
+                yield forward(((2, 1),) * num_rows, max_seq_len)
+                yield misplaced(forward(((2, 1),) * num_rows, max_seq_len))
+                yield misplaced(forward(((2, 5),) * num_rows, max_seq_len))
+                yield misplaced(forward(((7, 3), *((2, place % 3 + 1) for place in range(num_rows))), max_seq_len))
+        if has_masks:
+            for num_rows, num_new in ((1, 1), (3, 3), (2, 5), (1, 16), (1, 32), (1, 40)):
+                yield masked(misplaced(forward(((200, num_new),) * num_rows)))
+                yield masked(forward(((0, num_new),) * num_rows))
+
+    def warm() -> Iterator[Rows]:
+        for shape in forward(((0, 1),)).triton().kernel_shapes(with_masks=has_masks):
+            rows = forward(((0, shape.num_new),), shape.max_seq_len)
+            yield masked(rows) if shape.has_mask else rows
+
+    assert variants(anything()) == variants(warm())
+
+
+@pytest.mark.parametrize(
+    "shape", [KernelShape(1, 900), KernelShape(64, 64), KernelShape(8, 900, has_mask=True)], ids=str
+)
+def test_addresses_have_64_bits_however_large_the_pool_is(shape: KernelShape) -> None:
+    """So one pool needs no other kernels than another, and none of more than 2^31 numbers wraps around."""
+    heads = HeadShape(32, 8, 128, torch.bfloat16)
+    small, large = (
+        [launch.variant() for launch in attention_launches(heads, shape, NO_LIMIT, num_slots=num_slots)]
+        for num_slots in (4096, 1 << 24)
+    )
+    assert small == large
+    for variant in small:
+        names = [parameter.name for parameter in variant.kernel.definition.params]
+        strides = {kind for name, kind in zip(names, variant.types, strict=True) if name.endswith("_stride")}
+        assert strides <= {"i64"}
 
 
 def test_a_batch_of_no_rows_attends_nothing() -> None:
@@ -119,6 +182,6 @@ def test_a_batch_of_no_rows_attends_nothing() -> None:
         key=rows.key[:0],
         value=rows.value[:0],
     )
-    output, kv = empty.attend(TritonAttention())
+    output, kv = empty.attend(empty.triton())
     assert output.shape == (0, 4, 64)
     assert torch.equal(kv.nan_to_num(7), batch.kv.nan_to_num(7))

@@ -19,7 +19,7 @@ SHAPES = (KernelShape(3, 3), KernelShape(2, 40))
 class CompilingAttention(TorchAttention):
     """An AttentionBackend with kernels for each of SHAPES."""
 
-    def kernel_shapes(self) -> Sequence[KernelShape]:
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
         return SHAPES
 
 

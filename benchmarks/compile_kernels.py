@@ -1,0 +1,209 @@
+"""Compiles the Triton kernels for A100 (sm_80), H100 (sm_90) and B200 (sm_100), none of which need be there.
+
+What is compiled is what a service would launch: forwards over tensors without memory tell their launches. For each
+kernel: shared memory, registers of a thread, bytes that a thread spills. Exit status 1 where a kernel does not fit the
+device, or spills more than a few numbers. Writes a table into benchmarks/results. `--few` compiles a dozen that differ
+most and saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.benchmark_run import BenchmarkRun
+from common.errors import StartupError
+from common.model.attention import ForwardInput, KernelShape
+from common.model.attention_triton import HeadShape, Tiles, TritonAttention
+from common.model.triton_kernels import attend
+from common.model.triton_launch import Launch, Variant
+
+SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
+"""By compute capability: the most that a program may have of a multiprocessor's shared memory."""
+NUM_REGISTERS = 65_536  # of a multiprocessor
+MAX_SPILLED_BYTES = 256  # of a thread
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEADS = [(32, 8, 16), (32, 8, 32), (32, 8, 64), (32, 8, 80), (32, 8, 128), (16, 8, 256), (8, 2, 512)]
+"""Query heads, heads of K and V, and their size. Sizes between have the kernels of the next power of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """`what` tells one kernel of a case from the others by its constants. `reckoned_bytes`: the shared memory that
+    tiles are chosen by, None where there are no tiles.
+    """
+
+    capability: int
+    kernel: str
+    dtype: str
+    head_dim: int
+    what: str
+    num_warps: int
+    shared_bytes: int
+    reckoned_bytes: int | None
+    num_registers: int
+    spilled_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        limit = SHARED_BYTES[self.capability]
+        return (
+            self.shared_bytes <= (limit if self.reckoned_bytes is None else min(limit, self.reckoned_bytes))
+            and self.num_registers * 32 * self.num_warps <= NUM_REGISTERS
+            and self.spilled_bytes <= MAX_SPILLED_BYTES
+        )
+
+
+def attention_launches(
+    heads: HeadShape, shape: KernelShape, shared_bytes: int, *, num_slots: int = 4096
+) -> list[Launch]:
+    """Of one layer of a forward, over a pool of so many slots. Raises StartupError."""
+    launches: list[Launch] = []
+    backend = TritonAttention(heads, shared_bytes=shared_bytes, launch=launches.append)
+
+    def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    num_new = shape.num_new
+    batch = ForwardInput(
+        input_ids=empty(num_new),
+        positions=empty(num_new),
+        out_cache_loc=empty(num_new),
+        req_to_token=empty(65, 8192),
+        req_pool_indices=empty(1),
+        seq_lens=empty(1),
+        prefix_lens=(0,),
+        extend_lens=(num_new,),
+        max_seq_len=shape.max_seq_len,
+        kv=empty(1, 2, num_slots, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype),
+        logits_rows=None,
+        tree_mask=empty(num_new, num_new, dtype=torch.bool) if shape.has_mask else None,
+    )
+    query, key, value = (
+        empty(num_new, num, heads.head_dim, dtype=heads.dtype)
+        for num in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+    )
+    backend.plan(batch).attend(0, query, key, value, 1.0)
+    return launches
+
+
+def compiled(variant: Variant, capability: int, dtype: torch.dtype, head_dim: int) -> Compiled:
+    kernel = variant.compile(capability)
+    num_registers, spilled_bytes = _resources(kernel.asm["cubin"])
+    constants = variant.constants
+    words: list[str] = []
+    reckoned_bytes = None
+    if variant.kernel is attend:
+        blocks = constants["QUERY_BLOCK"], constants["TOKEN_BLOCK"]
+        tiles = Tiles(*blocks, num_stages=variant.num_stages, num_warps=variant.num_warps)
+        reckoned_bytes = tiles.shared_bytes(constants["DIM_BLOCK"], dtype.itemsize)
+        words = [f"{tiles.query_block} x {tiles.token_block}"]
+    words += [word for name, word in (("IS_SPLIT", "parts"), ("HAS_MASK", "mask")) if constants.get(name)]
+    return Compiled(
+        capability=capability,
+        kernel=variant.kernel.name,
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=head_dim,
+        what=", ".join(words),
+        num_warps=variant.num_warps,
+        shared_bytes=kernel.metadata.shared,
+        reckoned_bytes=reckoned_bytes,
+        num_registers=num_registers,
+        spilled_bytes=spilled_bytes,
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """A thread's registers, and its bytes of local memory, which hold what did not go into them."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
+    assert numbers is not None, told
+    return int(numbers[1]), int(numbers[2]) + int(numbers[3])
+
+
+def attention_kernels(
+    capability: int, heads: HeadShape, shapes: list[KernelShape] | None = None
+) -> Iterator[Compiled | StartupError]:
+    """Each kernel once, or the words with which such heads are refused on such a device."""
+    limit = SHARED_BYTES[capability]
+    try:
+        wanted = shapes or TritonAttention(heads, shared_bytes=limit).kernel_shapes(with_masks=True)
+        launches = [launch for shape in wanted for launch in attention_launches(heads, shape, limit)]
+    except StartupError as error:
+        yield error
+        return
+    for variant in dict.fromkeys(launch.variant() for launch in launches):
+        yield compiled(variant, capability, heads.dtype, heads.head_dim)
+
+
+def few() -> Iterator[Compiled | StartupError]:
+    """A dozen: of each target the kernels of decoding, of prompts and of trees, in each dtype."""
+    llama, narrow = HeadShape(32, 8, 128, torch.bfloat16), HeadShape(32, 8, 64, torch.float32)
+    wide = HeadShape(16, 8, 256, torch.float16)
+    decode, prompt, tree = KernelShape(1, 900), KernelShape(64, 64), KernelShape(8, 900, has_mask=True)
+    for capability, heads, shape in ((80, llama, decode), (90, llama, tree), (100, llama, decode)):
+        yield from attention_kernels(capability, heads, [shape])
+    for capability, heads in ((80, wide), (90, narrow), (100, llama)):
+        yield list(attention_kernels(capability, heads, [prompt]))[-1]
+
+
+def every() -> Iterator[Compiled | StartupError]:
+    for capability, dtype, heads in itertools.product(SHARED_BYTES, DTYPES, HEADS):
+        yield from attention_kernels(capability, HeadShape(*heads, dtype))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--few", action="store_true", help="a dozen that differ most, as lines of JSON")
+    args = parser.parse_args()
+    rows: list[Compiled] = []
+    refused: list[str] = []
+    for each in few() if args.few else every():
+        if isinstance(each, StartupError):
+            refused.append(str(each))
+            continue
+        rows.append(each)
+        print(json.dumps(asdict(each)), flush=True)
+    misfits = [each for each in rows if not each.fits]
+    for each in misfits:
+        print(f"does not fit: {each}", file=sys.stderr)
+    if not args.few:
+        run = BenchmarkRun.of("compile_kernels")
+        about = "compiled ahead of time, no device was there; shared memory in bytes, registers of a thread."
+        run.save("compiled-kernels", "\n".join([*run.heading("Compiled kernels", about), "", *_table(rows), *refused]))
+    sys.exit(1 if misfits else 0)
+
+
+def _table(rows: list[Compiled]) -> Iterator[str]:
+    """A line for each kernel; of each target shared memory / registers / spilled bytes."""
+    yield f"| kernel | dtype | head size | tile | warps | {' | '.join(f'sm_{each}' for each in SHARED_BYTES)} |"
+    yield "|---" * (5 + len(SHARED_BYTES)) + "|"
+    cells: dict[tuple[object, ...], dict[int, str]] = {}
+    for row in rows:
+        key = (row.kernel, row.dtype, row.head_dim, row.what, row.num_warps)
+        figures = f"{row.shared_bytes:,} / {row.num_registers}"
+        if row.spilled_bytes:
+            figures += f" / {row.spilled_bytes}"
+        cells.setdefault(key, {})[row.capability] = figures
+    for tile, by_target in cells.items():
+        yield f"| {' | '.join(map(str, tile))} | {' | '.join(by_target.get(each, '') for each in SHARED_BYTES)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Has every kernel that is compiled when it is first launched compiled before the first request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from common.device.stream import Device, Scope, Stream
+from common.draft.head import DraftHead
+from common.kv.pool import KvPool
+from common.kv.row_table import PADDING_ROW
+from common.kv.slot_allocator import PADDING_SLOT
+from common.model.attention import ForwardInput, KernelShape
+from common.model.target import TargetModel
+
+
+def warm_kernels(
+    *,
+    model: TargetModel,
+    draft: DraftHead | None,
+    draft_topk: int,
+    pool: KvPool,
+    device: Device,
+    stream: Stream,
+    timeout_s: float,
+) -> None:
+    """Forwards of padding on `stream`, of target and head: every shape for which their attention has a kernel, with
+    tree masks where `draft_topk` first drafts are kept and that is several. Raises PieceFailed, DeviceTimeout.
+    """
+    shapes = model.attention.kernel_shapes(with_masks=draft_topk > 1)
+
+    @torch.inference_mode()
+    def compile_kernels() -> None:
+        for shape in shapes:
+            window = padding_forward(shape, pool, model.layer_group.name)
+            output = model.forward(window)
+            if draft is None:
+                continue
+            assert output.hidden is not None, "the target captures what the head reads"
+            window, hidden = replace(window, kv=pool.buffers[draft.layer_group.name]), draft.fuse(output.hidden)
+            for layer in range(draft.layer_group.num_layers):
+                draft.forward(window, hidden, layer=layer)
+
+    if shapes:
+        scope = Scope("compiling kernels")
+        stream.wait(device.schedule_stream.record())
+        stream.enqueue(compile_kernels, scope)
+        stream.record(scope).synchronize(timeout_s)
+
+
+def padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInput:
+    """A forward of this shape over row 0 and slot 0, which are nobody's."""
+    table = pool.rows.req_to_token
+
+    def column(length: int, value: int) -> Tensor:
+        return torch.full((length,), value, dtype=torch.int64, device=table.device)
+
+    num_new = shape.num_new
+    return ForwardInput(
+        input_ids=column(num_new, 0),
+        positions=column(num_new, 0),
+        out_cache_loc=column(num_new, PADDING_SLOT),
+        req_to_token=table,
+        req_pool_indices=column(1, PADDING_ROW),
+        seq_lens=column(1, min(num_new, table.shape[1])),
+        prefix_lens=(0,),
+        extend_lens=(num_new,),
+        max_seq_len=shape.max_seq_len,
+        kv=pool.buffers[group],
+        logits_rows=column(1, num_new - 1),
+        tree_mask=torch.ones((num_new, num_new), dtype=torch.bool, device=table.device) if shape.has_mask else None,
+    )

@@ -1,0 +1,27 @@
+"""The Triton kernels compile for every GPU that is served, without one, and fit it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+
+def test_a_dozen_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> None:
+    """In a process of its own: in this one Triton's interpreter is on. The command fails where one does not fit."""
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_kernels", "--few"],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    compiled = [json.loads(line) for line in run.stdout.splitlines()]
+    assert Counter(each["capability"] for each in compiled) == {80: 4, 90: 4, 100: 4}
+    assert {each["dtype"] for each in compiled} == {"bfloat16", "float16", "float32"}
+    assert {each["kernel"] for each in compiled} == {"write", "attend", "combine"}
