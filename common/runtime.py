@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from common.draft.paged_head import PagedHead
 from common.draft_source import resolve_draft
 from common.errors import StartupError, UnsupportedModel
 from common.fused_forwards import new_fusing
+from common.kv.pool_size import MemoryBeside, PoolLimits, PoolSize, size_pool
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
@@ -42,9 +43,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """`directory` is the model's. `max_context_tokens` is the least of what the model, the settings and the KV pool
-    allow one request.
-    """
+    """`directory` is the model's. `context_tokens` is what the model and the settings allow one request."""
 
     directory: Path
     model: TargetModel
@@ -53,7 +52,7 @@ class Runtime:
     timeline: Timeline
     fingerprint: Fingerprint
     architecture: str
-    max_context_tokens: int
+    context_tokens: int
     populates: bool
     fusing: Work | None
     beside: WorkBeside
@@ -63,6 +62,30 @@ class Runtime:
         """Of the target and of the draft head, where there is one."""
         counts = {"target": self.model.forward_counts}
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
+
+    def size_pool(self, settings: ServiceSettings, beside: MemoryBeside, *, tokens_ahead: int = 0) -> PoolSize:
+        """How many rows and tokens the KV pool has. A line of the log says so. Raises StartupError."""
+        memory, token_bytes = self.device.memory(), sum(group.token_bytes for group in self.fingerprint.layer_groups)
+        limits = PoolLimits(
+            max_rows=settings.max_rows,
+            max_kv_tokens=settings.max_kv_tokens,
+            memory_share=settings.memory_share,
+            context_tokens=self.context_tokens,
+            tokens_ahead=tokens_ahead,
+        )
+        size = size_pool(
+            limits, token_bytes=token_bytes, beside=beside, memory=memory, torch_device=self.device.torch_device
+        )
+        _log.info(
+            "pool_sized",
+            **asdict(size),
+            token_bytes=token_bytes,
+            pool_bytes=(size.max_kv_tokens + 1) * token_bytes,
+            bytes_beside=beside.peak_bytes(size.max_rows),
+            free_bytes=None if memory is None else memory.free_bytes,
+            memory_share=settings.memory_share,
+        )
+        return size
 
     def start_beside(self, populate: Work) -> None:
         """Populate the KV pool beside serving, then fuse forwards, each where settings and model allow it. To be called
@@ -103,7 +126,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{settings.model}: {error}") from error
     head, draft = _load_draft(settings, model) if settings.draft else (None, None)
-    bounds = (model.max_context_tokens, settings.max_kv_tokens, settings.max_context_tokens)
+    bounds = (model.max_context_tokens, settings.max_context_tokens)
     fingerprint, architecture = compute_fingerprint(directory, model, draft=draft), _architecture(directory)
     fusing = None
     if settings.fuses_forwards and model.torch_device.type == "cpu":
@@ -124,7 +147,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         populates=settings.populate_pool,
         fusing=fusing,
         beside=WorkBeside(),
-        max_context_tokens=min(bound for bound in bounds if bound is not None),
+        context_tokens=min(bound for bound in bounds if bound is not None),
     )
 
 

@@ -21,7 +21,9 @@ from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
 from common.engine_thread import EngineThread
 from common.errors import Draining, EngineLost, EngineStalled, StartupError, UnsupportedModel
+from common.kv.pool_size import MemoryBeside, PoolSize, forward_bytes, row_bytes
 from common.name_lookup import look_up
+from common.runtime import Runtime
 from common.service_main import Process
 from common.serving import (
     ServerLimits,
@@ -40,6 +42,7 @@ from common.timeline_rpc import TimelineServicer
 from common.tokenizer import TextTokenizer
 from common.watchdog import Watchdog
 from common.wire.grpc_options import Metadata
+from decode_service.depth import depth_of
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
@@ -53,8 +56,10 @@ from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, Drain, Event, FinishReason
 from decode_service.outbox import Deliver
+from decode_service.recording import num_step_tokens, recorded_bytes
 from decode_service.scheduler import DecodeEngine
-from decode_service.speculation_settings import speculation_of
+from decode_service.spec_info import SpecInfo
+from decode_service.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0
@@ -91,7 +96,13 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         if speculation_metrics is not None:
             speculation_metrics.on_step(stats)
 
-    engine = _engine(settings, process, on_step, deliver)
+    spec_info = speculation_of(settings, runtime.draft) if runtime.draft else None
+    size = runtime.size_pool(
+        settings,
+        memory_beside_pool(settings, runtime, spec_info),
+        tokens_ahead=0 if spec_info is None else spec_info.num_slots - 1,
+    )
+    engine = _engine(settings, process, size, on_step, deliver)
     thread: EngineThread[Command] = EngineThread(
         engine=engine,
         deliver=deliver,
@@ -108,7 +119,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     transport = _transport(settings, process, post_report)
     live_requests = LiveRequests(
         engine=thread,
-        max_live=settings.max_rows + settings.max_queued_requests,
+        max_live=size.max_rows + settings.max_queued_requests,
         observer=observer,
         timeline=runtime.timeline,
     )
@@ -148,10 +159,10 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             tokenizer=tokenizer,
             limits=ModelLimits(
                 vocab_size=runtime.model.vocab_size,
-                max_context_tokens=runtime.max_context_tokens,
+                max_context_tokens=size.max_context_tokens,
                 eos_token_ids=runtime.model.eos_token_ids,
             ),
-            model_info=model_info(settings, runtime),
+            model_info=model_info(settings, runtime, size),
             replicas=replicas,
             instance_id=process.instance_id,
             observer=observer,
@@ -205,19 +216,19 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
 
 
 def _engine(
-    settings: DecodeSettings, process: Process, on_step: OnStep, deliver: Deliver | None = None
+    settings: DecodeSettings, process: Process, size: PoolSize, on_step: OnStep, deliver: Deliver | None = None
 ) -> DecodeEngine:
     runtime = process.runtime
     try:
         return DecodeEngine(
             model=runtime.model,
             draft=runtime.draft,
-            spec_info=speculation_of(settings, runtime.draft) if runtime.draft else None,
+            spec_info=within_rows(speculation_of(settings, runtime.draft), size.max_rows) if runtime.draft else None,
             adapts_depth=settings.adaptive_depth,
             device=runtime.device,
-            max_rows=settings.max_rows,
-            max_kv_tokens=settings.max_kv_tokens,
-            max_context_tokens=runtime.max_context_tokens,
+            max_rows=size.max_rows,
+            max_kv_tokens=size.max_kv_tokens,
+            max_context_tokens=size.max_context_tokens,
             overlap=settings.overlap,
             replays_forwards=settings.cuda_graphs,
             nontemporal_copies=settings.nontemporal_copies,
@@ -231,6 +242,33 @@ def _engine(
     except PieceFailed as error:  # recording is all that has run so far
         message = f"the model's forwards cannot be recorded, and run as they are with it off: {error}"
         raise StartupError(f"cuda_graphs: {message}") from error
+
+
+def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
+    """A step's forward, the shapes that are recorded, and what a draft head has not read."""
+    model, draft = runtime.model, runtime.draft
+    depth = depth_of(spec_info, adapts=settings.adaptive_depth)
+    levels = [None] if depth is None else depth.levels
+    is_host = model.torch_device.type == "cpu"
+    num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
+    each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + num_ahead)
+    state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
+    records = settings.cuda_graphs and runtime.device.graphs is not None
+
+    def peak_bytes(num_rows: int) -> int:
+        num_tokens = num_rows * max(map(num_step_tokens, levels))
+        forward = forward_bytes(
+            num_tokens=max(num_tokens, 0 if draft is None else MAX_CATCH_UP_TOKENS),
+            num_logits=num_tokens,
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+        )
+        recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
+        unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
+        landing = 0 if is_host else settings.receive_budget_bytes
+        return (num_rows + 1) * each_row + forward + (recorded if records else 0) + unread + landing
+
+    return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
 
 
 def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTransport:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from common.device.stream import Device, Scope, Stream
+from common.kv.pool_size import LOGIT_BYTES
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
-from common.model.forward_graphs import ForwardGraphs
+from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.sampling_state import NUM_NEEDS
 from decode_service.future_map import FutureMap
 from decode_service.schedule_batch import ForwardBatch, ForwardMode, ScheduleBatch
@@ -27,6 +28,18 @@ class Recorded:
     num_graphs: int
     num_bytes: int
     seconds: float
+
+
+def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
+    """What recorded forwards keep: of every shape the logits, and of each token `state_bytes` more."""
+    tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
+    num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
+    return num_tokens * (vocab_size * LOGIT_BYTES + state_bytes)
+
+
+def num_step_tokens(spec_info: SpecInfo | None) -> int:
+    """Of each row, in the target's forward."""
+    return 1 if spec_info is None or not spec_info.has_drafts else spec_info.num_verify_tokens
 
 
 def record_forwards(

@@ -10,14 +10,18 @@ from common.errors import StartupError
 from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo, num_drafted
 
 _DEFAULT_CHAIN = 4
-_MAX_CATCH_UP_TOKENS = 4096
+MAX_CATCH_UP_TOKENS = 4096
 """That the head reads in one forward when it was left behind: what the target prefills in two or so, by default."""
 
 
 def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
     """Raises StartupError, which names the setting, when they do not go together."""
-    max_lag = max(1, min(MAX_DRAFT_LAG, _MAX_CATCH_UP_TOKENS // settings.max_rows))
-    return replace(_shape_of(settings, head), max_draft_lag=max_lag)
+    return _shape_of(settings, head)
+
+
+def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
+    """Of so many rows: how far the head may be left behind."""
+    return replace(spec_info, max_draft_lag=max(1, min(MAX_DRAFT_LAG, MAX_CATCH_UP_TOKENS // max_rows)))
 
 
 def _shape_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:

@@ -15,7 +15,9 @@ from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
+from common.kv.pool_size import MemoryBeside, PoolSize, forward_bytes, row_bytes
 from common.kv.shared_pool import SharedPool
+from common.runtime import Runtime
 from common.service_main import Process
 from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
@@ -44,22 +46,23 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
     Raises EngineLost when the engine died or hangs: every call has then been failed.
     """
     check_chunks(settings, process.runtime.draft)
+    size = process.runtime.size_pool(settings, memory_beside_pool(settings, process.runtime))
     lent = await LentMemory.opened(
         settings.kv_transport,
         groups=process.runtime.fingerprint.layer_groups,
-        num_slots=settings.max_kv_tokens,
+        num_slots=size.max_kv_tokens,
         is_on_host=process.runtime.device.torch_device.type == "cpu",
     )
     try:
-        await _serve(settings, process, lent)
+        await _serve(settings, process, size, lent)
     finally:
         await lent.close()
 
 
-async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) -> None:
+async def _serve(settings: PrefillSettings, process: Process, size: PoolSize, lent: LentMemory) -> None:
     runtime = process.runtime
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
-    engine = _engine(settings, process, lent.pool, on_step=engine_metrics.on_step)
+    engine = _engine(settings, process, size, lent.pool, on_step=engine_metrics.on_step)
 
     def deliver(events: Sequence[Event]) -> None:
         handoff_metrics.on_frames(event.frame for event in events if isinstance(event, FrameReady))
@@ -79,7 +82,7 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
     servicer = PrefillServicer(
         engine=thread,
         fingerprint=runtime.fingerprint,
-        model_limits=ModelLimits(vocab_size=runtime.model.vocab_size, max_context_tokens=runtime.max_context_tokens),
+        model_limits=ModelLimits(vocab_size=runtime.model.vocab_size, max_context_tokens=size.max_context_tokens),
         instance_id=process.instance_id,
         limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
         tracer=process.tracer,
@@ -144,7 +147,7 @@ async def _serve(settings: PrefillSettings, process: Process, lent: LentMemory) 
 
 
 def _engine(
-    settings: PrefillSettings, process: Process, shared_pool: SharedPool | None, on_step: OnStep
+    settings: PrefillSettings, process: Process, size: PoolSize, shared_pool: SharedPool | None, on_step: OnStep
 ) -> PrefillEngine:
     runtime = process.runtime
     return PrefillEngine(
@@ -152,9 +155,9 @@ def _engine(
         draft=runtime.draft,
         draft_topk=settings.draft_topk,
         device=runtime.device,
-        max_rows=settings.max_rows,
-        max_kv_tokens=settings.max_kv_tokens,
-        max_context_tokens=runtime.max_context_tokens,
+        max_rows=size.max_rows,
+        max_kv_tokens=size.max_kv_tokens,
+        max_context_tokens=size.max_context_tokens,
         chunk_tokens=settings.chunk_tokens,
         max_batch_tokens=settings.max_batch_tokens,
         send_budget_bytes=settings.send_budget_bytes,
@@ -168,6 +171,26 @@ def _engine(
         shared_pool=shared_pool,
         new_payload=FramedPayload.new if settings.framed_payloads else None,
     )
+
+
+def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
+    """With two forwards under way: of one the activations, of both the states that a head wants."""
+    model, num_tokens = runtime.model, settings.max_batch_tokens
+    on_device = 0 if model.torch_device.type == "cpu" else settings.send_budget_bytes  # gathered there, then copied out
+    num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states
+    captured_bytes = num_states * model.hidden_size * model.dtype.itemsize
+    each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens)
+
+    def peak_bytes(num_rows: int) -> int:
+        forward = forward_bytes(
+            num_tokens=num_tokens,
+            num_logits=min(num_rows, num_tokens),
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+        )
+        return (num_rows + 1) * each_row + forward + 2 * num_tokens * captured_bytes + on_device
+
+    return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:

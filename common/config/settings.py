@@ -62,8 +62,9 @@ class ServiceSettings(ProcessSettings):
     keep_freed_memory: bool = True
     forwards_first: bool = True
     switch_interval_s: Annotated[float, Field(gt=0, le=0.1)] = SWITCH_INTERVAL_S
-    max_rows: Positive = 32
-    max_kv_tokens: Positive = 32768
+    max_rows: Positive | None = None
+    max_kv_tokens: Positive | None = None
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     max_context_tokens: Positive | None = None
     engine_stall_timeout_s: Seconds = 60.0
     overlap: bool = True

@@ -13,11 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.available_memory import available_bytes
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
 from common.device.piece import close_all, event_name, failure_of, piece_span, raise_failure, run_piece
 from common.device.stream import (
     Device,
+    DeviceMemory,
     Event,
     MilestoneWork,
     OnEvent,
@@ -243,6 +245,10 @@ class CpuDevice(Device):
     @property
     def schedule_stream(self) -> Stream:
         return self._schedule_stream
+
+    def memory(self) -> DeviceMemory | None:
+        num_bytes = available_bytes()
+        return None if num_bytes is None else DeviceMemory(num_bytes, num_bytes)
 
     @property
     def runs_pieces_beside(self) -> bool:

@@ -23,6 +23,7 @@ from common.device.graph import GraphRecorder
 from common.device.piece import close_all, event_name, failure_of, figures_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
     Device,
+    DeviceMemory,
     Event,
     MilestoneWork,
     OnEvent,
@@ -204,6 +205,11 @@ class CudaDevice(Device):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._index)
+
+    def memory(self) -> DeviceMemory:
+        held_bytes = self._graphs.held_bytes()  # gives back what lies unused first
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._torch_device)
+        return DeviceMemory(total_bytes, free_bytes, held_bytes)
 
     @property
     def schedule_stream(self) -> Stream:

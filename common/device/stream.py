@@ -176,9 +176,22 @@ class Stream(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """`free_bytes`: what anybody may still take. `held_bytes`: what this process has, where the device counts that."""
+
+    total_bytes: int
+    free_bytes: int
+    held_bytes: int = 0
+
+
 class Device(Protocol):
     @property
     def torch_device(self) -> torch.device: ...
+
+    def memory(self) -> DeviceMemory | None:
+        """As it is now; waits for the device. None where nobody says."""
+        return None
 
     @property
     def schedule_stream(self) -> Stream:

@@ -6,18 +6,19 @@ from importlib.metadata import version
 
 from baton.v1 import inference_pb2
 from common.config.settings import DecodeSettings
+from common.kv.pool_size import PoolSize
 from common.runtime import Runtime
 from common.wire.codec_fingerprint import encode_fingerprint
 
 DISTRIBUTION = "baton-serve"
 
 
-def model_info(settings: DecodeSettings, runtime: Runtime) -> inference_pb2.GetModelInfoResponse:
+def model_info(settings: DecodeSettings, runtime: Runtime, size: PoolSize) -> inference_pb2.GetModelInfoResponse:
     return inference_pb2.GetModelInfoResponse(
         model=settings.model,
         architecture=runtime.architecture,
         vocab_size=runtime.model.vocab_size,
-        max_context_tokens=runtime.max_context_tokens,
+        max_context_tokens=size.max_context_tokens,
         eos_token_ids=runtime.model.eos_token_ids,
         device=settings.device,
         dtype=settings.dtype,

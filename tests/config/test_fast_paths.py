@@ -18,6 +18,7 @@ from common import runtime, service_main
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
+from common.kv.pool_size import PoolSize
 from common.model import kernel_cache
 from common.model.attention_torch import TorchAttention
 from common.model.cpu_copy import copy_kv
@@ -33,6 +34,7 @@ from decode_service import main as decode_main
 from decode_service.main import _engine
 from prefill_service import main as prefill_main
 
+SIZE = PoolSize(max_rows=4, max_kv_tokens=256, max_context_tokens=128, decided_by="the test")
 BOTH = [PrefillSettings, DecodeSettings]
 
 
@@ -200,9 +202,9 @@ def test_one_setting_each_reaches_what_it_switches(
             if name == "GrpcTransport":
                 main._transport(settings, process, lambda command: None)
             elif main is decode_main:
-                main._engine(settings, process, lambda stats: None)
+                main._engine(settings, process, SIZE, lambda stats: None)
             else:
-                main._engine(settings, process, None, lambda stats: None)
+                main._engine(settings, process, SIZE, None, lambda stats: None)
         assert made.value.args == (expected,)
 
 
@@ -245,7 +247,7 @@ def test_large_kv_lands_past_the_caches(
         model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, nontemporal_copies=nontemporal
     )
     process = Process(instance_id="a", runtime=runtime.open_runtime(settings), registry=CollectorRegistry())
-    engine = _engine(settings, process, on_step=lambda stats: None)
+    engine = _engine(settings, process, SIZE, on_step=lambda stats: None)
     engine.close()
     process.runtime.device.close(5.0)
     assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)

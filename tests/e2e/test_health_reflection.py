@@ -24,6 +24,7 @@ from baton.events import Delta
 from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings
 from common.errors import EngineLost
+from common.kv.pool_size import PoolSize
 from common.load import EngineLoad
 from common.runtime import open_runtime
 from common.service_main import Process
@@ -33,6 +34,7 @@ from decode_service.messages import Command, Event
 from decode_service.scheduler import DecodeEngine
 from tests.e2e.running import BOUND_S, RunningPair
 
+SIZE = PoolSize(max_rows=4, max_kv_tokens=8192, max_context_tokens=4096, decided_by="the test")
 SERVICES = {"decode": "baton.v1.Inference", "prefill": "baton.v1.Prefill"}
 
 
@@ -111,7 +113,7 @@ async def decode_here(
 ) -> AsyncIterator[tuple[AsyncClient, MortalEngine, asyncio.Task[None]]]:
     """A decode service in this process, until it ends by itself, or SIGTERM ends it in order."""
     process = Process(instance_id="here", runtime=open_runtime(settings), registry=CollectorRegistry())
-    engine = MortalEngine(decode_main._engine(settings, process, EngineMetrics(CollectorRegistry()).on_step))
+    engine = MortalEngine(decode_main._engine(settings, process, SIZE, EngineMetrics(CollectorRegistry()).on_step))
     monkeypatch.setattr(decode_main, "_engine", lambda *_: engine)
     serving = asyncio.create_task(decode_main.serve(settings, process))
     try:

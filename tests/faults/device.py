@@ -12,6 +12,7 @@ from torch import Tensor
 from common.device.piece import piece_name
 from common.device.stream import (
     Device,
+    DeviceMemory,
     Event,
     MilestoneWork,
     OnEvent,
@@ -88,6 +89,9 @@ class FaultyDevice(Device):
     @property
     def torch_device(self) -> torch.device:
         return self._device.torch_device
+
+    def memory(self) -> DeviceMemory | None:
+        return self._device.memory()
 
     @property
     def schedule_stream(self) -> Stream:

@@ -16,6 +16,7 @@ from common.config.settings import DecodeSettings
 from common.device.graph import GraphWork
 from common.draft.head import DraftHead
 from common.errors import StartupError
+from common.kv.pool_size import PoolSize
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
@@ -85,12 +86,11 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
 
     monkeypatch.setattr(CalledGraph, "record", record)
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32")
-    runtime = SimpleNamespace(
-        model=target, draft=None, device=RecordingCpuDevice(), max_context_tokens=64, timeline=Timeline()
-    )
+    runtime = SimpleNamespace(model=target, draft=None, device=RecordingCpuDevice(), timeline=Timeline())
+    size = PoolSize(max_rows=2, max_kv_tokens=64, max_context_tokens=64, decided_by="the test")
     process = Process(instance_id="here", runtime=cast(Runtime, runtime), registry=CollectorRegistry())
     with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
-        decode_main._engine(DecodeSettings(max_rows=2, max_kv_tokens=64), process, lambda stats: None)
+        decode_main._engine(DecodeSettings(), process, size, lambda stats: None)
     runtime.device.close(BOUND_S)
 
 

@@ -1,0 +1,177 @@
+"""How many rows and tokens a KV pool has: what settings say, and else what fits the memory that is left.
+
+a GPU   | the model, its head | beside the pool | KV pool |  others'  |
+        |<------------- memory_share of it -------------->|
+a CPU   half of memory_share of what is available, less what is beside the pool: as a rule a pair shares its host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.device.stream import DeviceMemory
+from common.errors import StartupError
+
+GPU_ROWS, CPU_ROWS = 256, 32
+"""The most that are taken where no setting says so."""
+CPU_TOKENS = 32768
+LEAST_TOKENS = 1024
+"""Of one request, or its context where that is shorter: a pool for fewer is not made unless a setting says so."""
+_ROWS_PART = 4
+"""What rows need beside the pool may be one part of so many of what is left."""
+_LIBRARIES_BYTES = 512 << 20
+"""Of a GPU, for what is loaded or taken there later and not counted by anybody."""
+_ACTIVATION_BYTES = 128
+"""Of each token and value of the hidden state, from above: states of a layer and its MLP, some of them in float32."""
+LOGIT_BYTES = 4
+_SAMPLED_LOGIT_BYTES = 32
+"""Logits as the model gives them, and while rows sample: in float32, shaped, sorted, their order, probabilities."""
+_ROW_BYTES = 16 << 10
+"""Numbers, biases and end tokens of sampling, and what the relay has of a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    """What settings and model say; None where the memory that is left decides.
+
+    A request has at most `context_tokens`, and slots for `tokens_ahead` more.
+    """
+
+    max_rows: int | None
+    max_kv_tokens: int | None
+    memory_share: float
+    context_tokens: int
+    tokens_ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBeside:
+    """What a service takes beside its model and the pool: `row_bytes` for each row, for good, and `peak_bytes` of so
+    many rows, from above, with those and all that a step takes.
+    """
+
+    row_bytes: int
+    peak_bytes: Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """`max_context_tokens`: of one request, which is also to fit the pool. `decided_by`: a setting, or what else bounds
+    the tokens.
+    """
+
+    max_rows: int
+    max_kv_tokens: int
+    max_context_tokens: int
+    decided_by: str
+
+
+def size_pool(
+    limits: PoolLimits,
+    *,
+    token_bytes: int,
+    beside: MemoryBeside,
+    memory: DeviceMemory | None,
+    torch_device: torch.device,
+) -> PoolSize:
+    """`memory` once the model is there; None where the system does not say: then nothing is checked.
+
+    Raises StartupError, which names the setting, where there is no room for what it says, or for one request.
+    """
+    is_host = torch_device.type == "cpu"
+    left = None if memory is None else _left_bytes(memory, limits.memory_share, is_host=is_host)
+    max_rows = limits.max_rows or _fitting_rows(CPU_ROWS if is_host else GPU_ROWS, beside, left)
+    if memory is not None and limits.max_rows is not None:
+        _require_rows(max_rows, beside, memory, torch_device)
+    row_tokens = limits.context_tokens + limits.tokens_ahead
+    if limits.max_kv_tokens is not None:
+        max_kv_tokens, decided_by = limits.max_kv_tokens, "max_kv_tokens"
+        if memory is not None:
+            _require_tokens(max_kv_tokens, token_bytes, beside.peak_bytes(max_rows), memory, torch_device)
+    else:
+        bounds = {"max_rows": max_rows * row_tokens}
+        if is_host:
+            bounds["the most on a CPU"] = CPU_TOKENS
+        if memory is not None and left is not None:
+            least = min(LEAST_TOKENS, row_tokens)
+            fitting = (left - beside.peak_bytes(max_rows)) // token_bytes - 1  # slot 0 is nobody's
+            if fitting < least:
+                fitting = least
+                _require_one_request(least, token_bytes, beside.peak_bytes(max_rows), memory, limits, torch_device)
+            bounds["memory_share"] = fitting
+        decided_by, max_kv_tokens = min(bounds.items(), key=lambda bound: bound[1])
+    return PoolSize(
+        max_rows=max_rows,
+        max_kv_tokens=max_kv_tokens,
+        max_context_tokens=min(limits.context_tokens, max_kv_tokens),
+        decided_by=decided_by,
+    )
+
+
+def row_bytes(*, vocab_size: int, num_tokens: int) -> int:
+    """Of a row for good: tables of sampling, and the token table for so many tokens."""
+    return 5 * vocab_size + 8 * num_tokens + _ROW_BYTES
+
+
+def forward_bytes(*, num_tokens: int, num_logits: int, hidden_size: int, vocab_size: int) -> int:
+    """Of a forward of so many tokens, and of drawing from the logits of some of them, while they run."""
+    return num_tokens * hidden_size * _ACTIVATION_BYTES + num_logits * vocab_size * _SAMPLED_LOGIT_BYTES
+
+
+def _left_bytes(memory: DeviceMemory, share: float, *, is_host: bool) -> int:
+    """For the pool, and what is beside it."""
+    if is_host:
+        return int(share * memory.free_bytes) // 2
+    return min(int(share * memory.total_bytes) - memory.held_bytes, memory.free_bytes - _LIBRARIES_BYTES)
+
+
+def _fitting_rows(most: int, beside: MemoryBeside, left: int | None) -> int:
+    """A power of two."""
+    num_rows = most
+    one_bytes = beside.peak_bytes(1)
+    while left is not None and num_rows > 1 and _ROWS_PART * (beside.peak_bytes(num_rows) - one_bytes) > left:
+        num_rows //= 2
+    return num_rows
+
+
+def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, torch_device: torch.device) -> None:
+    if (needed := num_rows * beside.row_bytes) > memory.free_bytes:
+        raise StartupError(
+            f"max_rows: {num_rows} rows take {_gib(needed)} on {torch_device} beside their KV, and "
+            f"{_gib(memory.free_bytes)} are left: {memory.free_bytes // (2 * beside.row_bytes)} take half of that"
+        )
+
+
+def _require_tokens(
+    num_tokens: int, token_bytes: int, beside_bytes: int, memory: DeviceMemory, torch_device: torch.device
+) -> None:
+    if (needed := (num_tokens + 1) * token_bytes) > memory.free_bytes:
+        num_fitting = max(0, (memory.free_bytes - beside_bytes) // token_bytes - 1)
+        raise StartupError(
+            f"max_kv_tokens: {num_tokens} tokens take {_gib(needed)} on {torch_device}, and {_gib(memory.free_bytes)} "
+            f"are left: {num_fitting} would fit"
+        )
+
+
+def _require_one_request(
+    num_tokens: int,
+    token_bytes: int,
+    beside_bytes: int,
+    memory: DeviceMemory,
+    limits: PoolLimits,
+    torch_device: torch.device,
+) -> None:
+    """Even where that is more than the share."""
+    if (needed := (num_tokens + 1) * token_bytes + beside_bytes) > memory.free_bytes:
+        raise StartupError(
+            f"memory_share: of {torch_device}'s memory {_gib(memory.free_bytes)} are left beside the model, and a pool "
+            f"of {num_tokens} tokens, with what forwards take, needs {_gib(needed)}. Give this service more memory, or "
+            f"lower max_context_tokens ({limits.context_tokens}), max_rows or max_batch_tokens"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"

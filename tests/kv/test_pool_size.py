@@ -1,0 +1,255 @@
+"""How large a KV pool is where no setting says so, on cards and hosts that are not here, and what settings may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from common.config.settings import DecodeSettings, PrefillSettings
+from common.device.cpu import CpuDevice
+from common.device.stream import DeviceMemory
+from common.errors import StartupError
+from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolLimits, PoolSize, size_pool
+from common.runtime import open_runtime
+from decode_service import main as decode_main
+from decode_service.recording import recorded_bytes
+from decode_service.spec_info import SpecInfo
+from prefill_service import main as prefill_main
+
+GIB = 1 << 30
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+WEIGHTS = 16 * GIB
+CONTEXT = 131072
+VOCAB = 128256
+TOKEN_BYTES = 128 << 10
+"""With these, Llama-3.1-8B in bfloat16."""
+CARD = DeviceMemory(total_bytes=79 * GIB, free_bytes=62 * GIB, held_bytes=WEIGHTS)
+LIMITS = PoolLimits(max_rows=None, max_kv_tokens=None, memory_share=0.9, context_tokens=CONTEXT)
+NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
+
+
+def beside(kind: type[DecodeSettings | PrefillSettings], *, spec_info: SpecInfo | None = None, **options: Any) -> Any:
+    """Of this model, on a GPU that records."""
+    model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4096, dtype=torch.bfloat16, torch_device=GPU)
+    draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
+    runtime: Any = SimpleNamespace(
+        model=model, draft=draft, device=SimpleNamespace(graphs="there are"), context_tokens=CONTEXT
+    )
+    settings: Any = kind(**options)
+    if kind is PrefillSettings:
+        return prefill_main.memory_beside_pool(settings, runtime)
+    return decode_main.memory_beside_pool(settings, runtime, spec_info)
+
+
+def sized(
+    memory: DeviceMemory | None,
+    *,
+    beside: MemoryBeside = NOTHING,
+    device: torch.device = GPU,
+    token_bytes: int = TOKEN_BYTES,
+    **limits: Any,
+) -> PoolSize:
+    return size_pool(
+        replace(LIMITS, **limits), token_bytes=token_bytes, beside=beside, memory=memory, torch_device=device
+    )
+
+
+# ---- a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("service", "least_tokens"),
+    [
+        (beside(PrefillSettings), 400_000),
+        (beside(DecodeSettings), 400_000),
+        (beside(DecodeSettings, spec_info=SpecInfo.chain(4)), 350_000),
+    ],
+    ids=["prefill", "decode", "with drafts"],
+)
+def test_a_large_card_has_room_for_hundreds_of_thousands_of_tokens(service: MemoryBeside, least_tokens: int) -> None:
+    size = sized(CARD, beside=service)
+    assert size.max_rows == 256 and size.max_kv_tokens > least_tokens and size.max_context_tokens == CONTEXT
+    assert size.decided_by == "memory_share"
+    used = WEIGHTS + (size.max_kv_tokens + 1) * TOKEN_BYTES + service.peak_bytes(256)
+    assert 0.9 * CARD.total_bytes - TOKEN_BYTES < used <= 0.9 * CARD.total_bytes
+
+
+def test_a_smaller_card_takes_fewer_rows_and_tokens() -> None:
+    card = DeviceMemory(total_bytes=24 * GIB, free_bytes=7 * GIB, held_bytes=WEIGHTS)
+    service = beside(DecodeSettings, spec_info=SpecInfo.chain(4))
+    size = sized(card, beside=service)
+    assert 8 <= size.max_rows < 256
+    assert size.max_context_tokens == size.max_kv_tokens > 10_000
+    assert (size.max_kv_tokens + 1) * TOKEN_BYTES + service.peak_bytes(size.max_rows) <= card.free_bytes
+
+
+def test_of_two_services_on_one_card_the_second_takes_what_the_first_has_left() -> None:
+    """Given a share each, both have it."""
+    service = beside(DecodeSettings)
+    left = 79 * GIB // 10
+    second = DeviceMemory(CARD.total_bytes, free_bytes=left, held_bytes=2 * GIB)
+    size = sized(second, beside=service)
+    assert LEAST_TOKENS <= size.max_kv_tokens < left // TOKEN_BYTES
+    assert (size.max_kv_tokens + 1) * TOKEN_BYTES + service.peak_bytes(size.max_rows) < left
+
+    first = sized(CARD, beside=service, memory_share=0.45)
+    taken = WEIGHTS + (first.max_kv_tokens + 1) * TOKEN_BYTES + service.peak_bytes(first.max_rows)
+    after = DeviceMemory(CARD.total_bytes, CARD.free_bytes - taken, WEIGHTS)
+    assert sized(after, beside=service, memory_share=0.45) == first
+
+
+def test_logits_that_recorded_forwards_keep_are_counted() -> None:
+    """Of 1, 2, 4, 8 and 9 rows, of one token and of three each."""
+    levels = [SpecInfo.chain(2).at_depth(0), SpecInfo.chain(2)]
+    kept = (1 + 2 + 4 + 8 + 9) * (1 + 3) * (VOCAB * 4 + 7)
+    assert recorded_bytes(9, levels, vocab_size=VOCAB, state_bytes=7) == kept
+    assert recorded_bytes(9, [None], vocab_size=VOCAB, state_bytes=0) == (1 + 2 + 4 + 8 + 9) * VOCAB * 4
+
+    records, replays_nothing = beside(DecodeSettings), beside(DecodeSettings, cuda_graphs=False)
+    assert records.peak_bytes(256) - replays_nothing.peak_bytes(256) == 511 * VOCAB * 4
+    assert sized(CARD, beside=records).max_kv_tokens < sized(CARD, beside=replays_nothing).max_kv_tokens
+
+
+# ---- a CPU ----------------------------------------------------------------------------------------------------------
+
+
+def host(num_bytes: int) -> DeviceMemory:
+    return DeviceMemory(num_bytes, num_bytes)
+
+
+def test_a_host_gives_what_it_always_gave_where_there_is_plenty() -> None:
+    size = sized(host(512 * GIB), device=CPU)
+    assert (size.max_rows, size.max_kv_tokens, size.decided_by) == (32, 32768, "the most on a CPU")
+
+
+def test_two_services_that_start_at_once_do_not_take_the_same_memory_twice() -> None:
+    size = sized(host(2 * GIB), device=CPU)
+    assert 2 * (size.max_kv_tokens + 1) * TOKEN_BYTES < 2 * GIB
+    assert size.max_kv_tokens > 6000 and size.decided_by == "memory_share"
+
+
+def test_a_start_that_lacks_a_third_of_a_gib_takes_fewer_tokens() -> None:
+    wanted = 32769 * TOKEN_BYTES
+    size = sized(host(wanted - GIB // 3), device=CPU)
+    assert LEAST_TOKENS < size.max_kv_tokens < 32768
+
+
+def test_where_the_share_is_less_than_one_request_needs_it_takes_that_if_it_is_there() -> None:
+    needed = (LEAST_TOKENS + 1) * TOKEN_BYTES + 32
+    assert sized(host(needed), device=CPU, max_rows=32).max_kv_tokens == LEAST_TOKENS
+    with pytest.raises(StartupError, match=r"^memory_share: of cpu's memory 0\.13 GiB are left .* needs 0\.13 GiB"):
+        sized(host(needed - 1), device=CPU, max_rows=32)
+    assert sized(host(GIB // 100), device=CPU, context_tokens=16).max_kv_tokens >= 16
+
+
+def test_where_nobody_says_what_there_is_the_pool_is_as_on_a_large_host() -> None:
+    size = sized(None, device=CPU)
+    assert (size.max_rows, size.max_kv_tokens) == (32, 32768)
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", [CARD, host(GIB // 8), None], ids=["plenty", "little", "unknown"])
+def test_what_a_setting_says_is_taken(memory: DeviceMemory | None) -> None:
+    size = sized(memory, device=CPU, max_rows=7, max_kv_tokens=130)
+    assert size == PoolSize(max_rows=7, max_kv_tokens=130, max_context_tokens=130, decided_by="max_kv_tokens")
+
+
+def test_no_more_tokens_than_all_rows_can_hold() -> None:
+    size = sized(CARD, max_rows=3, context_tokens=512, tokens_ahead=4)
+    assert (size.max_kv_tokens, size.max_context_tokens, size.decided_by) == (3 * 516, 512, "max_rows")
+
+
+@pytest.mark.parametrize("device", [GPU, CPU], ids=str)
+def test_tokens_that_do_not_fit_are_refused_with_what_would(device: torch.device) -> None:
+    memory = DeviceMemory(24 * GIB, 7 * GIB, WEIGHTS)
+    service = beside(DecodeSettings)
+    with pytest.raises(StartupError, match=r"^max_kv_tokens: 100000 tokens take 12\.21 GiB on .*would fit$") as refused:
+        sized(memory, beside=service, device=device, max_rows=8, max_kv_tokens=100_000)
+    would_fit = int(str(refused.value).split()[-3])
+    assert 40_000 < would_fit < 7 * GIB // TOKEN_BYTES
+    sized(memory, beside=service, device=device, max_rows=8, max_kv_tokens=would_fit)
+
+
+def test_rows_that_do_not_fit_are_refused_with_what_would() -> None:
+    service = beside(DecodeSettings)
+    with pytest.raises(StartupError, match=r"^max_rows: 1000000 rows take .* on cuda:0 beside their KV") as refused:
+        sized(CARD, beside=service, max_rows=1_000_000)
+    half = int(str(refused.value).split()[-5])
+    sized(CARD, beside=service, max_rows=half, max_kv_tokens=1000)
+
+
+@given(
+    total=st.integers(0, 200 * GIB),
+    free=st.floats(0, 1),
+    held=st.floats(0, 1),
+    share=st.floats(0.01, 1),
+    token_bytes=st.integers(1, 1 << 22),
+    context=st.integers(1, 1 << 20),
+    rows=st.none() | st.integers(1, 4096),
+    device=st.sampled_from([GPU, CPU]),
+)
+def test_whatever_is_left_the_pool_and_what_is_beside_it_fit_or_it_is_refused_by_name(
+    total: int,
+    free: float,
+    held: float,
+    share: float,
+    token_bytes: int,
+    context: int,
+    rows: int | None,
+    device: torch.device,
+) -> None:
+    memory = DeviceMemory(total, int(free * total), int(held * (total - free * total)))
+    service = MemoryBeside(row_bytes=1 << 16, peak_bytes=lambda num_rows: (num_rows + 1) << 20)
+    options: dict[str, Any] = {"memory_share": share, "context_tokens": context, "max_rows": rows}
+    try:
+        size = sized(memory, beside=service, device=device, token_bytes=token_bytes, **options)
+    except StartupError as error:
+        assert str(error).startswith(("memory_share: ", "max_rows: "))
+        return
+    used = (size.max_kv_tokens + 1) * token_bytes + service.peak_bytes(size.max_rows)
+    assert used <= memory.free_bytes
+    assert size.max_context_tokens == min(context, size.max_kv_tokens) > 0
+    assert size.max_kv_tokens >= min(LEAST_TOKENS, context)
+    assert size.max_rows == rows or size.max_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+# ---- a service ----------------------------------------------------------------------------------------------------
+
+
+class SmallHost(CpuDevice):
+    def memory(self) -> DeviceMemory:
+        return host(32 << 20)
+
+
+@pytest.mark.parametrize("kind", [PrefillSettings, DecodeSettings])
+def test_a_service_says_what_it_takes_and_why(
+    kind: type[PrefillSettings | DecodeSettings], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, fused_forward=False)
+    opened = open_runtime(settings)
+    opened.device.close(5.0)
+    runtime = replace(opened, device=SmallHost(num_threads=1))
+    service: MemoryBeside
+    if isinstance(settings, PrefillSettings):
+        service = prefill_main.memory_beside_pool(settings, runtime)
+    else:
+        service = decode_main.memory_beside_pool(settings, runtime, None)
+    with capture_logs() as logs:
+        size = runtime.size_pool(settings, service)
+    (told,) = logs
+    assert told["event"] == "pool_sized" and told["max_kv_tokens"] == size.max_kv_tokens < 32768
+    assert (told["max_rows"], told["decided_by"], told["free_bytes"]) == (size.max_rows, "memory_share", 32 << 20)
+    assert told["pool_bytes"] == (size.max_kv_tokens + 1) * told["token_bytes"]
+    assert told["bytes_beside"] == service.peak_bytes(size.max_rows)
+    runtime.device.close(5.0)
