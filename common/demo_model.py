@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import StartupError
-from common.model_cache import Progress, convert_gguf, default_cache_dir, make_once, run_python, silent
+from common.model_cache import CONVERSION, Progress, convert_gguf, default_cache_dir, make_once, run_python, silent
 
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DTYPE = "bfloat16"
@@ -24,7 +24,7 @@ Convert = Callable[[Path, Path], None]
 
 def demo_model_path(cache_dir: Path | None = None) -> Path:
     """Where the demo model is, or will be."""
-    return (cache_dir or default_cache_dir()) / "models" / DEMO_MODEL_NAME
+    return (cache_dir or default_cache_dir()) / "models" / f"{DEMO_MODEL_NAME}-{CONVERSION}"
 
 
 def ensure_demo_model(

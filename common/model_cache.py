@@ -20,6 +20,9 @@ from typing import Protocol
 
 from common.errors import StartupError
 
+CONVERSION = 2
+"""Part of a converted directory's name: one more than before whenever the same GGUF file becomes another directory."""
+
 _POLL_INTERVAL_S = 0.2
 
 
@@ -66,7 +69,7 @@ def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress
 
 
 def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> None:
-    """Fill `out` from a GGUF file: config, tokenizer, safetensors in `dtype`. Raises StartupError.
+    """Fill `out` from a GGUF file: config, tokenizer, safetensors in `dtype`. Raises StartupError, of one line.
 
     In a process of its own: its memory and its chatter end with it, and Ctrl-C stops it at once.
     """
@@ -74,7 +77,7 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> No
     progress(stage, 0, 0)
     error = run_python(["-m", "common.model.gguf", str(gguf), str(out), dtype])
     if error is not None:
-        raise StartupError(f"{gguf.name} could not be converted: {error}")
+        raise StartupError(f"{gguf.name} could not be converted: {error.splitlines()[-1]}")
     progress(stage, 1, 1)
 
 

@@ -26,7 +26,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 from common.config.settings import DEMO_MODEL
 from common.demo_model import ensure_demo_model
 from common.errors import StartupError
-from common.model_cache import Progress, convert_gguf, default_cache_dir, make_once, silent
+from common.model_cache import CONVERSION, Progress, convert_gguf, default_cache_dir, make_once, silent
 
 _GGUF = ".gguf"
 _KINDS = "a directory or a GGUF file"
@@ -111,6 +111,6 @@ def _first_line(error: BaseException) -> str:
 
 def _converted(gguf: Path, dtype: str, progress: Progress, cache_dir: Path) -> Path:
     state = gguf.stat()
-    version = hashlib.sha256(f"{gguf}\n{state.st_size}\n{state.st_mtime_ns}".encode()).hexdigest()[:12]
+    version = hashlib.sha256(f"{gguf}\n{state.st_size}\n{state.st_mtime_ns}\n{CONVERSION}".encode()).hexdigest()[:12]
     path = cache_dir / "models" / f"{gguf.stem}-{dtype}-{version}"
     return make_once(path, lambda _, out: convert_gguf(gguf, out, dtype=dtype, progress=progress), progress)

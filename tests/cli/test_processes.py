@@ -20,6 +20,7 @@ import pytest
 from baton.cli.demo_answer import TOKEN_IDS
 from baton.errors import InvalidArgument
 from baton.gateway_process import checked_listen
+from common.demo_model import demo_model_path
 from tests.cli.conftest import BOUND_S, await_end
 from tests.client.scripted_inference import ScriptedServer, delta, started
 
@@ -218,7 +219,7 @@ def iter_until(lines: Iterable[str], start: str) -> Iterator[str]:
 @pytest.fixture
 def cached_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "baton" / "models" / "SmolLM2-135M-Instruct").mkdir(parents=True)
+    demo_model_path(tmp_path / "baton").mkdir(parents=True)
 
 
 @pytest.mark.usefixtures("cached_demo_model")

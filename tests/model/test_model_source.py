@@ -11,12 +11,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gguf
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.free_ports import free_ports
 from common.errors import StartupError
@@ -24,55 +22,14 @@ from common.model.loader import load_target
 from common.model_source import check_model, resolve_model
 from tests.model.conftest import Reference
 from tests.model.paged_model import PagedModel
-from tests.support.models import END_ID, START_ID
-
-
-def write_gguf(directory: Path, path: Path) -> None:
-    """The tiny Llama in `directory` as a float32 GGUF file."""
-    config = json.loads((directory / "config.json").read_text())
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(config["hidden_size"] // heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    vocab = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
-    special = {token["content"] for token in tokenizer["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([token for token, _ in vocab])
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token, _ in vocab]
-    )
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(START_ID)
-    writer.add_eos_token_id(END_ID)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF keeps the halves of a rotary pair side by side
-            num = heads if "q_proj" in name else kv_heads
-            tensor = tensor.view(num, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        gguf_name = names.get_name(name, try_suffixes=(".weight",))
-        assert gguf_name is not None, name
-        writer.add_tensor(gguf_name, tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+from tests.support.gguf_files import gguf_of
 
 
 def test_a_gguf_file_is_converted_once_and_computes_the_same(
     tmp_path: Path, tiny_model_dir: Callable[[str], Path], reference: Callable[[str], Reference]
 ) -> None:
-    file = tmp_path / "tiny.gguf"
-    write_gguf(tiny_model_dir("llama"), file)
+    source = AutoModelForCausalLM.from_pretrained(str(tiny_model_dir("llama")), dtype=torch.float32)
+    file = gguf_of(source).write(tmp_path / "tiny.gguf")
     stages: list[str] = []
 
     def resolve() -> Path:
@@ -97,7 +54,7 @@ def test_a_gguf_file_is_converted_once_and_computes_the_same(
 def test_a_file_that_is_no_model_is_an_error_that_names_it(tmp_path: Path) -> None:
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"no model")
-    with pytest.raises(StartupError, match=r"broken\.gguf could not be converted"):
+    with pytest.raises(StartupError, match=r"^broken\.gguf could not be converted: no GGUF file that can be read.*$"):
         resolve_model(str(file), dtype="float32", cache_dir=tmp_path / "cache")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ ARCHITECTURES = tuple(_CONFIGS)
 def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **config_changes: Any) -> Path:
     """A model of one of ARCHITECTURES, with logits spread widely enough that greedy choices are seldom near a tie."""
     config = _CONFIGS[architecture](**{**_SHAPE, **config_changes})
-    return _save(directory, _random_model(config, seed), config.vocab_size)
+    return _save(directory, random_model(config, seed), config.vocab_size)
 
 
 def save_last_token_model(
@@ -76,7 +76,7 @@ def save_last_token_model(
     `disturbance`: so much noise, relative to the logits, is added to them: other distributions of the same embeddings.
     """
     config = _CONFIGS["llama"](**{**_SHAPE, "vocab_size": vocab_size, "tie_word_embeddings": False})
-    model = _random_model(config, seed)
+    model = random_model(config, seed)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(context_weight)
@@ -93,17 +93,18 @@ def next_token_logits(directory: Path) -> Tensor:
     return _next_token_logits(AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32))
 
 
-def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    vocab_size: int = VOCAB_SIZE, *, merges: Sequence[tuple[str, str]] = MERGES
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE with a few merges; below VOCAB_SIZE ids, single letters and <|unknown|> for all else."""
     if vocab_size >= VOCAB_SIZE:
-        symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
-        merges = list(MERGES)
+        symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     else:
         letters = "Ġ" + "abcdefghijklmnopqrstuvwxyz" + "ABCDEFGHIJKLMNOPQRSTUVWXYZ" + "0123456789"
         symbols = list(letters[: vocab_size - len(SPECIAL_TOKENS)])
-        merges = []
+        merges = ()
     vocab = {token: token_id for token_id, token in enumerate([*SPECIAL_TOKENS, *symbols])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
@@ -117,7 +118,8 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     )
 
 
-def _random_model(config: Any, seed: int) -> Any:
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A model of transformers in float32, with logits spread as `save_tiny_model` says."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -1,0 +1,376 @@
+"""A GGUF file's metadata as a config of transformers: each key is mapped, known to change nothing, or refused.
+
+GGUF keeps a model's shape under keys of its architecture's name: `llama.block_count`. What a key means is llama.cpp's
+to say; where transformers' models cannot compute it, the file is refused by that key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+FREQUENCY_FACTORS = "rope_freqs.weight"
+_MISSING: Any = object()
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.finetuned": (True, False),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "use_parallel_residual": (False,),
+}
+"""Keys that an architecture may have, with the values at which they change nothing."""
+
+_INFORMATION = re.compile(
+    r"GGUF\.(version|tensor_count|kv_count)"
+    r"|general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|tags|languages"
+    r"|url|doi|uuid|repo_url|file_type|quantization_version|alignment|datasets"
+    r"|license(\.(name|link))?|source\..+|base_model\..+|dataset\..+|sampling\..+)"
+    r"|tokenizer\.chat_template\..+|tokenizer\.chat_templates|split\.(no|tensors\.count)|quantize\.imatrix\..+|mradermacher\..+"
+)
+"""Keys about the file. None of them takes part in computing."""
+
+
+class RefusedFile(Exception):
+    """The file cannot be converted exactly; says which key or tensor is why."""
+
+
+class Metadata:
+    """A file's keys. What is asked for counts as known; `refuse_unknown` tells what nobody asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._known: set[str] = set()
+        self.architecture: str = self.take("general.architecture", str)
+
+    def take(self, key: str, kind: type, default: Any = _MISSING) -> Any:
+        """Raises RefusedFile for a value of another kind; without a `default`, for a key that is not there."""
+        self._known.add(key)
+        value: Any = self._values.get(key, _MISSING)
+        if value is _MISSING:
+            if default is _MISSING:
+                raise RefusedFile(f"{key} is missing")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise RefusedFile(f"{key}: {_shown(value)} is not of type {kind.__name__}")
+        return value
+
+    def own(self, name: str, kind: type, default: Any = _MISSING) -> Any:
+        """The architecture's own key."""
+        return self.take(f"{self.architecture}.{name}", kind, default)
+
+    def positive(self, name: str, default: Any = _MISSING) -> float:
+        """A finite number above 0."""
+        value: float = self.own(name, float, default)
+        if not 0 < value < math.inf:
+            raise self.refuse(f"{self.architecture}.{name}", "is no positive number")
+        return value
+
+    def count(self, name: str, default: Any = _MISSING) -> int:
+        """A positive number; one number for each layer counts as one where all are the same."""
+        key = f"{self.architecture}.{name}"
+        value = self._values.get(key)
+        if isinstance(value, list) and value:
+            if any(one != value[0] for one in value):
+                raise RefusedFile(f"{key}: layers that differ are not supported")
+            value = value[0]
+            self._known.add(key)
+        else:
+            value = self.take(key, int, default)
+        if type(value) is not int or value < 1:
+            raise RefusedFile(f"{key}: {_shown(value)} is no count")
+        return value
+
+    def refuse(self, key: str, reason: str) -> RefusedFile:
+        return RefusedFile(f"{key}: {_shown(self._values.get(key))} {reason}")
+
+    def refuse_unknown(self) -> None:
+        """Raises RefusedFile for the first key that is neither known nor information, unless its value is neutral."""
+        for key, value in self._values.items():
+            if key in self._known or _INFORMATION.fullmatch(key):
+                continue
+            neutral = _NEUTRAL.get(key.removeprefix(f"{self.architecture}."), ())
+            if not any(type(value) is type(one) and value == one for one in neutral):
+                raise self.refuse(key, "is not supported")
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Names and shapes of the file's tensors."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def has_any(self, pattern: str) -> bool:
+        return any(re.fullmatch(pattern, name) for name in self.shapes)
+
+    def size(self, name: str, dimension: int) -> int:
+        if name not in self.shapes:
+            raise RefusedFile(f"the tensor {name} is missing")
+        if len(self.shapes[name]) <= dimension:
+            raise RefusedFile(f"the tensor {name} has the shape {list(self.shapes[name])}")
+        return self.shapes[name][dimension]
+
+
+def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarray | None) -> dict[str, Any]:
+    """`model_type` and the other fields of the config. Raises RefusedFile for an architecture that is not known."""
+    build = _ARCHITECTURES.get(keys.architecture)
+    if build is None:
+        known = ", ".join(_ARCHITECTURES)
+        raise RefusedFile(f"general.architecture: {keys.architecture!r} is not supported; {known} are")
+    fields = build(keys, tensors)
+    vocab_size, num_layers = tensors.size("token_embd.weight", 0), keys.count("block_count")
+    if keys.count("vocab_size", vocab_size) != vocab_size:
+        raise keys.refuse(f"{keys.architecture}.vocab_size", f"where there are {vocab_size} embeddings")
+    num_blocks = len({name.split(".")[1] for name in tensors.shapes if name.startswith("blk.")})
+    if num_layers != num_blocks:
+        raise keys.refuse(f"{keys.architecture}.block_count", f"layers, where the file has tensors of {num_blocks}")
+    if fields["model_type"] != "gpt2":
+        fields["rope_parameters"] = _rope(keys, fields, frequency_factors)
+    return {
+        **fields,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": keys.count("context_length"),
+        "hidden_size": keys.count("embedding_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": keys.count("attention.head_count"),
+        "tie_word_embeddings": "output.weight" not in tensors.shapes,
+    }
+
+
+def _rotating(keys: Metadata) -> dict[str, Any]:
+    """What all architectures with rotary positions share."""
+    num_heads = keys.count("attention.head_count")
+    head_dim = keys.count("attention.key_length", keys.count("embedding_length") // num_heads)
+    if keys.count("attention.value_length", head_dim) != head_dim:
+        raise keys.refuse(f"{keys.architecture}.attention.value_length", f"is not that of keys, {head_dim},")
+    num_kv_heads = keys.count("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise keys.refuse(f"{keys.architecture}.attention.head_count_kv", f"of {num_heads} heads")
+    return {
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _decoder(keys: Metadata) -> dict[str, Any]:
+    """And with RMS norms."""
+    return {**_rotating(keys), "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon")}
+
+
+def _attention_bias(tensors: Tensors) -> dict[str, bool]:
+    return {"attention_bias": tensors.has_any(r"blk\.\d+\.attn_(q|k|v|output)\.bias")}
+
+
+def _experts(keys: Metadata, num_experts: str) -> dict[str, Any]:
+    if keys.own("expert_gating_func", int, 1) != 1:
+        raise keys.refuse(f"{keys.architecture}.expert_gating_func", "is not softmax")
+    count, used = keys.count("expert_count"), keys.count("expert_used_count")
+    if used > count:
+        raise keys.refuse(f"{keys.architecture}.expert_used_count", f"of {count} experts")
+    return {num_experts: count, "num_experts_per_tok": used}
+
+
+def _llama(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    fields = _decoder(keys)
+    if keys.own("expert_count", int, 0) > 0:
+        if keys.count("expert_feed_forward_length", fields["intermediate_size"]) != fields["intermediate_size"]:
+            raise keys.refuse("llama.expert_feed_forward_length", "is not feed_forward_length")
+        return {"model_type": "mixtral", "sliding_window": None, **_experts(keys, "num_local_experts"), **fields}
+    mlp_bias = tensors.has_any(r"blk\.\d+\.ffn_(gate|up|down)\.bias")
+    return {"model_type": "llama", "mlp_bias": mlp_bias, **_attention_bias(tensors), **fields}
+
+
+def _qwen2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    return {"model_type": "qwen2", **_decoder(keys)}
+
+
+def _qwen3(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    return {"model_type": "qwen3", **_attention_bias(tensors), **_decoder(keys)}
+
+
+def _qwen2moe(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    shared = tensors.size("blk.0.ffn_up_shexp.weight", 0)
+    return {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": keys.count("expert_feed_forward_length", tensors.size("blk.0.ffn_up_exps.weight", 1)),
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length", shared),
+        "norm_topk_prob": keys.own("expert_weights_norm", bool, False),
+        **_experts(keys, "num_experts"),
+        **_decoder(keys),
+    }
+
+
+def _qwen3moe(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": keys.count("expert_feed_forward_length", tensors.size("blk.0.ffn_up_exps.weight", 1)),
+        "norm_topk_prob": keys.own("expert_weights_norm", bool, True),
+        **_attention_bias(tensors),
+        **_experts(keys, "num_experts"),
+        **_decoder(keys),
+    }
+
+
+def _phi3(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    return {"model_type": "phi3", "sliding_window": None, **_decoder(keys)}
+
+
+def _starcoder2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "model_type": "starcoder2",
+        "sliding_window": None,
+        "use_bias": tensors.has_any(r"blk\.\d+\.(attn|ffn)_(q|k|v|output|up|down)\.bias"),
+        "norm_epsilon": keys.positive("attention.layer_norm_epsilon"),
+        **_rotating(keys),
+    }
+
+
+def _gpt2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    num_heads = keys.count("attention.head_count")
+    if keys.count("attention.head_count_kv", num_heads) != num_heads:
+        raise keys.refuse("gpt2.attention.head_count_kv", f"of {num_heads} heads")
+    return {
+        "model_type": "gpt2",
+        "n_inner": keys.count("feed_forward_length"),
+        "layer_norm_epsilon": keys.positive("attention.layer_norm_epsilon"),
+    }
+
+
+_ARCHITECTURES: dict[str, Callable[[Metadata, Tensors], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "phi3": _phi3,
+    "starcoder2": _starcoder2,
+    "gpt2": _gpt2,
+}
+
+
+def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray | None) -> dict[str, Any]:
+    head_dim, prefix = fields["head_dim"], f"{keys.architecture}.rope"
+    num_rotated = keys.count("rope.dimension_count", head_dim)
+    rope: dict[str, Any] = {"rope_theta": keys.positive("rope.freq_base", 10000.0)}
+    if num_rotated != head_dim:
+        if fields["model_type"] != "phi3" or num_rotated > head_dim or num_rotated % 2:
+            raise keys.refuse(f"{prefix}.dimension_count", f"of {head_dim} dimensions of a head")
+        rope["partial_rotary_factor"] = num_rotated / head_dim
+    factor = keys.own("rope.scaling.factor", float, None)
+    original = keys.own("rope.scaling.original_context_length", int, None)
+    scales = factor not in (None, 0.0, 1.0)
+    kind = keys.own("rope.scaling.type", str, "linear" if scales else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise keys.refuse(f"{prefix}.scaling.type", "is not supported")
+    if kind == "none":
+        if scales:
+            raise keys.refuse(f"{prefix}.scaling.factor", "of a rope without scaling")
+        if frequency_factors is None:
+            return {"rope_type": "default", **rope}
+        if num_rotated != head_dim:
+            raise RefusedFile(f"{FREQUENCY_FACTORS}: not supported for a part of a head's dimensions")
+        return _llama3_rope(frequency_factors, head_dim, rope["rope_theta"], original)
+    if frequency_factors is not None:
+        raise keys.refuse(f"{prefix}.scaling.type", f"beside the tensor {FREQUENCY_FACTORS}")
+    if factor is None or not 1.0 <= factor < math.inf:
+        raise keys.refuse(f"{prefix}.scaling.factor", f"is no factor of {kind} rope")
+    rope = {"rope_type": kind, "factor": factor, **rope}
+    if kind == "linear":
+        return rope
+    if original is None or original < 1:
+        raise keys.refuse(f"{prefix}.scaling.original_context_length", "is no length")
+    return {
+        **rope,
+        "original_max_position_embeddings": original,
+        "beta_fast": keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int | None) -> dict[str, Any]:
+    """The rope of type llama3 that divides frequency i by `factors[i]`; which is how llama.cpp keeps one.
+
+    Raises RefusedFile when there is none: what transformers makes of the answer is compared with the factors.
+    """
+    if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors)) or factors.min() < 1.0:
+        raise RefusedFile(f"{FREQUENCY_FACTORS}: not {head_dim // 2} factors of 1 or more")
+    factors = factors.astype(np.float64)
+    if factors.max() == 1.0:
+        return {"rope_type": "default", "rope_theta": theta}
+    per_token = theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    largest = float(factors.max())
+    candidates = [(largest, 1.0, 4.0, length) for length in (original or 8192, 8192)]
+    for factor in (largest, 2 * largest):
+        band = _band(per_token, (1 / factors - 1 / factor) / (1 - 1 / factor))
+        if band is not None:
+            candidates.append((factor, band[0] * 8192, band[1] * 8192, 8192))
+    for factor, low, high, length in candidates:
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": length,
+        }
+        config = LlamaConfig(head_dim=head_dim, rope_parameters=dict(rope))
+        computed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        if np.allclose(computed.numpy(), 2 * math.pi * per_token / factors, rtol=2e-6, atol=0.0):
+            return rope
+    raise RefusedFile(f"{FREQUENCY_FACTORS}: these factors are not those of a rope of type llama3")
+
+
+def _band(per_token: np.ndarray, kept: np.ndarray) -> tuple[float, float] | None:
+    """Turns per token between which a frequency's share that is `kept` rises from 0 to 1, on a line.
+
+    None where there is no such line. Two shares on it determine a line; where there are fewer, any that fits will do.
+    """
+    below, above = kept < 1e-6, kept > 1 - 1e-6
+    slowest = float(per_token[below].max(initial=0.0))
+    fastest = float(per_token[above].min(initial=4 * float(per_token.max())))
+    turns, shares = per_token[~below & ~above], kept[~below & ~above]
+    if len(turns) >= 2:
+        slope, at_zero = np.polyfit(turns, shares, 1)
+        low, high = -at_zero / slope, (1 - at_zero) / slope
+    elif len(turns) == 1:
+        width = min((turns[0] - slowest) / shares[0], (fastest - turns[0]) / (1 - shares[0])) / 2
+        low, high = turns[0] - shares[0] * width, turns[0] + (1 - shares[0]) * width
+    else:
+        low, high = slowest + (fastest - slowest) / 3, slowest + (fastest - slowest) * 2 / 3
+    return (float(low), float(high)) if 0 <= low < high else None

@@ -1,0 +1,210 @@
+"""The tokenizer that a GGUF file's metadata describes, and the tokens that it gives a meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from common.model.gguf_config import Metadata, RefusedFile
+
+_PREFIX = "tokenizer.ggml"
+_CONTROL, _USER_DEFINED = 3, 4
+_ENDS = ("eos", "eot", "eom")
+_ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_OTHERS = (
+    *("seperator", "mask", "cls", "prefix", "suffix", "middle"),
+    *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
+)
+_SPLITS_AS_GPT2 = frozenset({"default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "gigachat"})
+_SPLITS_DIGITS_THEN_AS_GPT2 = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+)
+_LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"})
+_STARTS_WITH_BOS = _LLAMA3 | {"tekken"}
+"""Unless the file says otherwise. These tokenizers also take a word that is a token as it is, without merging."""
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _words(num_digits: str) -> str:
+    return rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{num_digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+
+
+def _words_by_case(num_digits: str, endings: str) -> str:
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{before}{_CAPITALS}*{_SMALL}+{endings}|{before}{_CAPITALS}+{_SMALL}*{endings}"
+        rf"|\p{{N}}{num_digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+_SPLITS: dict[str, str] = {
+    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), _words("{1,3}")),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _words("")),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _words_by_case("{1,3}", f"{_ENDINGS}?")),
+    "tekken": _words_by_case("", ""),
+}
+"""How these tokenizers split a text into the words within which they merge."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Ids by role; `ends` are all tokens that end an output."""
+
+    bos: int | None
+    padding: int | None
+    ends: tuple[int, ...]
+
+
+def special_tokens(keys: Metadata) -> SpecialTokens:
+    """Raises RefusedFile for an id that is no token's."""
+    num_tokens = len(keys.take(f"{_PREFIX}.tokens", list))
+    ids = {role: _token_id(keys, role, num_tokens) for role in (*_ROLES, *_ENDS, *_OTHERS)}
+    ends = [ids[role] for role in _ENDS]
+    return SpecialTokens(
+        bos=ids["bos"],
+        padding=ids["padding"],
+        ends=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+    )
+
+
+def _token_id(keys: Metadata, role: str, num_tokens: int) -> int | None:
+    key = f"{_PREFIX}.{role}_token_id"
+    token_id: int | None = keys.take(key, int, None)
+    if token_id is not None and not 0 <= token_id < num_tokens:
+        raise keys.refuse(key, f"is past the vocabulary of {num_tokens}")
+    return token_id
+
+
+def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
+    """A transformers tokenizer with the file's ids. Raises RefusedFile for what cannot be built exactly."""
+    tokens = keys.take(f"{_PREFIX}.tokens", list)
+    if len(set(tokens)) != len(tokens):
+        raise RefusedFile(f"{_PREFIX}.tokens: a token is there twice")
+    if len(tokens) > num_embeddings:
+        raise RefusedFile(f"{_PREFIX}.tokens: {len(tokens)} tokens, where there are {num_embeddings} embeddings")
+    types = keys.take(f"{_PREFIX}.token_type", list, [])
+    if types and len(types) != len(tokens):
+        raise RefusedFile(f"{_PREFIX}.token_type: {len(types)} types of {len(tokens)} tokens")
+    for key in (f"{_PREFIX}.add_eos_token", f"{_PREFIX}.add_sep_token", f"{_PREFIX}.remove_extra_whitespaces"):
+        if keys.take(key, bool, False):
+            raise keys.refuse(key, "is not supported")
+    kind = keys.take(f"{_PREFIX}.model", str)
+    if kind == "gpt2":
+        tokenizer = _byte_level(keys, tokens, types)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(keys, path, tokens)
+    else:
+        raise keys.refuse(f"{_PREFIX}.model", "is not supported; gpt2 and llama are")
+    template = keys.take("tokenizer.chat_template", str, None)
+    tokenizer.chat_template = template
+    _check_ids(tokenizer, tokens)
+    return tokenizer
+
+
+def _byte_level(keys: Metadata, tokens: list[str], types: list[int]) -> Any:
+    """Byte-level BPE: tokens are in GPT-2's alphabet of bytes, but for added ones, which are matched in the text."""
+    pre = keys.take(f"{_PREFIX}.pre", str, "default")
+    keys.take(f"{_PREFIX}.scores", list, [])
+    if keys.take(f"{_PREFIX}.add_space_prefix", bool, False):
+        raise keys.refuse(f"{_PREFIX}.add_space_prefix", "is not supported for a byte-level tokenizer")
+    merges = [tuple(merge.split(" ")) for merge in keys.take(f"{_PREFIX}.merges", list)]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    unknown = next((merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys()), None)
+    if unknown is not None:
+        raise RefusedFile(f"{_PREFIX}.merges: {' '.join(unknown)!r} is not of two tokens that make a third")
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _STARTS_WITH_BOS))
+    backend.pre_tokenizer = _splits(keys, pre)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    bos = _token_id(keys, "bos", len(tokens))
+    if keys.take(f"{_PREFIX}.add_bos_token", bool, pre in _STARTS_WITH_BOS and bos is not None):
+        backend.post_processor = _starting_with(tokens, bos)
+    backend.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, types, strict=False)
+            if kind == _CONTROL
+        ]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(token, special=False, normalized=False)
+            for token, kind in zip(tokens, types, strict=False)
+            if kind == _USER_DEFINED
+        ]
+    )
+    return _pretrained(keys, backend, tokens)
+
+
+def _splits(keys: Metadata, pre: str) -> Any:
+    if pre in _SPLITS_AS_GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in _SPLITS_DIGITS_THEN_AS_GPT2:
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    split = _SPLITS.get(pre)
+    if split is None:
+        raise keys.refuse(f"{_PREFIX}.pre", "is not supported")
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _starting_with(tokens: list[str], bos: int | None) -> Any:
+    if bos is None:
+        raise RefusedFile(f"{_PREFIX}.bos_token_id is missing, where prompts start with it")
+    return processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{tokens[bos]}:0 $A:0",
+                pair=f"{tokens[bos]}:0 $A:0 {tokens[bos]}:1 $B:1",
+                special_tokens=[(tokens[bos], bos)],
+            ),
+        ]
+    )
+
+
+def _pretrained(keys: Metadata, backend: Any, tokens: list[str]) -> Any:
+    ids = {name: _token_id(keys, role, len(tokens)) for role, name in _ROLES.items()}
+    named = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
+
+
+def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
+    """SentencePiece's BPE, as transformers builds it."""
+    if len(keys.take(f"{_PREFIX}.scores", list)) != len(tokens):
+        raise RefusedFile(f"{_PREFIX}.scores: not one for each of {len(tokens)} tokens")
+    keys.take(f"{_PREFIX}.merges", list, [])
+    if keys.take(f"{_PREFIX}.pre", str, "default") != "default":
+        raise keys.refuse(f"{_PREFIX}.pre", "is not supported for a SentencePiece tokenizer")
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    backend = tokenizer.backend_tokenizer
+    if not keys.take(f"{_PREFIX}.add_space_prefix", bool, True):
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    bos = _token_id(keys, "bos", len(tokens))
+    starts = keys.take(f"{_PREFIX}.add_bos_token", bool, bos is not None)
+    backend.post_processor = _starting_with(tokens, bos) if starts else processors.TemplateProcessing(single="$A")
+    return _pretrained(keys, backend, tokens)
+
+
+def _check_ids(tokenizer: Any, tokens: list[str]) -> None:
+    """Raises RefusedFile when the tokenizer has another id for a token, or tokens that the file does not have."""
+    vocab = tokenizer.get_vocab()
+    wrong = next((token for token_id, token in enumerate(tokens) if vocab.get(token) != token_id), None)
+    wrong = wrong or next((token for token, token_id in vocab.items() if token_id >= len(tokens)), None)
+    if wrong is not None:
+        raise RefusedFile(f"{_PREFIX}.tokens: {wrong!r} has another id in the tokenizer that was built")
