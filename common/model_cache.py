@@ -75,7 +75,7 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> No
     """
     stage = f"converting {gguf.name} to {dtype}"
     progress(stage, 0, 0)
-    error = run_python(["-m", "common.model.gguf", str(gguf), str(out), dtype])
+    error = run_python(["-m", "common.gguf.convert", str(gguf), str(out), dtype])
     if error is not None:
         raise StartupError(f"{gguf.name} could not be converted: {error.splitlines()[-1]}")
     progress(stage, 1, 1)

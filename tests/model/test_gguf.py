@@ -16,8 +16,8 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
 
 from common.errors import StartupError
-from common.model.gguf import convert_gguf
-from common.model.gguf_config import RefusedFile
+from common.gguf.config import RefusedFile
+from common.gguf.convert import convert_gguf
 from common.model.loader import load_target
 from common.model_source import resolve_model
 from tests.model.paged_model import PagedModel

@@ -1,6 +1,6 @@
 """GGUF files as model directories, with all that they say, or refused by the key or tensor that is not supported.
 
-`python -m common.model.gguf FILE DIRECTORY DTYPE` converts a file to a model directory; what cannot be is one line.
+`python -m common.gguf.convert FILE DIRECTORY DTYPE` converts a file; where it refuses it, it says why in one line.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from common.model.gguf_config import FREQUENCY_FACTORS, Metadata, RefusedFile, Tensors, config_fields
-from common.model.gguf_tokenizer import build_tokenizer, special_tokens
+from common.gguf.config import FREQUENCY_FACTORS, Metadata, RefusedFile, Tensors, config_fields
+from common.gguf.tokenizer import build_tokenizer, special_tokens
 
 _ROTATED = re.compile(r"\.self_attn\.(q|k)_proj\.(weight|bias)$")
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)$")

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.model.gguf_config import Metadata, RefusedFile
+from common.gguf.config import Metadata, RefusedFile
 
 _PREFIX = "tokenizer.ggml"
 _CONTROL, _USER_DEFINED = 3, 4
