@@ -15,7 +15,7 @@ from common.draft.kernels import Kernels, Op, Rotation, kernels_for
 from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import AttentionPlan, ForwardInput
+from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.capture import HiddenCapture
 from common.model.target import TargetModel
@@ -71,7 +71,7 @@ class PagedHead(ABC):
         self.token_ids = token_ids
         self.feeds_target_hidden = feeds_target_hidden
         self._kernels: Kernels = kernels_for(parts.target.torch_device)
-        self._backend = new_attention(
+        self.attention: AttentionBackend = new_attention(
             parts.attention,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -118,7 +118,7 @@ class PagedHead(ABC):
 
     def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:
         rotation: Rotation = self._rope(hidden, batch.positions.unsqueeze(0))
-        return rotation, self._backend.plan(batch)
+        return rotation, self.attention.plan(batch)
 
 
 def read_embedding(parts: HeadParts, name: str, hidden_size: int) -> Op:

@@ -1,0 +1,126 @@
+"""Every Triton kernel that a pair launches for a request was compiled before the first one came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.draft.paged_head import PagedHead
+from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
+from common.model.attention_torch import TorchAttention
+from common.model.attention_triton import HeadShape, TritonAttention
+from common.model.loader import load_target
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.model.triton_launch import Variant
+from tests.support.drafted import SAMPLED, SHAPES, Drafted, load_drafted
+from tests.support.pair import InProcessPair, PairOptions
+from tests.support.recording_device import RecordingCpuDevice
+
+
+class _BothPlans(AttentionPlan):
+    def __init__(self, noted: AttentionPlan, computed: AttentionPlan) -> None:
+        self._noted, self._computed = noted, computed
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self._noted.attend(layer, query, key, value, scaling)
+        return self._computed.attend(layer, query, key, value, scaling)
+
+
+class NotedAttention(AttentionBackend):
+    """Takes note of what the GPU's kernels would be compiled for, and lets the reference compute."""
+
+    follows_lengths = True
+
+    def __init__(self, heads: HeadShape, seen: set[Variant]) -> None:
+        self._noted = TritonAttention(heads, launch=lambda launch: seen.add(launch.variant()))
+        self._computed = TorchAttention()
+
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
+        return self._noted.kernel_shapes(with_masks=with_masks)
+
+    def plan(self, batch: ForwardInput) -> AttentionPlan:
+        return _BothPlans(self._noted.plan(batch), self._computed.plan(batch))
+
+
+def noted(seen: set[Variant], model: TargetModel | PagedHead, directory: Path, dtype: torch.dtype) -> None:
+    """From now on what would be compiled for a target or a head, which was read from there, is added to `seen`."""
+    num_heads = json.loads((directory / "config.json").read_text())["num_attention_heads"]
+    group = model.layer_group
+    model.attention = NotedAttention(HeadShape(num_heads, group.num_heads, group.head_dim, dtype), seen)
+
+
+def check_nothing_compiles(
+    load: Callable[[set[Variant]], tuple[TargetModel, PagedHead | None]], options: PairOptions
+) -> None:
+    """In either service. Numbers of rows from none to all, prompts on both sides of what is cut into parts, requests
+    with all that sampling offers. `load`: a target and a head, both noted; each service has its own.
+    """
+    prefill_seen: set[Variant] = set()
+    decode_seen: set[Variant] = set()
+    prefill, decode = load(prefill_seen), load(decode_seen)
+    pair = InProcessPair(
+        decode[0],
+        new_device=RecordingCpuDevice,
+        draft=decode[1],
+        prefill_model=prefill[0],
+        prefill_draft=prefill[1],
+        options=options,
+    )
+    try:
+        compiled = ({*prefill_seen}, {*decode_seen})
+        for number in range(13):
+            parts = list(SAMPLED.values())[number % len(SAMPLED)]
+            sampling = ResolvedSampling(
+                seed=number, max_tokens=3 + 2 * number, temperature=0.7 if number % 2 else 0.0, **parts
+            )
+            pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(1 + 13 * number)], sampling)
+        pair.run()
+        assert all(outcome.finished for outcome in pair.outcomes.values())
+        assert (prefill_seen, decode_seen) == compiled
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("replays_forwards", [True, False], ids=["graphs", "no-graphs"])
+@pytest.mark.parametrize(
+    ("head", "shape", "adapts_depth"),
+    [
+        ("leaning", "chain-4", True),
+        ("leaning", "chain-4", False),
+        ("leaning", "tree-4x3-15", False),
+        ("leaning_layers", "chain-4", False),
+    ],
+)
+def test_speculation_launches_nothing_that_is_not_compiled(
+    head: str, shape: str, adapts_depth: bool, replays_forwards: bool, request: pytest.FixtureRequest
+) -> None:
+    kept: Drafted = request.getfixturevalue(head)
+
+    def load(seen: set[Variant]) -> tuple[TargetModel, PagedHead | None]:
+        drafted = load_drafted(kept.directory, kept.head_directory)
+        noted(seen, drafted.target, drafted.directory, torch.float32)
+        noted(seen, drafted.head, drafted.head_directory, torch.float32)
+        return drafted.target, drafted.head
+
+    options = {"replays_forwards": replays_forwards, "adapts_depth": adapts_depth, **SHAPES[shape]}
+    check_nothing_compiles(load, PairOptions(decode_rows=7, **options))
+
+
+@pytest.mark.parametrize("replays_forwards", [True, False], ids=["graphs", "no-graphs"])
+def test_plain_decoding_launches_nothing_that_is_not_compiled(
+    replays_forwards: bool, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    directory = tiny_model_dir("llama")
+
+    def load(seen: set[Variant]) -> tuple[TargetModel, PagedHead | None]:
+        target = load_target(directory, device="cpu", dtype="float32")
+        noted(seen, target, directory, torch.float32)
+        return target, None
+
+    check_nothing_compiles(load, PairOptions(decode_rows=7, replays_forwards=replays_forwards))
