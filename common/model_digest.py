@@ -1,6 +1,7 @@
 """Digests of a model directory: what two services compare before KV moves.
 
-Weights are read whole once; their digests are kept by path, size and modification time.
+A model holds what its files hold and nothing else (`common/model/model_files.py`), so a digest of the files is one of
+the model. Weights are read whole once; their digests are kept by path and version.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 
 from common.draft.head import DraftHead
 from common.draft.seed import seed_columns
-from common.errors import UnsupportedModel
+from common.model.model_files import FileVersion
 from common.model.target import TargetModel
 from common.model_cache import default_cache_dir
 from common.wire.fingerprint import Fingerprint
@@ -31,13 +33,15 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
         "_name_or_path",
         "architectures",
         "dtype",
-        "max_position_embeddings",
         "torch_dtype",
         "transformers_version",
         "use_cache",
     }
 )
-"""Keys of a config that may differ: a context limit, the stored dtype (weights and layer groups have theirs), notes."""
+"""Keys of a config that may differ: the stored dtype (weights and layer groups have theirs), notes."""
+_CONTEXT_LIMIT = "max_position_embeddings"
+_WITHOUT_LIMIT = frozenset({"default", "linear", "llama3"})
+"""Types of rope that do not follow the context limit, which may then differ too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +56,23 @@ class LoadedDraft:
 def compute_fingerprint(
     directory: Path, model: TargetModel, *, draft: LoadedDraft | None = None, cache_dir: Path | None = None
 ) -> Fingerprint:
-    """The fingerprint of the model in `directory` as `model` serves it. UnsupportedModel without weight files.
+    """The fingerprint of `model`, loaded from `directory`. StartupError when its files have changed since.
 
     A draft head's config is digested with its weights: it says which of the target's states the head reads.
     """
     cache_dir = cache_dir or default_cache_dir()
+    assert model.files is not None, "a model that was not loaded from files has no fingerprint"
     fingerprint = Fingerprint(
         config_digest=config_digest(_read_config(directory)),
-        target_weights_digest=weights_digest(directory, cache_dir),
+        target_weights_digest=weights_digest(model.files.weight_files, cache_dir),
         tokenizer_digest=_tokenizer_digest(directory),
         layer_groups=(model.layer_group,),
     )
+    model.files.check_unchanged()
     if draft is None:
         return fingerprint
-    parts = (config_digest(_read_config(draft.directory)), weights_digest(draft.directory, cache_dir))
+    draft_weights = weights_digest(sorted(draft.directory.glob("*.safetensors")), cache_dir)
+    parts = (config_digest(_read_config(draft.directory)), draft_weights)
     return replace(
         fingerprint,
         layer_groups=(model.layer_group, draft.head.layer_group),
@@ -81,22 +88,29 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    kept = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT_ON_KV}
-    return _digest([json.dumps(kept, sort_keys=True).encode()])
+    """Begins with the version of transformers, which fills in what `config` does not say and has the model's code."""
+    is_free = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling")) <= _WITHOUT_LIMIT
+    left_out = _WITHOUT_EFFECT_ON_KV | ({_CONTEXT_LIMIT} if is_free else set())
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return f"transformers-{transformers.__version__}-{_digest([json.dumps(kept, sort_keys=True).encode()])}"
 
 
-def weights_digest(directory: Path, cache_dir: Path) -> str:
-    """Of the sorted (name, shape, dtype, content) of every tensor, however they are spread over files."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UnsupportedModel(f"{directory}: no .safetensors file; convert the weights first")
+def _rope_types(rope: object) -> set[object]:
+    """Of parameters that may be nested, by kind of layer."""
+    if not isinstance(rope, dict):
+        return set()
+    own = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    return own.union(*map(_rope_types, rope.values()))
+
+
+def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
+    """Of the sorted (name, shape, dtype, content) of every tensor, however they are spread over `files`."""
     cache_file = cache_dir / "weight_digests.json"
     cache = _read_cache(cache_file)
     lines: list[str] = []
     is_new = False
     for file in files:
-        stat = file.stat()
-        version = [stat.st_size, stat.st_mtime_ns]
+        version = list(astuple(FileVersion.of(file)))
         entry = cache.get(str(file.resolve()))
         if entry is None or entry["version"] != version:
             entry = {"version": version, "tensors": _tensor_lines(file)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,10 +18,11 @@ from common.device.stream import Device
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.draft_source import resolve_draft
-from common.errors import StartupError, UnsupportedModel
+from common.errors import StartupError
 from common.fused_forwards import new_fusing
 from common.kv.pool_size import MemoryBeside, PoolLimits, PoolSize, size_pool
 from common.model.loader import load_target
+from common.model.model_files import model_faults
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
 from common.model_digest import LoadedDraft, compute_fingerprint
@@ -114,7 +114,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         keep_kernels(kernels_cache_dir() if settings.keep_kernels else None)
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
-    try:
+    with model_faults(settings.model):
         model = load_target(
             directory,
             device=settings.device,
@@ -123,11 +123,10 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             fuses=settings.fuses_forwards,
             optimizes_modules=settings.optimized_modules,
         )
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{settings.model}: {error}") from error
-    head, draft = _load_draft(settings, model) if settings.draft else (None, None)
+    with model_faults(settings.draft):
+        head, draft = _load_draft(settings, model) if settings.draft else (None, None)
     bounds = (model.max_context_tokens, settings.max_context_tokens)
-    fingerprint, architecture = compute_fingerprint(directory, model, draft=draft), _architecture(directory)
+    fingerprint = compute_fingerprint(directory, model, draft=draft)
     fusing = None
     if settings.fuses_forwards and model.torch_device.type == "cpu":
         fusing = new_fusing(
@@ -143,7 +142,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         device=device,
         timeline=timeline,
         fingerprint=fingerprint,
-        architecture=architecture,
+        architecture=model.architecture,
         populates=settings.populate_pool,
         fusing=fusing,
         beside=WorkBeside(),
@@ -177,13 +176,6 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
         raise StartupError(f"draft_topk: {settings.draft_topk} of a draft vocabulary of {num_ids}")
     model.capture_hidden(head.capture)
     return head, LoadedDraft(directory, head, settings.draft_topk)
-
-
-def _architecture(directory: Path) -> str:
-    try:
-        return str(json.loads((directory / "config.json").read_text())["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise StartupError(f"{directory}: config.json names no architecture: {error}") from error
 
 
 def _populate_logged(populate: Work, check: Check) -> None:

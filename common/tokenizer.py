@@ -69,7 +69,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
-        return cls(AutoTokenizer.from_pretrained(str(directory)))
+        return cls(AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False))
 
     @property
     def special_ids(self) -> frozenset[int]:

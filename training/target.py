@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from common.errors import StartupError, UnsupportedModel
-from common.model.traits import check_config
+from common.errors import UnsupportedModel
+from common.model.loader import load_model
 from common.model_cache import default_cache_dir
 from common.model_digest import weights_digest
 
@@ -67,16 +66,12 @@ class Target:
 
 
 def load_target(directory: Path, *, device: str) -> Target:
-    """Raises StartupError when there is no model to load, UnsupportedModel for one the services would not serve."""
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.bfloat16)
-    except (OSError, ValueError, KeyError) as error:
-        raise StartupError(f"{directory}: cannot be loaded as a target: {error}") from error
-    check_config(model.config, name=directory.name)
+    """Raises UnsupportedModel for a model that the services would not serve, or whose files are damaged."""
+    files, model = load_model(directory, dtype=torch.bfloat16, attention="sdpa")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedModel(f"{directory.name}: an output layer with a bias is not supported")
     model = model.to(device).eval().requires_grad_(False)
-    target = Target(directory, model, weights_digest(directory, default_cache_dir()))
+    target = Target(directory, model, weights_digest(files.weight_files, default_cache_dir()))
     _require_plain_logits(target)
     return target
 

@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from common.errors import UnsupportedModel
 from common.model.sampling_params import MAX_END_TOKEN_IDS
 
 _FIELD = "eos_token_id"
 _CONFIGS = ("generation_config.json", "config.json")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def read_end_tokens(directory: Path) -> dict[int, str]:
@@ -33,13 +30,16 @@ def read_end_tokens(directory: Path) -> dict[int, str]:
     return sources
 
 
-def end_token_ids(directory: Path, sources: Mapping[int, str], *, vocab_size: int) -> tuple[int, ...]:
-    """The ids of `read_end_tokens`, and the tokenizer's. Raises UnsupportedModel, naming file and field, when one is
-    past the vocabulary, or when they are more than a request can carry.
+def end_token_ids(
+    directory: Path, sources: Mapping[int, str], tokenizer: Any | None, *, vocab_size: int
+) -> tuple[int, ...]:
+    """The ids of `read_end_tokens`, and that of `tokenizer`, where there is one.
+
+    Raises UnsupportedModel, naming file and field, when one is past the vocabulary, or when they are more than a
+    request can carry.
     """
     sources = dict(sources)
-    own = _tokenizers_end(directory)
-    if own is not None:
+    if tokenizer is not None and (own := tokenizer.eos_token_id) is not None:
         sources.setdefault(own, f"{directory.name}: the tokenizer's eos_token")
     for token_id, source in sources.items():
         if token_id >= vocab_size:
@@ -56,18 +56,6 @@ def _ids(value: Any, source: str) -> Sequence[int]:
         if type(token_id) is not int or token_id < 0:
             raise UnsupportedModel(f"{source} {json.dumps(token_id)} is no token id")
     return ids
-
-
-def _tokenizers_end(directory: Path) -> int | None:
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        return None  # transformers would make up an empty tokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UnsupportedModel(f"{directory.name}: no tokenizer that transformers can load: {reason}") from error
-    token_id: int | None = tokenizer.eos_token_id
-    return token_id
 
 
 def _read(file: Path) -> dict[str, Any]:

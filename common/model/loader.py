@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
@@ -16,7 +15,17 @@ from common.model.attention import ATTENTION_NAME
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.cpu_linear import pack_linears
 from common.model.end_tokens import end_token_ids, read_end_tokens
+from common.model.forward_probe import check_forwards
 from common.model.forward_program import NewDecoder
+from common.model.model_files import (
+    FileVersion,
+    ModelFiles,
+    check_finite,
+    load_causal_lm,
+    read_config,
+    read_model_files,
+    read_tokenizer,
+)
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
 from common.wire.handoff import TARGET_GROUP
@@ -39,12 +48,15 @@ def load_target(
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
     end_tokens = read_end_tokens(directory)
-    config = _load_config(directory)
-    check_config(config, name=directory.name)
-    eos_token_ids = end_token_ids(directory, end_tokens, vocab_size=config.vocab_size)
-    model = _load_model(directory, config, DTYPES[dtype])
+    version = FileVersion.of_config(directory)
+    config = _served_config(directory)
+    tokenizer = read_tokenizer(directory, vocab_size=_size(config, "vocab_size", directory.name))
+    eos_token_ids = end_token_ids(directory, end_tokens, tokenizer, vocab_size=config.vocab_size)
+    files = read_model_files(directory, version)
+    model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME)
     return target_of(
         model,
+        files=files,
         name=directory.name,
         device=device,
         dtype=dtype,
@@ -59,6 +71,7 @@ def target_of(
     model: Any,
     *,
     name: str,
+    files: ModelFiles | None = None,
     device: str,
     dtype: str,
     eos_token_ids: tuple[int, ...] = (),
@@ -68,18 +81,23 @@ def target_of(
 ) -> TargetModel:
     """A loaded causal language model as a target; it is changed, and attends nowhere else any more.
 
-    Raises UnsupportedModel, like `load_target`, for what only a forward shows.
+    `files` are those it was loaded from. A short prompt is computed in several ways before this returns. Raises
+    UnsupportedModel, like `load_target`, for what only a forward shows.
     """
     torch_device, config = torch.device(device), model.config
+    sizes = {key: _size(config, key, name) for key in ("hidden_size", "vocab_size", "max_position_embeddings")}
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{name}: an architecture that cannot select logits is not supported")
     model = model.to(torch_device).eval().requires_grad_(False)
-    shape = probe_attention(model, name=name, torch_device=torch_device)
+    check_finite(model, name=name)
+    shape, unsplit = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
     new_decoder = None
     if torch_device.type == "cpu":
         new_decoder = _new_decoder(model) if fuses else None
         if optimizes_modules:
             _use_cpu_kernels(model)
-    return TargetModel(
+    target = TargetModel(
         model=model,
         backend=new_attention(
             attention,
@@ -97,14 +115,24 @@ def target_of(
             head_dim=shape.head_dim,
             dtype=dtype,
         ),
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_context_tokens=config.max_position_embeddings,
+        hidden_size=sizes["hidden_size"],
+        vocab_size=sizes["vocab_size"],
+        max_context_tokens=sizes["max_position_embeddings"],
         eos_token_ids=eos_token_ids,
         dtype=DTYPES[dtype],
         torch_device=torch_device,
         new_decoder=new_decoder,
+        files=files,
     )
+    check_forwards(target, unsplit, name=name)
+    return target
+
+
+def _size(config: Any, key: str, name: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int):
+        raise UnsupportedModel(f"{name}: an architecture whose configuration has no {key} is not supported")
+    return value
 
 
 def _new_decoder(model: nn.Module) -> NewDecoder | None:
@@ -123,24 +151,20 @@ def _use_cpu_kernels(model: nn.Module) -> None:
     pack_linears(model)
 
 
-def _load_config(directory: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(str(directory))
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{directory.name}: no configuration that transformers knows: {error}") from error
+def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[ModelFiles, Any]:
+    """The files in `directory`, and a causal language model that holds what they hold, on the CPU. `attention` is one
+    that transformers knows by this name.
+
+    Raises UnsupportedModel for a config with a trait that is not served, and where files are missing, damaged or do not
+    fit each other.
+    """
+    version = FileVersion.of_config(directory)
+    config = _served_config(directory)
+    files = read_model_files(directory, version)
+    return files, load_causal_lm(files, config, dtype, attention=attention)
 
 
-def _load_model(directory: Path, config: Any, dtype: torch.dtype) -> Any:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(directory), config=config, dtype=dtype, attn_implementation=PROBE_NAME
-        )
-    except KeyError as error:
-        if error.args != (PROBE_NAME,):
-            raise
-        raise UnsupportedModel(
-            f"{directory.name}: attention outside transformers' attention interface is not supported"
-        ) from error
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{directory.name}: an architecture that cannot select logits is not supported")
-    return model
+def _served_config(directory: Path) -> Any:
+    config = read_config(directory)
+    check_config(config, name=directory.name)
+    return config

@@ -15,6 +15,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram, Largest, NewDecoder, OnLayerKv
+from common.model.model_files import ModelFiles
 from common.telemetry.forward_counts import ForwardCounts
 
 _FINAL = -1  # among captured states: what leaves the final norm
@@ -62,7 +63,7 @@ class TargetModel:
     """A decoder-only model whose KV lives in a pool shaped by `layer_group`.
 
     `attention` is the backend of its layers; `new_decoder` writes the same model down as a program,
-    where that is known, and keeps its first weights for as long as it is here.
+    where that is known, and keeps its first weights for as long as it is here. `files` are those it was loaded from.
     `forward` is called from one thread at a time. `eos_token_ids` are the ids after which the model is done.
     `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` states after the final norm to logits.
     """
@@ -80,7 +81,9 @@ class TargetModel:
         dtype: torch.dtype,
         torch_device: torch.device,
         new_decoder: NewDecoder | None = None,
+        files: ModelFiles | None = None,
     ) -> None:
+        self.files = files
         self.new_decoder = new_decoder
         self._model = model
         self.attention = backend
@@ -115,8 +118,17 @@ class TargetModel:
         self._program = program
 
     @property
+    def architecture(self) -> str:
+        """The name of its class in transformers."""
+        return type(self._model).__name__
+
+    @property
     def num_layers(self) -> int:
         return self.layer_group.num_layers
+
+    def modules_of(self, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
+        """With their names."""
+        return [(name, module) for name, module in self._model.named_modules() if isinstance(module, kind)]
 
     @property
     def input_embeddings(self) -> nn.Module:

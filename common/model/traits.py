@@ -1,6 +1,6 @@
 """Which models are served: decoder-only, every layer with full causal attention. Others are refused by name.
 
-`check_config` reads what a config says of itself; `probe_attention` runs the model once on two tokens and looks at what
+`check_config` reads what a config says of itself; `probe_attention` runs the model on a few tokens and looks at what
 each layer asks of its attention, so that an unknown architecture is judged by what it does.
 """
 
@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UnsupportedModel
+from common.model.forward_probe import Unsplit, probe_tokens
+from common.model.model_files import CONFIG, one_line
 
 PROBE_NAME = "baton_probe"
 _ALIBI_MODEL_TYPES = ("bloom", "mpt")
@@ -60,6 +64,9 @@ def _unsupported_trait(config: Any) -> str | None:
     if value("attn_logit_softcapping") is not None:
         return "attention logit softcapping"
     rope = value("rope_parameters") or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        return f"rope of the unknown type {rope_type!r}"
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         return f"rope of type {rope['rope_type']}, which rotates by the longest sequence of a forward,"
     return None
@@ -80,6 +87,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.layers: list[tuple[int, int, int, int]] = []
+        self.kv: list[Tensor] = []
         self.trait: str | None = None
 
     def observe(
@@ -90,7 +98,9 @@ class _Probe:
             self._refuse("an attention layer without an index")
             return
         self.layers.append((layer, query.shape[1], key.shape[1], key.shape[3]))
-        if key.shape != value.shape:
+        if key.shape == value.shape:
+            self.kv.append(torch.stack([key[0], value[0]]).transpose(1, 2))
+        else:
             self._refuse("keys and values of different shapes")
         if mask is not None:
             self._refuse("an attention mask of the model's own")
@@ -112,18 +122,23 @@ def _probe_attention(
     attention_mask: Any,
     *,
     attention_probe: _Probe,
+    scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     attention_probe.observe(module, query, key, value, attention_mask, keywords)
-    return torch.zeros_like(query).transpose(1, 2), None
+    if attention_probe.trait is not None:
+        return torch.zeros_like(query).transpose(1, 2), None
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(PROBE_NAME, _probe_attention)
 
 
 @torch.inference_mode()
-def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> AttentionShape:
-    """The shape of the model's KV, from what its layers hand to attention. `model` must use PROBE_NAME.
+def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tuple[AttentionShape, Unsplit]:
+    """The shape of the model's KV, from what its layers hand to attention, and what transformers computes of a prompt.
+    `model` must use PROBE_NAME; it uses another attention afterwards.
 
     Raises UnsupportedModel, naming the trait, unless each layer attends exactly once, fully, causally and with
     one shape.
@@ -132,21 +147,22 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> Att
     def refused(trait: str) -> UnsupportedModel:
         return UnsupportedModel(f"{name}: {trait} is not supported")
 
-    probe = _Probe()
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=torch_device)
-    try:
-        model(
-            input_ids=tokens,
-            position_ids=torch.arange(2, device=torch_device).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=1,
-            attention_probe=probe,
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        if probe.trait is None:
+    def forward(tokens: Tensor, **keywords: Any) -> Tensor:
+        try:
+            logits: Tensor = model(input_ids=tokens.unsqueeze(0), use_cache=False, **keywords).logits[0].float()
+        except Exception as error:  # whatever the model's code does
             raise refused(
-                f"{type(model).__name__}, whose forward fails when called like a decoder's ({error}),"
+                f"{type(model).__name__}, whose forward fails when called like a decoder's ({one_line(error)}),"
             ) from error
+        return logits
+
+    probe = _Probe()
+    tokens = probe_tokens(model, torch_device)
+    try:
+        forward(tokens, attention_probe=probe)
+    except UnsupportedModel:
+        if probe.trait is None:
+            raise
     if probe.trait is not None:
         raise refused(probe.trait)
     num_layers = model.config.num_hidden_layers
@@ -155,4 +171,12 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> Att
     shapes = {tuple(shape) for _, *shape in probe.layers}
     if len(shapes) != 1:
         raise refused("layers with different attention shapes")
-    return AttentionShape(num_layers, *shapes.pop())
+    model.set_attn_implementation("eager")
+    logits = forward(tokens)
+    if not bool(torch.isfinite(logits).all()):
+        raise UnsupportedModel(
+            f"{name}: its logits are no numbers: weights or {CONFIG} are damaged, or dtype is too narrow"
+        )
+    if logits.shape[-1] != model.config.vocab_size:
+        raise refused(f"logits of {logits.shape[-1]} tokens, and vocab_size {model.config.vocab_size},")
+    return AttentionShape(num_layers, *shapes.pop()), Unsplit(tokens, torch.stack(probe.kv), logits)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from common.errors import StartupError
 from common.model.loader import load_target
 from common.model_digest import compute_fingerprint, weights_digest
 from common.wire.fingerprint import Fingerprint, first_difference
@@ -58,24 +61,25 @@ def test_one_changed_weight_is_seen(directory: Path) -> None:
 
 
 def test_how_tensors_are_spread_over_files_does_not_matter(directory: Path, tmp_path: Path) -> None:
-    whole = weights_digest(directory, tmp_path / "cache")
+    whole = weights_digest([directory / "model.safetensors"], tmp_path / "cache")
     file = directory / "model.safetensors"
     tensors = load_file(file)
     file.unlink()
     names = list(tensors)
     save_file({name: tensors[name] for name in names[3:]}, directory / "model-1.safetensors")
     save_file({name: tensors[name] for name in names[:3]}, directory / "model-2.safetensors")
-    assert weights_digest(directory, tmp_path / "cache") == whole
+    shards = [directory / "model-1.safetensors", directory / "model-2.safetensors"]
+    assert weights_digest(shards, tmp_path / "cache") == whole
 
 
 def test_a_tensor_in_another_dtype_is_another_tensor(directory: Path, tmp_path: Path) -> None:
-    before = weights_digest(directory, tmp_path / "cache")
+    before = weights_digest([directory / "model.safetensors"], tmp_path / "cache")
 
     def narrow(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
 
     change_weights(directory, narrow)
-    assert weights_digest(directory, tmp_path / "cache") != before
+    assert weights_digest([directory / "model.safetensors"], tmp_path / "cache") != before
 
 
 def test_another_rotation_base_is_seen_in_the_config(directory: Path) -> None:
@@ -96,6 +100,24 @@ def test_another_context_limit_is_not_a_difference(directory: Path) -> None:
     assert first_difference(before, fingerprint(directory)) is None
 
 
+def test_a_context_limit_that_the_rotation_follows_is_a_difference(directory: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+    change_json(directory / "config.json", lambda config: config.update(rope_parameters=rope))
+    before = fingerprint(directory)
+    change_json(directory / "config.json", lambda config: config.update(max_position_embeddings=128))
+    difference = first_difference(before, fingerprint(directory))
+    assert difference is not None
+    assert difference[0] == "config_digest"
+
+
+def test_another_transformers_is_seen_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(directory)
+    monkeypatch.setattr(transformers, "__version__", "5.0.1")
+    difference = first_difference(before, fingerprint(directory))
+    assert difference is not None
+    assert difference[0] == "config_digest" and "5.0.1" in difference[2]
+
+
 def test_another_tokenizer_is_seen(directory: Path) -> None:
     before = fingerprint(directory)
     change_json(directory / "tokenizer.json", lambda tokenizer: tokenizer["model"]["merges"].pop())
@@ -109,11 +131,39 @@ def test_the_dtype_it_runs_in_is_part_of_the_layer_group(directory: Path) -> Non
     assert difference == ("layer_groups[target].dtype", "float32", "bfloat16")
 
 
+def test_weights_of_the_same_size_and_time_are_seen(directory: Path) -> None:
+    before, file = fingerprint(directory), directory / "model.safetensors"
+    stat = file.stat()
+    change_weights(directory, negate_a_norm)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    difference = first_difference(before, fingerprint(directory))
+    assert difference is not None
+    assert difference[0] == "target_weights_digest"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_file_that_changed_after_it_was_loaded_ends_the_start(file: str, directory: Path) -> None:
+    model = load_target(directory, device="cpu", dtype="float32")
+    if file == "config.json":
+        change_json(directory / file, lambda config: config.update(rms_norm_eps=0.5))
+    else:
+        change_weights(directory, negate_a_norm)
+    with pytest.raises(StartupError, match=f"{file}: changed while it was read"):
+        compute_fingerprint(directory, model, cache_dir=directory.parent / "cache")
+
+
+def test_a_file_that_the_model_is_not_loaded_from_makes_no_difference(directory: Path) -> None:
+    before = fingerprint(directory)
+    save_file({"other": torch.ones(3)}, directory / "consolidated.safetensors")
+    assert first_difference(before, fingerprint(directory)) is None
+
+
 def test_a_file_is_read_again_only_when_its_size_or_time_changed(directory: Path, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
-    digest = weights_digest(directory, cache_dir)
+    digest = weights_digest([directory / "model.safetensors"], cache_dir)
     remembered = cache_dir / "weight_digests.json"
     change_json(remembered, lambda cache: [entry.update(tensors=["remembered"]) for entry in cache.values()] and None)
-    assert weights_digest(directory, cache_dir) != digest
+    assert weights_digest([directory / "model.safetensors"], cache_dir) != digest
     (directory / "model.safetensors").touch()
-    assert weights_digest(directory, cache_dir) == digest
+    assert weights_digest([directory / "model.safetensors"], cache_dir) == digest

@@ -1,0 +1,471 @@
+"""The files of a model directory: read, checked against each other, and loaded as they are.
+
+`read_config` checks config.json, `read_model_files` the headers of the weight files. `load_causal_lm` first loads
+shapes only, so that a tensor that is missing, left over or of another size is named before any memory is taken; then it
+loads the weights. Whatever the libraries that do the work raise is the model's fault, and becomes one line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from common.errors import BatonError, StartupError, UnsupportedModel, shortened
+
+CONFIG = "config.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_QUANTIZED_BY = ("quantization_config", "compression_config")
+_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_COUNT = re.compile(r"(num|n)_\w*(layer|expert)")
+_MAX_COUNT = 1 << 16
+_MAX_SIZE = 1 << 32
+_MAX_COUNT_UNCHECKED = 1 << 10
+"""What any model may have more of than tensors: building so many takes no time."""
+_WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_NUM_NAMED = 3
+
+
+@contextmanager
+def model_faults(place: str) -> Iterator[None]:
+    """Within it the files at `place` are read: what the libraries that read them raise, whatever it is, becomes
+    UnsupportedModel with `place` and one line. Its traceback is logged where the log's level is debug.
+    """
+    try:
+        yield
+    except BatonError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise StartupError(f"{place}: not enough memory: {one_line(error)}") from error
+    except Exception as error:
+        structlog.get_logger(__name__).debug("model_refused", place=place, exc_info=True)
+        raise UnsupportedModel(f"{place}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """What `error` says, and its kind where it says no more than a name."""
+    said = " ".join(str(error).split())
+    return shortened(said if " " in said else f"{type(error).__name__}: {said}".removesuffix(": "))
+
+
+# --------------------------------------------------------------------------------------------------- config.json
+
+
+def read_config(directory: Path) -> Any:
+    """The configuration in `directory` as transformers knows it. Raises UnsupportedModel, naming file and field."""
+    place = f"{directory.name}/{CONFIG}"
+    raw = _read_object(directory / CONFIG, place)
+    _refuse_quantized(directory, raw)
+    _refuse_numbers(raw, place)
+    _check_type(raw, place)
+    _refuse_counts(raw, place)
+    with model_faults(place):
+        config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+    _check_sizes(config, place)
+    return config
+
+
+def _read_object(path: Path, place: str) -> dict[str, Any]:
+    with model_faults(place):
+        if not path.is_file():
+            raise UnsupportedModel(f"{place}: not a file")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{place}: holds no JSON object")
+    return value
+
+
+def _refuse_quantized(directory: Path, raw: Mapping[str, Any]) -> None:
+    for key in _QUANTIZED_BY:
+        if raw.get(key):
+            method = raw[key].get("quant_method") if isinstance(raw[key], dict) else None
+            raise _quantized(f"{directory.name}/{CONFIG}: {key}", method)
+    for name in _QUANTIZATION_FILES:
+        if (directory / name).exists():
+            raise _quantized(f"{directory.name}/{name}", None)
+
+
+def _quantized(place: str, method: object) -> UnsupportedModel:
+    kind = "a quantised model" if method is None else f"a model quantised by {method}"
+    return UnsupportedModel(f"{place}: {kind} is not supported; serve its original weights")
+
+
+def _refuse_numbers(value: object, place: str, path: str = "") -> None:
+    """Raises for NaN and infinity, which JSON does not know and Python's reader takes."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _refuse_numbers(each, place, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for each in value:
+            _refuse_numbers(each, place, path)
+    elif (isinstance(value, float) and not math.isfinite(value)) or (
+        path.endswith("__float__") and isinstance(value, str)  # how transformers writes them
+    ):
+        raise UnsupportedModel(f"{place}: {path.removesuffix('.__float__')} is {value}")
+
+
+def _refuse_counts(value: object, place: str) -> None:
+    """Before a list as long as such a number is made of it."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if _COUNT.match(key) and isinstance(each, int) and each > _MAX_COUNT:
+                raise UnsupportedModel(f"{place}: {key} is {each}, and has to be at most {_MAX_COUNT}")
+            _refuse_counts(each, place)
+
+
+def _check_type(raw: Mapping[str, Any], place: str) -> None:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModel(f"{place}: model_type is {model_type!r}; it names the architecture, as llama does")
+    known = model_type in transformers.CONFIG_MAPPING
+    if raw.get("auto_map") and not known:
+        raise UnsupportedModel(
+            f"{place}: auto_map: model_type {shortened(model_type)!r} needs code that comes with the model, which is"
+            " never run; serve a model whose type transformers knows"
+        )
+    if not known:
+        raise UnsupportedModel(
+            f"{place}: model_type {shortened(model_type)!r} is not known to transformers {transformers.__version__}"
+        )
+    for key in ("dtype", "torch_dtype"):
+        dtype = raw.get(key)
+        if dtype is not None and not (isinstance(dtype, str) and isinstance(_torch_dtype(dtype), torch.dtype)):
+            raise UnsupportedModel(f"{place}: {key} is {dtype!r}, which is no dtype of torch; float32 is one")
+
+
+def _torch_dtype(name: str) -> object:
+    return getattr(torch, name.removeprefix("torch."), None)
+
+
+def _check_sizes(config: Any, place: str) -> None:
+    for key in _SIZES:
+        value = getattr(config, key, None)
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if each is not None and (isinstance(each, bool) or not isinstance(each, int) or not 0 < each < _MAX_SIZE):
+                raise UnsupportedModel(
+                    f"{place}: {key} is {shortened(repr(each))}, and has to be a whole number from 1 to {_MAX_SIZE}"
+                )
+    heads, kv_heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise UnsupportedModel(f"{place}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+
+
+# ------------------------------------------------------------------------------------------------------- the tokenizer
+
+
+def read_tokenizer(directory: Path, *, vocab_size: int) -> Any | None:
+    """The tokenizer in `directory`, or None where there is none: transformers would make up an empty one.
+
+    Raises UnsupportedModel, naming the token, when one has no row in the model's tables of `vocab_size`.
+    """
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    with model_faults(f"{directory.name}: its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+    token, token_id = max(vocabulary.items(), key=lambda entry: entry[1], default=("", 0))
+    if token_id >= vocab_size:
+        raise UnsupportedModel(
+            f"{directory.name}: the tokenizer's token {shortened(repr(token))} is {token_id}, and {CONFIG} has a"
+            f" vocab_size of {vocab_size}"
+        )
+    return tokenizer
+
+
+# -------------------------------------------------------------------------------------------------- weight files
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor is and what its file says of it. `dtype` is safetensors' name: BF16."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileVersion:
+    """A file as it is now: whatever writes it, or puts another in its place, changes one of these."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileVersion:
+        stat = file.stat()
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+    @classmethod
+    def of_config(cls, directory: Path) -> FileVersion:
+        """Raises UnsupportedModel where there is no config.json."""
+        place = f"{directory.name}/{CONFIG}"
+        if not (directory / CONFIG).exists():
+            raise UnsupportedModel(f"{place}: there is no such file; a model is a directory that has one")
+        with model_faults(place):
+            return cls.of(directory / CONFIG)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model is loaded from: its tensors by name, and the versions of the files that say what it computes."""
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+    versions: Mapping[Path, FileVersion]
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted({stored.file for stored in self.tensors.values()})
+
+    def check_unchanged(self) -> None:
+        """Raises StartupError when a file is no longer what was read."""
+        for file, version in self.versions.items():
+            with model_faults(f"{self.directory.name}/{file.name}"):
+                now = FileVersion.of(file)
+            if now != version:
+                raise StartupError(f"{self.directory.name}/{file.name}: changed while it was read; start again")
+
+
+def read_model_files(directory: Path, config_version: FileVersion) -> ModelFiles:
+    """The headers of the weight files in `directory`. Raises UnsupportedModel, naming file and tensor.
+
+    `config_version` is what config.json was before it was read.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    versions = {directory / CONFIG: config_version}
+    for file, expected in _weight_files(directory).items():
+        place = f"{directory.name}/{file.name}"
+        with model_faults(f"{place}: cannot be read, fetch it again"):
+            if not file.is_file():
+                raise UnsupportedModel(f"{place}: there is no such file; fetch it again")
+            versions[file] = FileVersion.of(file)
+            with safe_open(str(file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if name in tensors:
+                        raise UnsupportedModel(f"{place}: {name} is in {tensors[name].file.name} too")
+                    header = opened.get_slice(name)
+                    tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+        for name in expected:
+            if name not in tensors or tensors[name].file != file:
+                raise UnsupportedModel(f"{place}: lacks {shortened(name)}, which {_INDEX} says is there")
+    if not tensors:
+        raise UnsupportedModel(f"{directory.name}: its weight files hold no tensors")
+    _check_experts(directory.name, tensors)
+    return ModelFiles(directory, tensors, versions)
+
+
+def _weight_files(directory: Path) -> dict[Path, list[str]]:
+    """The files with weights, each with the tensors that an index says are in it."""
+    whole, index = directory / _WEIGHTS, directory / _INDEX
+    if not index.exists():
+        if whole.exists():
+            return {whole: []}
+        others = sorted(path.name for pattern in ("*.safetensors", "*.bin", "*.pt") for path in directory.glob(pattern))
+        there = f"it has {', '.join(others[:_NUM_NAMED])}" if others else "it has no weights"
+        raise UnsupportedModel(f"{directory.name}: neither {_WEIGHTS} nor {_INDEX}: {there}")
+    place = f"{directory.name}/{_INDEX}"
+    weight_map = _read_object(index, place).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UnsupportedModel(f"{place}: weight_map is no object that names tensors")
+    files: dict[Path, list[str]] = {}
+    for name, file_name in sorted(weight_map.items()):
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise UnsupportedModel(f"{place}: weight_map: {shortened(name)} is in no file of the directory")
+        files.setdefault(directory / file_name, []).append(name)
+    if whole.exists() and whole not in files:
+        raise UnsupportedModel(f"{directory.name}: has {_WEIGHTS} beside {_INDEX}, which names other files; remove one")
+    return files
+
+
+def _check_experts(name: str, tensors: Iterable[str]) -> None:
+    """Experts are stacked in the order of their numbers: each has to be there, and have what the others have."""
+    experts: dict[str, dict[int, set[str]]] = {}
+    for tensor in tensors:
+        parts = tensor.split(".")
+        for place, (container, number) in enumerate(itertools.pairwise(parts)):
+            if container.endswith("experts") and number.isdecimal():
+                of_container = experts.setdefault(".".join(parts[: place + 1]), {})
+                of_container.setdefault(int(number), set()).add(".".join(parts[place + 2 :]))
+    for container, numbers in experts.items():
+        members = set().union(*numbers.values())
+        for expert in range(len(numbers)):
+            for member in sorted(members - numbers.get(expert, set())):
+                raise UnsupportedModel(f"{name}: {container}.{expert}.{member} is missing, which other experts have")
+
+
+# --------------------------------------------------------------------------------------------------- the weights
+
+
+def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attention: str) -> Any:
+    """The causal language model of `config` with the tensors of `files`, all of them and nothing else, on the CPU.
+
+    Raises UnsupportedModel, naming tensor and file.
+    """
+    name = files.directory.name
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise UnsupportedModel(f"{name}/{CONFIG}: model_type {config.model_type!r} is no causal language model")
+    _check_counts(files, config)
+
+    def load(tensors: Mapping[str, Any], device: str) -> tuple[Any, dict[str, Any]]:
+        with model_faults(name), _interface_only(attention, name), _silent_transformers():
+            model, report = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                device_map={"": device},
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        return model, report
+
+    shapes, report = load(
+        {
+            tensor: torch.empty(stored.shape, dtype=_dtype_of(name, tensor, stored), device="meta")
+            for tensor, stored in files.tensors.items()
+        },
+        "meta",
+    )
+    _check_report(files, shapes, report)
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(safe_open(str(file), framework="pt")) for file in files.weight_files}
+        model, _ = load(
+            {tensor: opened[stored.file].get_slice(tensor) for tensor, stored in files.tensors.items()}, "cpu"
+        )
+    files.check_unchanged()
+    return model
+
+
+@contextmanager
+def _interface_only(attention: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise UnsupportedModel(
+            f"{name}: attention outside transformers' attention interface is not supported"
+        ) from error
+
+
+def _dtype_of(name: str, tensor: str, stored: StoredTensor) -> torch.dtype:
+    dtype = _WEIGHT_DTYPES.get(stored.dtype) or _OTHER_DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise _quantized(f"{name}/{stored.file.name}: {tensor} is of {stored.dtype}", None)
+    return dtype
+
+
+def _check_counts(files: ModelFiles, config: Any) -> None:
+    """A model of ten thousand layers takes minutes to build: its files have to have as many tensors, at least."""
+    most = max(
+        _MAX_COUNT_UNCHECKED, len(files.tensors), *(max(each.shape, default=0) for each in files.tensors.values())
+    )
+    for key, value in config.to_dict().items():
+        bound = len(files.tensors) if "layer" in key else most
+        if _COUNT.match(key) and isinstance(value, int) and value > max(bound, _MAX_COUNT_UNCHECKED):
+            raise UnsupportedModel(
+                f"{files.directory.name}/{CONFIG}: {key} is {value}, and its files have {len(files.tensors)} tensors"
+            )
+
+
+def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> None:
+    name, tensors = files.directory.name, files.tensors
+    if missing := sorted(report["missing_keys"]):
+        raise UnsupportedModel(f"{name}: {_some(missing)} missing from {_file_names(files)}")
+    for tensor, stored, expected in sorted(report["mismatched_keys"], key=lambda entry: str(entry[0])):
+        raise UnsupportedModel(
+            f"{_place(files, tensor)}: {tensor} is {list(stored)}, which {CONFIG} says is {list(expected)}"
+        )
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise UnsupportedModel(
+            f"{_place(files, unexpected[0])}: not known in {type(model).__name__}: {_some(unexpected)}"
+        )
+    state: dict[str, Tensor] = model.state_dict()
+    prefix = f"{model.base_model_prefix}."
+    for tensor, stored in tensors.items():
+        if tensor not in state and (twin := tensors.get(prefix + tensor)) is not None:
+            raise UnsupportedModel(f"{name}/{stored.file.name}: {tensor} is {prefix}{tensor} of {twin.file.name} again")
+        target = state.get(tensor, state.get(prefix + tensor))
+        if stored.dtype not in _WEIGHT_DTYPES and (target is None or target.is_floating_point()):
+            raise UnsupportedModel(
+                f"{name}/{stored.file.name}: {tensor} is of {stored.dtype}, and weights are of floats"
+            )
+
+
+def _place(files: ModelFiles, tensor: str) -> str:
+    stored = files.tensors.get(tensor)
+    return files.directory.name if stored is None else f"{files.directory.name}/{stored.file.name}"
+
+
+def _file_names(files: ModelFiles) -> str:
+    names = [file.name for file in files.weight_files]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return shortened(", ".join(names[:_NUM_NAMED])) + more
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Its tables of what it found are for people who watch; here they become one line."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+@torch.inference_mode()
+def check_finite(model: Any, *, name: str) -> None:
+    """Raises UnsupportedModel, naming the tensor, where `model` holds a number that is none, or an infinite one."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for tensor_name, tensor in tensors:
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            low, high = (float(each) for each in torch.aminmax(tensor))
+            is_bad = math.isnan(low) if kind == "buffer" else not (math.isfinite(low) and math.isfinite(high))
+            if is_bad:
+                where = "has" if kind == "parameter" else f"which follows from {CONFIG}, has"
+                raise UnsupportedModel(f"{name}: {tensor_name} {where} NaN or infinite numbers in {tensor.dtype}")
