@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UnsupportedModel
+from common.model.model_files import read_object
 from common.model.sampling_params import MAX_END_TOKEN_IDS
 
 _FIELD = "eos_token_id"
@@ -25,7 +26,8 @@ def read_end_tokens(directory: Path) -> dict[int, str]:
     sources: dict[int, str] = {}
     for name in _CONFIGS:
         source = f"{directory.name}/{name}: {_FIELD}"
-        for token_id in _ids(_read(directory / name).get(_FIELD), source):
+        content = read_object(directory / name) if (directory / name).exists() else {}
+        for token_id in _ids(content.get(_FIELD), source):
             sources.setdefault(token_id, source)
     return sources
 
@@ -56,15 +58,3 @@ def _ids(value: Any, source: str) -> Sequence[int]:
         if type(token_id) is not int or token_id < 0:
             raise UnsupportedModel(f"{source} {json.dumps(token_id)} is no token id")
     return ids
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{file.parent.name}/{file.name}: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{file.parent.name}/{file.name}: no JSON object")
-    return content

@@ -50,8 +50,8 @@ def load_target(
     end_tokens = read_end_tokens(directory)
     version = FileVersion.of_config(directory)
     config = _served_config(directory)
-    tokenizer = read_tokenizer(directory, vocab_size=_size(config, "vocab_size", directory.name))
-    eos_token_ids = end_token_ids(directory, end_tokens, tokenizer, vocab_size=config.vocab_size)
+    vocab_size = _size(config, "vocab_size", directory.name)
+    eos_token_ids = end_token_ids(directory, end_tokens, read_tokenizer(directory), vocab_size=vocab_size)
     files = read_model_files(directory, version)
     model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME)
     return target_of(

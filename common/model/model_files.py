@@ -12,9 +12,10 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,12 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_percent")
 _COUNT = re.compile(r"(num|n)_\w*(layer|expert)")
 _MAX_COUNT = 1 << 16
 _MAX_SIZE = 1 << 32
-_MAX_COUNT_UNCHECKED = 1 << 10
-"""What any model may have more of than tensors: building so many takes no time."""
+_MANY_LAYERS, _LARGE = 64, 1 << 16
+"""What takes no time to build, whatever the files have."""
 _WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_DTYPES = {
     "BOOL": torch.bool,
@@ -88,18 +90,21 @@ def one_line(error: BaseException) -> str:
 def read_config(directory: Path) -> Any:
     """The configuration in `directory` as transformers knows it. Raises UnsupportedModel, naming file and field."""
     place = f"{directory.name}/{CONFIG}"
-    raw = _read_object(directory / CONFIG, place)
+    raw = read_object(directory / CONFIG)
     _refuse_quantized(directory, raw)
     _refuse_numbers(raw, place)
     _check_type(raw, place)
     _refuse_counts(raw, place)
+    _check_sizes(raw.get, place)  # before transformers computes with them
     with model_faults(place):
         config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-    _check_sizes(config, place)
+    _check_sizes(partial(getattr, config), place)
     return config
 
 
-def _read_object(path: Path, place: str) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at `path`. Raises UnsupportedModel, naming directory and file."""
+    place = f"{path.parent.name}/{path.name}"
     with model_faults(place):
         if not path.is_file():
             raise UnsupportedModel(f"{place}: not a file")
@@ -139,11 +144,13 @@ def _refuse_numbers(value: object, place: str, path: str = "") -> None:
 
 
 def _refuse_counts(value: object, place: str) -> None:
-    """Before a list as long as such a number is made of it."""
+    """Raises before a list or a tensor as long as such a number says is made."""
     if isinstance(value, dict):
         for key, each in value.items():
             if _COUNT.match(key) and isinstance(each, int) and each > _MAX_COUNT:
                 raise UnsupportedModel(f"{place}: {key} is {each}, and has to be at most {_MAX_COUNT}")
+            if key in _SHARES and isinstance(each, int | float) and not 0 < each <= 1:
+                raise UnsupportedModel(f"{place}: {key} is {each}, and is a share: above 0, at most 1")
             _refuse_counts(each, place)
 
 
@@ -171,15 +178,15 @@ def _torch_dtype(name: str) -> object:
     return getattr(torch, name.removeprefix("torch."), None)
 
 
-def _check_sizes(config: Any, place: str) -> None:
+def _check_sizes(get: Callable[[str, None], Any], place: str) -> None:
     for key in _SIZES:
-        value = getattr(config, key, None)
+        value = get(key, None)
         for each in value if isinstance(value, list | tuple) else (value,):
             if each is not None and (isinstance(each, bool) or not isinstance(each, int) or not 0 < each < _MAX_SIZE):
                 raise UnsupportedModel(
                     f"{place}: {key} is {shortened(repr(each))}, and has to be a whole number from 1 to {_MAX_SIZE}"
                 )
-    heads, kv_heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = (get(key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise UnsupportedModel(f"{place}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
 
@@ -187,22 +194,12 @@ def _check_sizes(config: Any, place: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the tokenizer
 
 
-def read_tokenizer(directory: Path, *, vocab_size: int) -> Any | None:
-    """The tokenizer in `directory`, or None where there is none: transformers would make up an empty one.
-
-    Raises UnsupportedModel, naming the token, when one has no row in the model's tables of `vocab_size`.
-    """
+def read_tokenizer(directory: Path) -> Any | None:
+    """The tokenizer in `directory`, or None where there is none: transformers would make up an empty one."""
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
     with model_faults(f"{directory.name}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-        vocabulary: dict[str, int] = tokenizer.get_vocab()
-    token, token_id = max(vocabulary.items(), key=lambda entry: entry[1], default=("", 0))
-    if token_id >= vocab_size:
-        raise UnsupportedModel(
-            f"{directory.name}: the tokenizer's token {shortened(repr(token))} is {token_id}, and {CONFIG} has a"
-            f" vocab_size of {vocab_size}"
-        )
     return tokenizer
 
 
@@ -301,7 +298,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
         there = f"it has {', '.join(others[:_NUM_NAMED])}" if others else "it has no weights"
         raise UnsupportedModel(f"{directory.name}: neither {_WEIGHTS} nor {_INDEX}: {there}")
     place = f"{directory.name}/{_INDEX}"
-    weight_map = _read_object(index, place).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UnsupportedModel(f"{place}: weight_map is no object that names tensors")
     files: dict[Path, list[str]] = {}
@@ -395,15 +392,19 @@ def _dtype_of(name: str, tensor: str, stored: StoredTensor) -> torch.dtype:
 
 
 def _check_counts(files: ModelFiles, config: Any) -> None:
-    """A model of ten thousand layers takes minutes to build: its files have to have as many tensors, at least."""
-    most = max(
-        _MAX_COUNT_UNCHECKED, len(files.tensors), *(max(each.shape, default=0) for each in files.tensors.values())
-    )
-    for key, value in config.to_dict().items():
-        bound = len(files.tensors) if "layer" in key else most
-        if _COUNT.match(key) and isinstance(value, int) and value > max(bound, _MAX_COUNT_UNCHECKED):
+    """A model of ten thousand layers takes minutes to build, and a rotation of a billion numbers takes all memory: the
+    files have to have as many tensors, and as large ones.
+    """
+    num_tensors = len(files.tensors)
+    largest = max(max(stored.shape, default=0) for stored in files.tensors.values())
+    counts = {key: value for key, value in config.to_dict().items() if _COUNT.match(key)}
+    sizes = {key: getattr(config, key, None) for key in _SIZES if key != "max_position_embeddings"}
+    for key, value in {**sizes, **counts}.items():
+        most = max(num_tensors, _MANY_LAYERS) if "layer" in key else max(num_tensors, largest, _LARGE)
+        if isinstance(value, int) and value > most:
             raise UnsupportedModel(
-                f"{files.directory.name}/{CONFIG}: {key} is {value}, and its files have {len(files.tensors)} tensors"
+                f"{files.directory.name}/{CONFIG}: {key} is {value}, and the weight files have {num_tensors} tensors"
+                f" of at most {largest} rows or columns"
             )
 
 

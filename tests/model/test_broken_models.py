@@ -1,0 +1,412 @@
+"""Every defect of a model directory ends the start with one line that names file and field. Nothing is made up.
+
+Each case breaks a tiny Llama that is served: hidden 64, 2 layers, untied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.errors import StartupError, UnsupportedModel
+from common.model.loader import load_target
+from tests.model.paged_model import PagedModel
+from tests.support.models import VOCAB_SIZE, save_tiny_model
+
+Tensors = dict[str, Tensor]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BOUND_S = 10.0  # a refusal takes some milliseconds; a model of ten million layers was built for minutes
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's directory, and ways to change it."""
+
+    path: Path
+
+    def config(self, **changes: Any) -> None:
+        self.json("config.json", lambda config: config.update(changes))
+
+    def json(self, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+        content = json.loads((self.path / name).read_text())
+        change(content)
+        (self.path / name).write_text(json.dumps(content))
+
+    def write(self, name: str, content: str | bytes) -> None:
+        (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    def tensors(self, change: Callable[[Tensors], object], name: str = WEIGHTS) -> None:
+        tensors = load_file(self.path / name)
+        change(tensors)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, self.path / name, {"format": "pt"})
+
+    def without(self, *names: str) -> None:
+        self.tensors(lambda tensors: [tensors.pop(name) for name in names])
+
+    def cut(self, name: str, num_bytes: int) -> None:
+        self.write(name, (self.path / name).read_bytes()[:num_bytes])
+
+    def shard(self) -> None:
+        """Two files and an index, as hubs have them."""
+        tensors = load_file(self.path / WEIGHTS)
+        (self.path / WEIGHTS).unlink()
+        names = sorted(tensors)
+        weight_map = {}
+        for file, part in (("model-1.safetensors", names[:5]), ("model-2.safetensors", names[5:])):
+            save_file({name: tensors[name] for name in part}, self.path / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        self.write(INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def change_weights(**changes: Callable[[Tensor], Tensor]) -> Callable[[Model], None]:
+    def change(tensors: Tensors) -> None:
+        for name, new in changes.items():
+            tensors[name] = new(tensors[name])
+
+    return lambda model: model.tensors(change)
+
+
+def weights(name: str, new: Callable[[Tensor], Tensor]) -> Callable[[Model], None]:
+    return change_weights(**{name: new})
+
+
+def config(**changes: Any) -> Callable[[Model], None]:
+    return lambda model: model.config(**changes)
+
+
+def absent(*names: str) -> Callable[[Model], None]:
+    return lambda model: model.without(*names)
+
+
+def added(**tensors: Tensor) -> Callable[[Model], None]:
+    return lambda model: model.tensors(lambda there: there.update(tensors))
+
+
+def written(name: str, content: str | bytes) -> Callable[[Model], None]:
+    return lambda model: model.write(name, content)
+
+
+def renamed(change: Callable[[str], str]) -> Callable[[Model], None]:
+    def rename(tensors: Tensors) -> None:
+        there = dict(tensors)
+        tensors.clear()
+        tensors.update({change(name): tensor for name, tensor in there.items()})
+
+    return lambda model: model.tensors(rename)
+
+
+def sharded(then: Callable[[Model], object]) -> Callable[[Model], None]:
+    def change(model: Model) -> None:
+        model.shard()
+        then(model)
+
+    return change
+
+
+def replaced_by_directory(name: str) -> Callable[[Model], None]:
+    def change(model: Model) -> None:
+        (model.path / name).unlink()
+        (model.path / name).mkdir()
+
+    return change
+
+
+def replaced_by_pipe(model: Model) -> None:
+    (model.path / WEIGHTS).unlink()
+    os.mkfifo(model.path / WEIGHTS)
+
+
+def nan_at(place: int, value: float = float("nan")) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        changed = tensor.clone()
+        changed.view(-1)[place] = value
+        return changed
+
+    return change
+
+
+def index_map(change: Callable[[dict[str, Any]], object]) -> Callable[[Model], None]:
+    return sharded(lambda model: model.json(INDEX, lambda index: change(index["weight_map"]) and None))
+
+
+QKV = "model.layers.1.self_attn.q_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+THIRD_LAYER = {"model.layers.2.input_layernorm.weight": torch.ones(64)}
+INF = float("inf")
+
+WEIGHT_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
+    "a-projection-missing": (absent(DOWN), f"{DOWN} missing from {WEIGHTS}"),
+    "a-norm-missing": (absent(NORM), NORM),
+    "embeddings-missing": (absent(EMBEDDINGS), EMBEDDINGS),
+    "untied-output-missing": (absent(HEAD), HEAD),
+    "a-layer-missing": (lambda m: m.config(num_hidden_layers=3), r"model.layers.2.\S+, .* and 6 more missing from"),
+    "embeddings-tied-and-both-missing": (
+        lambda m: (m.config(tie_word_embeddings=True), m.without(HEAD, EMBEDDINGS))[0],
+        EMBEDDINGS,
+    ),
+    "a-bias-asked-for": (config(attention_bias=True), r"q_proj.bias|k_proj.bias"),
+    "a-foreign-prefix": (renamed(lambda name: f"foreign.{name}"), r"model\.\S+ .*missing|missing"),
+    "a-prefix-of-a-wrapper": (renamed(lambda name: f"module.{name}"), "missing from"),
+    "one-key-under-a-foreign-prefix": (renamed(lambda name: name.replace(NORM, f"foreign.{NORM}")), NORM),
+    "a-surplus-tensor": (added(extra=torch.ones(3)), f"{WEIGHTS}: not known in LlamaForCausalLM: extra"),
+    "a-surplus-layer": (added(**THIRD_LAYER), r"not known in LlamaForCausalLM: model\.layers\.2\.input_layernorm"),
+    "layers-left-out": (config(num_hidden_layers=1), r"not known in LlamaForCausalLM: model\.layers\.1\..* and 6 more"),
+    "a-surplus-bias": (added(**{f"{QKV[:-6]}bias": torch.ones(64)}), r"q_proj\.bias"),
+    "the-same-tensor-by-two-names": (added(**{"norm.weight": torch.ones(64)}), rf"norm.weight is {NORM}"),
+    "integer-weights": (weights(DOWN, lambda w: w.to(torch.int8)), f"{DOWN} is of I8"),
+    "integer-norm": (weights(NORM, lambda w: w.to(torch.int64)), f"{NORM} is of I64"),
+    "boolean-weights": (weights(DOWN, lambda w: w > 0), f"{DOWN} is of BOOL"),
+    "fp8-weights": (weights(DOWN, lambda w: w.to(torch.float8_e4m3fn)), f"{DOWN} is of F8_E4M3.*quantised"),
+    "nan-weights": (weights(DOWN, nan_at(17)), f"{DOWN} has NaN"),
+    "infinite-weights": (weights(NORM, nan_at(-1, INF)), f"{NORM} has NaN or infinite"),
+    "minus-infinite-weights": (weights(EMBEDDINGS, nan_at(5, -INF)), EMBEDDINGS),
+    "another-shape": (weights(DOWN, lambda w: w[:, :-1]), rf"{WEIGHTS}: {DOWN} is \[64, 95\], which .* is \[64, 96\]"),
+    "transposed": (weights(DOWN, lambda w: w.T), rf"{DOWN} is \[96, 64\]"),
+    "a-narrower-vocabulary": (weights(EMBEDDINGS, lambda w: w[:-1]), EMBEDDINGS),
+    "another-vocab-size": (config(vocab_size=VOCAB_SIZE + 4), rf"{HEAD}|{EMBEDDINGS}"),
+    "a-scalar": (weights(NORM, lambda w: w[0].clone()), NORM),
+    "empty-weights-file": (written(WEIGHTS, b""), WEIGHTS),
+    "cut-weights-file": (lambda m: m.cut(WEIGHTS, 100_000), f"{WEIGHTS}: cannot be read, fetch it again"),
+    "cut-header": (lambda m: m.cut(WEIGHTS, 40), WEIGHTS),
+    "weights-file-of-text": (written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), WEIGHTS),
+    "no-tensors": (lambda m: m.tensors(lambda tensors: tensors.clear()), "hold no tensors"),
+    "no-weights-file": (lambda m: (m.path / WEIGHTS).unlink(), f"neither {WEIGHTS} nor"),
+    "only-a-pickle": (
+        lambda m: (m.path / WEIGHTS).rename(m.path / "pytorch_model.bin") and None,
+        "it has pytorch_model.bin",
+    ),
+    "weights-are-a-directory": (replaced_by_directory(WEIGHTS), WEIGHTS),
+    "weights-are-a-pipe": (replaced_by_pipe, WEIGHTS),
+    "shard-missing": (sharded(lambda m: (m.path / "model-2.safetensors").unlink()), "model-2.safetensors: there is no"),
+    "shard-cut": (sharded(lambda m: m.cut("model-2.safetensors", 9000)), "model-2.safetensors: cannot be read"),
+    "shard-empty": (sharded(lambda m: m.write("model-1.safetensors", b"")), "model-1.safetensors"),
+    "index-names-the-wrong-shard": (
+        index_map(lambda names: names.update({NORM: "model-1.safetensors"})),
+        f"model-1.safetensors: lacks {NORM}",
+    ),
+    "index-names-a-tensor-of-none": (index_map(lambda names: names.update(x="model-1.safetensors")), "lacks x"),
+    "a-tensor-in-two-shards": (
+        sharded(lambda m: m.tensors(lambda t: t.update({NORM: torch.ones(64)}), "model-1.safetensors")),
+        f"model-2.safetensors: {NORM} is in model-1.safetensors too",
+    ),
+    "index-outside-the-directory": (index_map(lambda names: names.update(x="../x.safetensors")), INDEX),
+    "index-of-numbers": (index_map(lambda names: names.update(x=7)), INDEX),
+    "index-is-no-json": (sharded(lambda m: m.write(INDEX, "{")), INDEX),
+    "index-is-a-list": (sharded(lambda m: m.write(INDEX, "[]")), INDEX),
+    "index-without-a-map": (sharded(lambda m: m.write(INDEX, "{}")), f"{INDEX}: weight_map"),
+    "both-whole-and-sharded": (
+        lambda m: (
+            shutil.copy(m.path / WEIGHTS, m.path / "kept"),
+            m.shard(),
+            (m.path / "kept").rename(m.path / WEIGHTS),
+        )[1],
+        f"{WEIGHTS} beside {INDEX}",
+    ),
+}
+
+NAN, MANY = float("nan"), 10_000_000
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+YARN_WITHOUT_FACTOR = {"rope_type": "yarn", "rope_theta": 10000.0}
+CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
+    "missing": (lambda m: (m.path / "config.json").unlink(), "config.json: there is no such file"),
+    "a-directory": (replaced_by_directory("config.json"), "config.json"),
+    "empty": (written("config.json", ""), "config.json"),
+    "no-json": (written("config.json", "{'a': 1}"), "config.json"),
+    "binary": (written("config.json", bytes(range(128, 256))), "config.json"),
+    "utf-16": (written("config.json", '{"model_type": "llama"}'.encode("utf-16")), "config.json"),
+    "a-list": (written("config.json", "[]"), "config.json: (no|holds no) JSON object"),
+    "nested-deeply": (written("config.json", "[" * 100_000), "config.json"),
+    "no-model-type": (
+        lambda m: m.json("config.json", lambda c: c.pop("model_type")),
+        "config.json: model_type is None",
+    ),
+    "model-type-of-another-kind": (config(model_type=["llama"]), "config.json: model_type"),
+    "unknown-model-type": (
+        config(model_type="nobody"),
+        "config.json: model_type 'nobody' is not known to transformers",
+    ),
+    "gptq": (config(quantization_config=GPTQ), "config.json: quantization_config: a model quantised by gptq is not"),
+    "awq": (config(quantization_config={"quant_method": "awq"}), "quantised by awq"),
+    "bitsandbytes": (
+        config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "bitsandbytes",
+    ),
+    "fp8": (config(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}), "quantised by fp8"),
+    "unnamed-quantisation": (config(quantization_config={"bits": 4}), "quantization_config: a quantised model"),
+    "quantisation-as-text": (config(quantization_config="int4"), "quantization_config"),
+    "compressed-tensors-of-old": (config(compression_config={"format": "int"}), "compression_config"),
+    "gptq-of-old": (written("quantize_config.json", "{}"), "quantize_config.json: a quantised model"),
+    "modelopt": (written("hf_quant_config.json", "{}"), "hf_quant_config.json"),
+    "ten-million-layers": (config(num_hidden_layers=MANY), f"config.json: num_hidden_layers is {MANY}"),
+    "ten-thousand-layers": (config(num_hidden_layers=10_000), "config.json: num_hidden_layers is 10000"),
+    "a-thousand-layers": (config(num_hidden_layers=1000), "num_hidden_layers is 1000, and the weight files have 21"),
+    "fifty-layers": (config(num_hidden_layers=50), r"model\.layers\.\d+\.\S+, .* missing from model.safetensors"),
+    "absurd-hidden-size": (config(hidden_size=1 << 40), "config.json: hidden_size"),
+    "large-hidden-size": (config(hidden_size=1 << 30), "config.json: hidden_size"),
+    "another-hidden-size": (config(hidden_size=128, head_dim=16), r"is \[\d*,? ?64\], which config.json says is \["),
+    "rotation-of-a-billion": (
+        config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 1e9}),
+        "rotary_factor",
+    ),
+    "absurd-vocabulary": (config(vocab_size=1 << 31), "config.json: vocab_size"),
+    "absurd-mlp": (config(intermediate_size=1 << 31), "intermediate_size"),
+    "absurd-heads": (config(num_attention_heads=MANY, num_key_value_heads=MANY), "."),
+    "absurd-head-dim": (config(head_dim=1 << 31), "config.json: head_dim"),
+    "no-layers": (config(num_hidden_layers=0), "num_hidden_layers"),
+    "negative-layers": (config(num_hidden_layers=-1), "num_hidden_layers"),
+    "negative-hidden-size": (config(hidden_size=-64), "hidden_size"),
+    "no-vocabulary": (config(vocab_size=0), "vocab_size"),
+    "no-heads": (config(num_attention_heads=0), "num_attention_heads"),
+    "no-kv-heads": (config(num_key_value_heads=0), "num_key_value_heads"),
+    "no-head-dim": (config(head_dim=0), "head_dim"),
+    "layers-as-text": (config(num_hidden_layers="2"), "num_hidden_layers"),
+    "layers-in-part": (config(num_hidden_layers=1.5), "num_hidden_layers"),
+    "layers-of-truth": (config(num_hidden_layers=True), "num_hidden_layers"),
+    "hidden-size-as-list": (config(hidden_size=[64]), "hidden_size"),
+    "vocab-size-null": (config(vocab_size=None), "vocab_size|Vocab|NoneType"),
+    "context-as-text": (config(max_position_embeddings="4096"), "max_position_embeddings"),
+    "no-context": (config(max_position_embeddings=0), "max_position_embeddings"),
+    "absurd-context": (config(max_position_embeddings=1 << 80), "max_position_embeddings"),
+    "heads-that-do-not-divide": (
+        config(num_attention_heads=4, num_key_value_heads=3),
+        "no multiple of num_key_value_heads",
+    ),
+    "hidden-size-that-does-not-divide": (config(hidden_size=66, head_dim=None), "."),
+    "unknown-activation": (config(hidden_act="nothing"), "nothing"),
+    "unknown-rope": (config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}), "rope.* 'spiral'"),
+    "unknown-rope-of-old": (config(rope_scaling={"type": "spiral", "factor": 2.0}), "rope.* 'spiral'"),
+    "rope-without-its-factor": (config(rope_parameters=YARN_WITHOUT_FACTOR), "config.json.*factor"),
+    "rope-as-text": (config(rope_parameters="linear"), "config.json"),
+    "rope-theta-zero": (config(rope_parameters={"rope_type": "default", "rope_theta": 0.0}), "."),
+    "rope-theta-as-text": (config(rope_parameters={"rope_type": "default", "rope_theta": "many"}), "."),
+    "nan-epsilon": (config(rms_norm_eps=NAN), "config.json: rms_norm_eps is nan"),
+    "infinite-epsilon": (config(rms_norm_eps=INF), "config.json: rms_norm_eps is inf"),
+    "negative-epsilon": (config(rms_norm_eps=-1e9), "logits"),
+    "nan-theta": (
+        config(rope_parameters={"rope_type": "default", "rope_theta": NAN}),
+        "rope_parameters.rope_theta is nan",
+    ),
+    "nan-as-transformers-writes-it": (config(rms_norm_eps={"__float__": "NaN"}), "rms_norm_eps is NaN"),
+    "auto-dtype": (config(dtype="auto"), "config.json: dtype is 'auto', which is no dtype of torch"),
+    "auto-dtype-of-old": (
+        lambda m: m.json("config.json", lambda c: (c.pop("dtype"), c.update(torch_dtype="auto"))[1]),
+        "torch_dtype",
+    ),
+    "dtype-of-another-module": (config(dtype="nn"), "dtype is 'nn'"),
+    "dtype-as-number": (config(dtype=16), "dtype is 16"),
+    "another-architecture": (config(model_type="bart"), "."),
+    "no-causal-model": (config(model_type="vit"), "model_type 'vit' is no causal language model|vit"),
+}
+
+TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
+    "no-json": (written("tokenizer.json", "{"), "tokenizer"),
+    "empty": (written("tokenizer.json", ""), "tokenizer"),
+    "binary": (written("tokenizer.json", bytes(range(256))), "tokenizer"),
+    "another-schema": (written("tokenizer.json", '{"model": {"type": "Nobody"}}'), "tokenizer"),
+    "a-list": (written("tokenizer.json", "[]"), "tokenizer"),
+    "a-directory": (replaced_by_directory("tokenizer.json"), "tokenizer"),
+    "settings-are-no-json": (written("tokenizer_config.json", "{"), "tokenizer"),
+    "settings-are-a-list": (written("tokenizer_config.json", "[]"), "tokenizer"),
+    "generation-config-is-no-json": (written("generation_config.json", "{"), "generation_config.json"),
+    "generation-config-is-a-list": (written("generation_config.json", "[]"), "generation_config.json"),
+    "generation-config-is-binary": (
+        written("generation_config.json", bytes(range(128, 256))),
+        "generation_config.json",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("sound") / "broken", "llama", tie_word_embeddings=False)
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Model:
+    return Model(Path(shutil.copytree(sound, tmp_path / "broken")))
+
+
+def refusal(model: Model) -> str:
+    """The one line that it is refused with, within BOUND_S."""
+    begin_s = time.monotonic()
+    with pytest.raises(StartupError) as raised:
+        load_target(model.path, device="cpu", dtype="float32")
+    assert time.monotonic() - begin_s < BOUND_S
+    message = str(raised.value)
+    assert "\n" not in message and message.startswith("broken") and len(message) < 1000, message
+    return message
+
+
+@pytest.mark.parametrize("defect", WEIGHT_DEFECTS)
+def test_weights_that_are_not_the_models_are_refused(defect: str, model: Model) -> None:
+    break_it, named = WEIGHT_DEFECTS[defect]
+    break_it(model)
+    assert re.search(named, refusal(model)), refusal(model)
+
+
+@pytest.mark.parametrize("defect", CONFIG_DEFECTS)
+def test_a_config_that_describes_no_model_is_refused(defect: str, model: Model) -> None:
+    break_it, named = CONFIG_DEFECTS[defect]
+    break_it(model)
+    assert re.search(named, refusal(model)), refusal(model)
+
+
+@pytest.mark.parametrize("defect", TOKENIZER_DEFECTS)
+def test_a_tokenizer_that_does_not_fit_is_refused(defect: str, model: Model) -> None:
+    break_it, named = TOKENIZER_DEFECTS[defect]
+    break_it(model)
+    assert re.search(named, refusal(model)), refusal(model)
+
+
+def test_what_a_narrower_dtype_cannot_hold_is_refused(model: Model) -> None:
+    weights(DOWN, lambda weight: weight * 1e6)(model)
+    load_target(model.path, device="cpu", dtype="bfloat16")
+    with pytest.raises(UnsupportedModel, match=f"{DOWN} has NaN or infinite numbers in torch.float16"):
+        load_target(model.path, device="cpu", dtype="float16")
+
+
+SOUND: dict[str, Callable[[Model], object]] = {
+    "sharded": lambda model: model.shard(),
+    "a-tied-output-that-is-there": lambda model: (
+        model.config(tie_word_embeddings=True),
+        model.tensors(lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].clone()})),
+    ),
+    "old-rotation-buffers": added(**{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+    "a-pickle-beside-it": written("pytorch_model.bin", b"never read"),
+    "other-tensors-beside-it": lambda model: save_file({"x": torch.ones(1)}, model.path / "consolidated.safetensors"),
+    "an-index-of-one-file": lambda model: model.write(
+        INDEX, json.dumps({"weight_map": dict.fromkeys(load_file(model.path / WEIGHTS), WEIGHTS)})
+    ),
+    "no-quantisation": config(quantization_config=None),
+    "its-own-code-that-is-not-needed": config(auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "c.C"}),
+    "no-architectures": config(architectures=None),
+    "wider-weights": lambda model: model.tensors(
+        lambda tensors: tensors.update({name: tensor.double() for name, tensor in tensors.items()})
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SOUND)
+def test_what_real_checkpoints_have_is_served_with_the_same_logits(change: str, model: Model, sound: Path) -> None:
+    prompt = [9, 40, 41, 200, 77]
+    if change == "a-tied-output-that-is-there":
+        sound = model.path
+    before = PagedModel(load_target(sound, device="cpu", dtype="float32"), num_rows=1)
+    expected = None if sound == model.path else before.extend({1: prompt})
+    SOUND[change](model)
+    logits = PagedModel(load_target(model.path, device="cpu", dtype="float32"), num_rows=1).extend({1: prompt})
+    if expected is not None:
+        torch.testing.assert_close(logits, expected)
