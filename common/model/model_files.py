@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 import transformers
 from safetensors import safe_open
@@ -74,7 +73,7 @@ def model_faults(place: str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise StartupError(f"{place}: not enough memory: {one_line(error)}") from error
     except Exception as error:
-        structlog.get_logger(__name__).debug("model_refused", place=place, exc_info=True)
+        logging.getLogger(__name__).debug("%s", place, exc_info=True)
         raise UnsupportedModel(f"{place}: {one_line(error)}") from error
 
 
