@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from common.config.load import load_settings
 from common.config.settings import ServiceSettings
+from common.descriptors import raise_descriptor_limit
 from common.draft_source import check_draft
 from common.errors import EngineLost
 from common.host_memory import keep_freed_memory
@@ -69,6 +70,7 @@ def run_service(
             check_model(settings.model)
             if settings.draft:
                 check_draft(settings.draft)
+            raise_descriptor_limit()
             spin_briefly()
             if settings.keep_freed_memory:
                 keep_freed_memory()

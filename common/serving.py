@@ -21,6 +21,7 @@ from baton.v1 import timeline_pb2_grpc
 from common.addresses import host_and_port, why_not_listen
 from common.bearer_tokens import TokenCheck, read_tokens
 from common.config.settings import ServiceSettings
+from common.descriptors import MAX_CONNECTIONS
 from common.errors import ConfigError, NotServed, shortened
 from common.health import HealthServicer
 from common.rpc_errors import abort_with
@@ -46,6 +47,7 @@ class ServerLimits:
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_streams: int = 1024
+    max_connections: int = MAX_CONNECTIONS
     request_timeout_s: float = 10.0
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
@@ -86,6 +88,7 @@ class ServiceServer:
                 handshake_timeout_s=limits.handshake_timeout_s,
                 idle_timeout_s=limits.idle_timeout_s,
                 connection_age_s=limits.connection_age_s,
+                max_connections=limits.max_connections,
             ),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)

@@ -18,6 +18,7 @@ import structlog
 from baton.v1 import inference_pb2_grpc
 from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
+from common.descriptors import max_connections
 from common.device.errors import PieceFailed
 from common.engine_thread import EngineThread
 from common.errors import Draining, EngineLost, EngineStalled, StartupError, UnsupportedModel
@@ -140,6 +141,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         limits=ServerLimits(
             max_message_bytes=settings.max_request_bytes,
             max_streams=settings.max_streams,
+            max_connections=max_connections(),
             connection_age_s=_CONNECTION_AGE_S,
         ),
         timeline=TimelineServicer(

@@ -15,16 +15,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from gateway.http_rules import StrictConnection
 from gateway.limits import HttpLimits
+from gateway.listener import OpenConnections
 from gateway.responses import SLICE_BYTES, error_response
 
 _log = structlog.get_logger(__name__)
 
 
-def bounded_connections(limits: HttpLimits) -> type[H11Protocol]:
+def bounded_connections(limits: HttpLimits, connections: OpenConnections) -> type[H11Protocol]:
     """The protocol class that uvicorn makes one of for each connection."""
 
     class BoundedConnection(_BoundedConnection):
         http_limits = limits
+        open_connections = connections
 
     return BoundedConnection
 
@@ -38,6 +40,7 @@ class _BoundedConnection(H11Protocol):
     """
 
     http_limits: HttpLimits
+    open_connections: OpenConnections
     conn: StrictConnection
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -52,8 +55,13 @@ class _BoundedConnection(H11Protocol):
         # The system reports room only once a third of its buffer was taken; a slow reader would seem to take nothing.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE_BYTES)
         self._await_head()
+        self.open_connections.is_idle(self)
+
+    def close_idle(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.open_connections.is_not_idle(self)
         self._head_alarm.stop()
         self._stall_alarm.stop()
         super().connection_lost(exc)
@@ -121,6 +129,9 @@ class _BoundedConnection(H11Protocol):
     def _see_head(self) -> None:
         if self._has_request:
             self._head_alarm.stop()
+            self.open_connections.is_not_idle(self)
+        else:
+            self.open_connections.is_idle(self)
 
     @property
     def _has_request(self) -> bool:

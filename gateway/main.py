@@ -11,6 +11,7 @@ from opentelemetry.trace import Tracer
 
 from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
+from common.descriptors import raise_descriptor_limit
 from common.process_exit import EXIT_OK, exit_on_termination, exit_status_of
 from common.serving import termination_signals
 from common.telemetry.logs import configure_logs, only_log_lines
@@ -31,6 +32,7 @@ def run_gateway(argv: Sequence[str]) -> int:
             instance_id = uuid.uuid4().hex
             configure_logs(settings.log_level, settings.log_format, service=PROGRAM, instance_id=instance_id)
             _log.info("config", **settings.model_dump(mode="json"))
+            raise_descriptor_limit()
             with process_tracer(settings, service=PROGRAM, instance_id=instance_id) as tracer:
                 asyncio.run(serve(settings, tracer))
         except Exception as error:

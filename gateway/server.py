@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from common.bearer_tokens import read_tokens
 from common.config.gateway_settings import GatewaySettings
+from common.descriptors import MAX_CONNECTIONS, max_connections
 from common.errors import ConfigError
 from common.serving import is_loopback
 from common.telemetry.tracing import NO_TRACER
@@ -25,6 +26,7 @@ from gateway.connection import bounded_connections
 from gateway.decode_client import decode_tls, decode_token, open_decode_client
 from gateway.errors import unavailable
 from gateway.limits import HttpLimits
+from gateway.listener import BoundedListener, OpenConnections
 from gateway.open_requests import OpenRequests
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
@@ -64,9 +66,11 @@ class GatewayServer:
             tracer=tracer,
             cors_origins=settings.cors_origins,
         )
+        wanted = max(MAX_CONNECTIONS, 2 * settings.max_open_requests)
+        self._connections = OpenConnections(max_connections=max_connections(wanted))
         config = uvicorn.Config(
             app,
-            http=bounded_connections(limits),
+            http=bounded_connections(limits, self._connections),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -84,7 +88,11 @@ class GatewayServer:
 
     async def start(self) -> int:
         """Listen; returns the port. Raises ConfigError when the address cannot be had."""
-        listener = _listen(self._settings.listen)
+        listener = BoundedListener(
+            _listen(self._settings.listen),
+            connections=self._connections,
+            is_tls=self._settings.tls_cert is not None,
+        )
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         while not self._http.started and not self._serving.done():  # noqa: ASYNC110 - uvicorn tells it in no other way
             await asyncio.sleep(_START_LOOK_S)

@@ -12,6 +12,7 @@ from contextlib import suppress
 import structlog
 
 from common.config.settings import PrefillSettings
+from common.descriptors import max_connections
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
@@ -94,7 +95,7 @@ async def _serve(settings: PrefillSettings, process: Process, size: PoolSize, le
         servicer=servicer,
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
         tokens=server_tokens(settings),
-        limits=ServerLimits(max_streams=settings.max_streams),
+        limits=ServerLimits(max_streams=settings.max_streams, max_connections=max_connections()),
         timeline=TimelineServicer(timeline=runtime.timeline, service=PREFILL_SERVICE, instance_id=process.instance_id),
     )
     engine_metrics.watch(

@@ -33,15 +33,19 @@ def server_options(
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     connection_age_s: float | None = None,
+    max_connections: int | None = None,
 ) -> Options:
     """A larger message fails its call with RESOURCE_EXHAUSTED. The clients' pings never draw a GOAWAY.
 
     A connection that has had no call for `idle_timeout_s` is closed; its client connects again when it has one. After
     `connection_age_s` a client is asked to connect again: its calls go on where they are, and names are looked up anew.
+    Beyond `max_connections` a new one is closed.
     """
     age = () if connection_age_s is None else (("grpc.max_connection_age_ms", round(connection_age_s * 1000)),)
+    most = () if max_connections is None else (("grpc.max_allowed_incoming_connections", max_connections),)
     return (
         *age,
+        *most,
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),

@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 from common.config.gateway_settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
+from gateway.listener import OpenConnections
 from gateway.responses import SLICE_BYTES, JsonResponse
 from tests.e2e.running import wait_until
 from tests.support.loop_thread import LoopThread
@@ -61,7 +62,7 @@ def serving(
 ) -> Iterator[Serving]:
     """`send_buffer` is what the system holds of what is written; None leaves it to the system."""
     limits = HttpLimits.of(GatewaySettings(client_stall_timeout_s=stall_timeout_s))
-    protocol, state = bounded_connections(limits), ServerState()
+    protocol, state = bounded_connections(limits, OpenConnections(max_connections=1 << 20)), ServerState()
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
     listener = socket.create_server(("127.0.0.1", 0))

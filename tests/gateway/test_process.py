@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,14 @@ BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 
 
 @contextmanager
-def running(decode: str, log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], GatewayHere]]:
+def running(
+    decode: str, log: Path, *flags: str, within: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[bytes], GatewayHere]]:
+    """`within` is what the command is given to."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", f"--decode={decode}", *flags],
+            [*within, sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", f"--decode={decode}", *flags],
             stderr=file,
             env=environment,
         )
@@ -123,6 +128,57 @@ def test_a_second_signal_ends_it_at_once(
         assert process.wait(BOUND_S) == -signal.SIGTERM
         gateway.clients[0].close()
     scripted_end()
+
+
+FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 160; exec "$@"', "sh")
+NO_BODY_YET = b"\r\n".join(
+    [
+        b"POST /v1/completions HTTP/1.1",
+        b"host: x",
+        b"content-type: application/json",
+        b"content-length: 9",
+        b"expect: 100-continue",
+        b"",
+        b"",
+    ]
+)
+
+
+def open_connections(gateway: GatewayHere, stack: ExitStack) -> Iterator[socket.socket]:
+    """More than a gateway with few descriptors may have."""
+    for _ in range(300):
+        yield stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S))
+
+
+def test_connections_without_a_request_make_room_for_others(scripted: ScriptedServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with running(scripted.address, log, within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
+        assert len(list(open_connections(gateway, stack))) == 300
+        assert [gateway.ask("GET", "/health/live").status for _ in range(5)] == [200] * 5
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["config", "serving", "connections_full"], "one line for all of them"
+
+
+def test_where_all_have_a_request_others_are_told_when_to_come_again(scripted: ScriptedServer, tmp_path: Path) -> None:
+    log, told = tmp_path / "log", []
+    with running(scripted.address, log, within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
+        for connection in open_connections(gateway, stack):
+            connection.sendall(NO_BODY_YET)
+            told.append(connection.recv(4096))
+            if not told[-1].startswith(b"HTTP/1.1 100 "):
+                break
+    refusal = told[-1].lower()
+    assert len(told) > 40 and refusal.startswith(b"http/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in refusal and refusal.endswith(b'"code":"unavailable"}}')
+    warnings = [json.loads(line) for line in log.read_text().splitlines() if '"warning"' in line]
+    assert [(line["event"], line["num_refused"]) for line in warnings] == [("connections_full", 1)]
+
+
+def test_the_limit_of_descriptors_is_raised(scripted: ScriptedServer, tmp_path: Path) -> None:
+    raised = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh")
+    with running(scripted.address, tmp_path / "log", within=raised) as (process, _):
+        soft, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    assert soft > 64
 
 
 @pytest.mark.parametrize(

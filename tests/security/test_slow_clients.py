@@ -200,6 +200,15 @@ async def test_a_connection_without_calls_is_closed_and_its_client_connects_agai
     await is_served(edge_that_closes_idle)
 
 
+async def test_connections_beyond_the_limit_are_closed_and_the_others_served(connect: Connect) -> None:
+    async with running(max_connections=2) as edge:
+        await is_served(edge)  # its own connection stays
+        other = await connect(address=edge.address)
+        await wait_until_closed(edge.address, PREFACE)
+        await is_served(edge)
+        assert not other.is_closed.is_set()
+
+
 # ---- who does not read ----------------------------------------------------------------------------------------------
 
 
