@@ -16,7 +16,8 @@ from typing import Any
 from baton.timeline import EventKind, ServiceTimeline, TimelineEvent
 
 FLOW = "flow"
-TRACK_ORDER = ("edge", "tokenize", "handoff", "engine", "forward", "landing", "sending")
+_TOKENIZE = ("tokenize", "tokenize-long", "tokenize-longest")
+TRACK_ORDER = ("edge", *_TOKENIZE, "handoff", "engine", "forward", "landing", "sending")
 
 TraceEvent = dict[str, Any]
 

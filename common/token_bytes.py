@@ -19,6 +19,9 @@ class TokenBytes:
         self._special_ids = special_ids
         self._byte_of_char = _byte_of_char() if "ByteLevel" in stages else {}
         self._byte_of = _byte_fallback(backend) if "ByteFallback" in stages else {}
+        pieces = backend.get_vocab(with_added_tokens=True)
+        self.longest = max(map(self._num_bytes_at_most, pieces), default=0)
+        """No token has more bytes."""
         self._context = [] if self._byte_of_char else self._some_word()
 
     @property
@@ -43,6 +46,10 @@ class TokenBytes:
         if (byte := self._byte_of.get(token_id)) is not None:
             return b"" if begins_text and not self._decode([token_id]) else bytes([byte])
         return self._decode([*self._context, token_id])[len(self._decode(self._context)) :].encode()
+
+    def _num_bytes_at_most(self, piece: str) -> int:
+        is_bytes = self._byte_of_char and all(char in self._byte_of_char for char in piece)
+        return len(piece) if is_bytes else len(piece.encode(errors="replace"))
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=True))

@@ -6,16 +6,17 @@ Any member may be used from any thread: nothing here changes after construction,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from common.chat_template import ChatRefused, ChatTemplate, TextTooLong
 from common.token_bytes import TokenBytes
 
 _MAX_CACHED_TOKENS = 1 << 18
+_CHARS_PER_TOKEN = 8  # more than most texts have
 
 
 class TokenDecoder(Protocol):
@@ -39,15 +40,14 @@ class TokenDecoder(Protocol):
 
 
 class PromptEncoder(Protocol):
-    """What turning a prompt into token ids needs."""
+    """What turning a prompt into token ids needs, where nobody else waits."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """With the special tokens the model's tokenizer adds by itself."""
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """(role, content) pairs through the model's chat template, ending where the assistant's turn begins.
-
-        Raises ValueError when there is no template or it refuses these messages.
+        """(role, content) pairs through the model's chat template, ending where the assistant's turn begins. It is
+        rendered here: a service renders where it can be stopped. Raises ChatRefused.
         """
 
 
@@ -64,6 +64,8 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         token_bytes = TokenBytes(backend, self._special_ids)
         self._byte_of = token_bytes.byte_of
+        self.longest_token_bytes = token_bytes.longest
+        """No token stands for more of a text, unless the tokenizer throws some of it away."""
         self._bytes_of = lru_cache(_MAX_CACHED_TOKENS)(token_bytes.of)
         pretrained("")  # resets truncation and padding now: later calls then only read the backend
 
@@ -88,17 +90,43 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
     def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
         return self._bytes_of(token_id, begins_text=begins_text)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._pretrained(text)["input_ids"])
+    def encode(self, text: str, *, max_tokens: int | None = None, adds_special_tokens: bool = True) -> tuple[int, ...]:
+        """`adds_special_tokens`: those that the model's tokenizer adds by itself.
+
+        Raises TextTooLong as soon as it is clear that there are more than `max_tokens`: of a much longer text only the
+        beginning is looked at. There may be more all the same.
+        """
+        if max_tokens is not None:
+            num_chars = _CHARS_PER_TOKEN * max_tokens
+            while num_chars < len(text):
+                self._check_beginning(text[:num_chars], max_tokens)
+                num_chars *= 4
+        return self._encode(text, adds_special_tokens)
+
+    def chat_template(self) -> tuple[str, dict[str, Any]]:
+        """The source, and the special tokens by the names that it knows them by. Raises ChatRefused."""
+        source = self._pretrained.chat_template
+        if isinstance(source, Mapping):
+            source = source.get("default")
+            if not source:
+                raise ChatRefused("the model has several chat templates, and none of them is named default")
+        if not source:
+            raise ChatRefused("the model has no chat template")
+        return source, dict(self._pretrained.special_tokens_map)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        if not self._pretrained.chat_template:
-            raise ValueError("the model has no chat template")
-        conversation = [{"role": role, "content": content} for role, content in messages]
-        try:
-            token_ids = self._pretrained.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses it: {error}") from error
-        return tuple(token_ids)
+        return self._encode(self._chat_template.render(messages), adds_special_tokens=False)
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate(*self.chat_template())
+
+    def _encode(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
+        """Without the interpreter's lock, which `encode` of one text would keep."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+        return tuple(encoding.ids)
+
+    def _check_beginning(self, beginning: str, max_tokens: int) -> None:
+        """Where it is cut, a few of its tokens are not those of the whole text: so many more are asked for."""
+        if len(self._encode(beginning, adds_special_tokens=False)) > max_tokens + max_tokens // 4 + 64:
+            raise TextTooLong(f"more than {max_tokens} tokens")

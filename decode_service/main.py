@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import structlog
 
@@ -49,6 +48,7 @@ from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.model_info import model_info
 from decode_service.edge.observer import RequestObserver
+from decode_service.edge.prompts import Prompts
 from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
@@ -154,21 +154,26 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
         num_layers_begun=lambda: runtime.model.num_layers_begun,
         stall_timeout_s=settings.engine_stall_timeout_s,
     )
-    with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor, termination_signals() as terminated:
+    limits = ModelLimits(
+        vocab_size=runtime.model.vocab_size,
+        max_context_tokens=size.max_context_tokens,
+        eos_token_ids=runtime.model.eos_token_ids,
+    )
+    async with AsyncExitStack() as stack:
+        prompts = await stack.enter_async_context(
+            Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline)
+        )
+        terminated = stack.enter_context(termination_signals())
         servicer = InferenceServicer(
             engine=thread,
             live_requests=live_requests,
-            tokenizer=tokenizer,
-            limits=ModelLimits(
-                vocab_size=runtime.model.vocab_size,
-                max_context_tokens=size.max_context_tokens,
-                eos_token_ids=runtime.model.eos_token_ids,
-            ),
+            prompts=prompts,
+            decoder=tokenizer,
+            limits=limits,
             model_info=model_info(settings, runtime, size),
             replicas=replicas,
             instance_id=process.instance_id,
             observer=observer,
-            executor=executor,
             client_stall_timeout_s=settings.client_stall_timeout_s,
             tracer=process.tracer,
             timeline=runtime.timeline,

@@ -1,23 +1,16 @@
-"""A service's side of its transfer process: asked one thing at a time, and killed where it does not answer."""
+"""A service's side of its transfer process."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
-from contextlib import suppress
+from asyncio.subprocess import Process
+from collections.abc import Awaitable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.answering import DONE
+from common.asked_process import AskedProcess, ChildFailed
 from common.nixl import transfer_process as protocol
-
-_END_TIMEOUT_S = 10.0
-
-_log = logging.getLogger(__name__)
 
 
 class NixlError(Exception):
@@ -26,15 +19,12 @@ class NixlError(Exception):
     """
 
 
-class TransferProcess:
-    """Event loop only, one task at a time. What it is asked raises NixlError when it fails, always from then on."""
+class TransferProcess(AskedProcess):
+    """What it is asked raises NixlError when it fails, always from then on."""
 
-    def __init__(self, process: Process, timeout_s: float, end_timeout_s: float = _END_TIMEOUT_S) -> None:
-        """Not yet ready: see `started`. Once killed it has `end_timeout_s` to end."""
-        self._process = process
-        self._timeout_s = timeout_s
-        self._end_timeout_s = end_timeout_s
-        self._is_killed = False
+    def __init__(self, process: Process, timeout_s: float, **end: float) -> None:
+        """Not yet ready: see `started`."""
+        super().__init__(process, timeout_s, **end)
         self.address = 0
         """Of the memory, in the process."""
         self.metadata = b""
@@ -43,28 +33,15 @@ class TransferProcess:
     @classmethod
     async def started(cls, file: int, *, timeout_s: float) -> TransferProcess:
         """Over the memory `file`. It, and each answer, takes at most `timeout_s`. Raises NixlError."""
-        arguments = (sys.executable, "-m", protocol.__name__, str(file), str(2 * timeout_s))
+        arguments = (str(file), str(2 * timeout_s))
         try:
-            process = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE, pass_fds=(file,))
-        except OSError as error:
-            raise NixlError(f"no process for NIXL can be started: {error}") from error
-        self = cls(process, timeout_s)
-        answer = await self._exchange(b"")
+            self = await cls.spawn(protocol.__name__, *arguments, timeout_s=timeout_s, pass_fds=(file,))
+        except ChildFailed as error:
+            raise NixlError(f"NIXL: {error}") from error
+        answer = await self._done(self.first_answer())
         (self.address,) = protocol.START.unpack_from(answer)
         self.metadata = answer[protocol.START.size :]
         return self
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.returncode is not None
-
-    @property
-    def is_usable(self) -> bool:
-        return not (self._is_killed or self.has_ended)
 
     async def connect(self, metadata: bytes) -> None:
         """The peer whose memory is read from now on."""
@@ -78,44 +55,16 @@ class TransferProcess:
         """Look so often for what peers want of the memory, where the network's hardware does not."""
         await self._ask(protocol.SERVE, protocol.INTERVAL.pack(interval_s))
 
-    def kill(self) -> None:
-        """Idempotent."""
-        self._is_killed = True
-        if not self.has_ended:
-            with suppress(ProcessLookupError):  # not `Process.kill`, which takes the status away from who waits for it
-                os.kill(self.pid, signal.SIGKILL)
-
-    async def close(self) -> None:
-        """Returns when it has ended, or, which is logged, does not end."""
-        self.kill()
-        try:
-            async with asyncio.timeout(self._end_timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            _log.error("the process %s, which NIXL lives in, was killed and has not ended", self.pid)
-
     async def _ask(self, kind: int, content: bytes) -> None:
-        await self._exchange(protocol.LENGTH.pack(1 + len(content)) + bytes([kind]) + content)
+        await self._done(self.ask(bytes([kind]) + content))
 
-    async def _exchange(self, command: bytes) -> bytes:
-        """The content of the answer. A task that is cancelled here leaves an answer that nobody takes: it is killed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        is_done = False
+    async def _done(self, answer: Awaitable[tuple[int, bytes]]) -> bytes:
+        """Its content. Any failure is the process's end."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                self._process.stdin.write(command)
-                await self._process.stdin.drain()
-                length = await self._process.stdout.readexactly(protocol.LENGTH.size)
-                answer = await self._process.stdout.readexactly(protocol.LENGTH.unpack(length)[0])
-            is_done, failure = answer[0] == protocol.DONE, answer[1:].decode(errors="replace")
-        except TimeoutError:
-            failure = f"its process did not answer within {self._timeout_s} s"
-        except (OSError, asyncio.IncompleteReadError):
-            failure = "its process ended"
-        finally:
-            if not is_done:
-                await self.close()
-        if not is_done:
-            end = f"status {self._process.returncode}" if self.has_ended else f"process {self.pid} does not end"
-            raise NixlError(f"NIXL: {failure} ({end})")
-        return answer[1:]
+            status, content = await answer
+        except ChildFailed as error:
+            raise NixlError(f"NIXL: {error}") from error
+        if status != DONE:
+            await self.close()
+            raise NixlError(f"NIXL: {content.decode(errors='replace')}")
+        return content

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import grpc
 import structlog
@@ -15,23 +14,21 @@ from opentelemetry.trace import Tracer
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.engine_thread import EnginePort
-from common.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, RequestCancelled
+from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
 from common.rpc_errors import abort_with
-from common.telemetry.timeline import EDGE, REQUESTS, TOKENIZE, Timeline
+from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
-from common.tokenizer import PromptEncoder, TokenDecoder
+from common.tokenizer import TokenDecoder
 from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.client_writes import ClientWrites
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver, client_left
+from decode_service.edge.prompts import Prompts
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import (
-    ChatPrompt,
     CheckedRequest,
     ModelLimits,
-    TextPrompt,
-    TokenIdsPrompt,
     check_lengths,
     check_request,
 )
@@ -45,28 +42,23 @@ _log = structlog.get_logger(__name__)
 
 INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
-T = TypeVar("T")
-
-
-class Tokenizer(TokenDecoder, PromptEncoder, Protocol):
-    pass
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Prompts become token ids on `executor`; everything else here runs on the event loop."""
+    """Runs on the event loop, but for what takes time with texts: see `prompts`."""
 
     def __init__(
         self,
         *,
         engine: EnginePort[Command],
         live_requests: LiveRequests,
-        tokenizer: Tokenizer,
+        prompts: Prompts,
+        decoder: TokenDecoder,
         limits: ModelLimits,
         model_info: inference_pb2.GetModelInfoResponse,
         replicas: ReplicaBoard,
         instance_id: str,
         observer: RequestObserver,
-        executor: Executor,
         client_stall_timeout_s: float,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
@@ -75,16 +67,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
         self._request_track = timeline.track(REQUESTS)
-        self._tokenize_track = timeline.track(TOKENIZE)
         self._engine = engine
         self._live_requests = live_requests
-        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._decoder = decoder
         self._limits = limits
         self._model_info = model_info
         self._replicas = replicas
         self._instance_id = instance_id
         self._observer = observer
-        self._executor = executor
         self._client_stall_timeout_s = client_stall_timeout_s
         self._traces = RequestTraces(tracer)
         self._unix_time = unix_time
@@ -143,13 +134,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites) -> Ending:
         """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
         with self._request_track.task("tokenize", live.request_id):
-            prompt_token_ids = await self._encode(checked)
+            prompt_token_ids = await self._prompts.encode(checked.prompt)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
         live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
         output = await self._replay(
             partial(
                 OutputProcessor,
-                decoder=self._tokenizer,
+                decoder=self._decoder,
                 prompt_token_ids=prompt_token_ids,
                 stop_strings=checked.sampling.stop_strings,
                 end_token_ids=frozenset(sampling.end_token_ids),
@@ -199,26 +190,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Of what was brought along each token is detokenised: not on the event loop."""
         if num_tokens == 0:
             return new_output()
-        return await self._on_executor("replay", new_output)
-
-    async def _encode(self, checked: CheckedRequest) -> Sequence[int]:
-        match checked.prompt:
-            case TokenIdsPrompt(token_ids):
-                return token_ids
-            case TextPrompt(text):
-                return await self._on_executor("encode", partial(self._tokenizer.encode, text))
-            case ChatPrompt(messages):
-                try:
-                    return await self._on_executor("encode_chat", partial(self._tokenizer.encode_chat, messages))
-                except ValueError as error:
-                    raise InvalidRequest("chat", str(error)) from error
-
-    async def _on_executor(self, name: str, work: Callable[[], T]) -> T:
-        def recorded() -> T:
-            with self._tokenize_track.span(name):
-                return work()
-
-        return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
+        return await self._prompts.replay(new_output, num_tokens=num_tokens)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

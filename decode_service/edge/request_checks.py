@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
+from common.chat_template import ROLES
 from common.errors import ContextExceeded, InvalidRequest
 from common.model.sampling_params import ResolvedSampling
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CHOICES = 128
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,6 @@ def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest("prompt", "chat has no messages")
     for index, message in enumerate(chat.messages):
-        if message.role not in CHAT_ROLES:
-            raise InvalidRequest(f"chat.messages[{index}].role", f"{message.role!r} is none of {', '.join(CHAT_ROLES)}")
+        if message.role not in ROLES:
+            raise InvalidRequest(f"chat.messages[{index}].role", f"{message.role!r} is none of {', '.join(ROLES)}")
     return ChatPrompt(tuple((message.role, message.content) for message in chat.messages))

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from decode_service.messages import Abort
 from tests.decode_edge.edge_under_test import Edge, running_edge
+
+
+@pytest.fixture
+def log() -> Iterator[list[Any]]:
+    with capture_logs() as lines:
+        yield lines
 
 
 @pytest.fixture

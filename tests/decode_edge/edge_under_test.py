@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
+from decode_service.edge.prompts import Prompts
 from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
@@ -97,28 +97,32 @@ async def running_edge(
     tracer: Tracer = NO_TRACER,
     timeline: Timeline | None = None,
     clock: Callable[[], float] = time.monotonic,
+    serves_chats: bool = False,
+    **texts: Any,
 ) -> AsyncIterator[Edge]:
+    """`texts` are further arguments of Prompts."""
     tokenizer = tokenizer or byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
     registry = CollectorRegistry()
     observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason), clock=clock)
     live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer, timeline=timeline)
-    executor = ThreadPoolExecutor(1)
+    limits_of_model = ModelLimits(
+        vocab_size=vocab_size(tokenizer), max_context_tokens=CONTEXT, eos_token_ids=(eos_id(tokenizer),)
+    )
+    prompts = Prompts(tokenizer=tokenizer, limits=limits_of_model, timeline=timeline, **texts)
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
     )
     servicer = InferenceServicer(
         engine=engine,
         live_requests=live_requests,
-        tokenizer=tokenizer,
-        limits=ModelLimits(
-            vocab_size=vocab_size(tokenizer), max_context_tokens=CONTEXT, eos_token_ids=(eos_id(tokenizer),)
-        ),
+        prompts=prompts,
+        decoder=tokenizer,
+        limits=limits_of_model,
         model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
         replicas=replicas,
         instance_id="this process",
         observer=observer,
-        executor=executor,
         client_stall_timeout_s=0.2,
         tracer=tracer,
         timeline=timeline,
@@ -133,7 +137,12 @@ async def running_edge(
             interval_s=0.01,
         )
     )
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with AsyncExitStack() as stack:
+        if serves_chats:
+            await stack.enter_async_context(prompts)
+        else:  # no process is started
+            stack.push_async_exit(prompts.__aexit__)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
         yield Edge(
             engine,
             transport,
@@ -150,7 +159,6 @@ async def running_edge(
         )
     follower.cancel()
     await server.stop(0)
-    executor.shutdown()
 
 
 def tokens_of(request_id: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Tokens:

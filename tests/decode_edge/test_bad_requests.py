@@ -173,12 +173,3 @@ async def test_the_refusal_names_the_field_on_the_wire_and_nothing_reaches_the_e
     assert await error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", {"field": "sampling.top_p"})
     assert not edge.engine.commands
     assert edge.count("baton_requests_total", outcome="invalid_field") == 1
-
-
-async def test_a_chat_the_template_cannot_render_is_refused(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge.tokenizer._pretrained, "chat_template", "{{ raise_exception('roles must alternate') }}")
-
-    code, _, metadata = await error_of(edge.generate(chat=chat(("user", "hi"))))
-
-    assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "chat"})
-    assert not edge.engine.commands

@@ -126,14 +126,6 @@ async def test_a_text_prompt_is_tokenised(edge: Edge) -> None:
     assert (await call.read()).started.num_prompt_tokens == len(submit.token_ids)
 
 
-async def test_a_chat_prompt_goes_through_the_template(edge: Edge) -> None:
-    edge.generate(chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")]))
-
-    submit = await edge.engine.submitted()
-
-    assert edge.tokenizer.decode(submit.token_ids) == "<user>hi<assistant>"
-
-
 async def test_a_stop_string_ends_ids_logprobs_and_usage_at_the_token_that_completes_it(edge: Edge) -> None:
     call = edge.generate(request_id="r1", sampling=sampling(stop=["bc"], logprobs=1))
     submit = await edge.engine.submitted()

@@ -30,7 +30,7 @@ def _byte_chars() -> dict[int, str]:
     return stand_ins
 
 
-def byte_level() -> TextTokenizer:
+def byte_level(*, chat_template: Any = CHAT_TEMPLATE) -> TextTokenizer:
     """As Llama 3, Qwen and SmolLM2: ids 0..255 are the bytes, then words, then half characters, then special tokens."""
     chars = _byte_chars()
     vocabulary = {chars[byte]: byte for byte in range(256)}
@@ -41,7 +41,7 @@ def byte_level() -> TextTokenizer:
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return _wrapped(tokenizer)
+    return _wrapped(tokenizer, chat_template)
 
 
 def byte_fallback() -> TextTokenizer:
@@ -72,11 +72,11 @@ def word_pieces() -> TextTokenizer:
     return _wrapped(tokenizer)
 
 
-def _wrapped(tokenizer: Tokenizer) -> TextTokenizer:
+def _wrapped(tokenizer: Tokenizer, chat_template: Any = CHAT_TEMPLATE) -> TextTokenizer:
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<pad>", special=True)])
     tokenizer.add_tokens([AddedToken("<tool call>", special=False)])
     pretrained: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    pretrained.chat_template = CHAT_TEMPLATE
+    pretrained.chat_template = chat_template
     return TextTokenizer(pretrained)
 
 

@@ -38,7 +38,7 @@ def assert_travels(error: BatonError) -> None:
     status = status_of(error)
     assert status.ByteSize() <= MAX_STATUS_BYTES, f"a status of {status.ByteSize()} bytes"
     if isinstance(error, InvalidRequest):
-        assert error.field and error.metadata == {"field": error.field}
+        assert error.field and error.metadata["field"] == error.field
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
+from decode_service.edge.prompts import Prompts
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -97,7 +97,7 @@ class Decode:
     live_requests: LiveRequests
     server: ServiceServer
     transport: GrpcTransport
-    executor: ThreadPoolExecutor
+    prompts: Prompts
     replicas: ReplicaBoard
     address: str
 
@@ -213,17 +213,18 @@ async def start_decode(
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
     )
-    executor = ThreadPoolExecutor(1)
+    limits = ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT, eos_token_ids=model.eos_token_ids)
+    prompts = await Prompts(tokenizer=tokenizer, limits=limits).__aenter__()
     servicer = InferenceServicer(
         engine=thread,
         live_requests=live_requests,
-        tokenizer=tokenizer,
-        limits=ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT, eos_token_ids=model.eos_token_ids),
+        prompts=prompts,
+        decoder=tokenizer,
+        limits=limits,
         model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
         replicas=replicas,
         instance_id="fuzz",
         observer=observer,
-        executor=executor,
         client_stall_timeout_s=BOUND_S,
     )
     server = ServiceServer(service_name=INFERENCE_SERVICE)
@@ -231,11 +232,11 @@ async def start_decode(
     thread.start()
     await transport.open()
     port = await server.start("127.0.0.1:0")
-    return Decode(thread, live_requests, server, transport, executor, replicas, f"127.0.0.1:{port}")
+    return Decode(thread, live_requests, server, transport, prompts, replicas, f"127.0.0.1:{port}")
 
 
 async def stop_decode(service: Decode) -> None:
     await service.server.stop(0)
     await service.transport.close()
     await asyncio.to_thread(service.thread.stop, BOUND_S)
-    service.executor.shutdown()
+    await service.prompts.__aexit__()

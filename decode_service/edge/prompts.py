@@ -1,0 +1,99 @@
+"""Prompts to token ids: nothing that cannot fit the context is worked on, and nothing holds up the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Self, TypeVar
+
+from common.chat_template import ChatRefused, TextTooLong
+from common.errors import ContextExceeded, InvalidRequest
+from common.telemetry.timeline import Timeline
+from common.tokenizer import TextTokenizer
+from decode_service.edge.chat_rendering import RENDER_TIMEOUT_S, ChatRendering
+from decode_service.edge.request_checks import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenIdsPrompt
+from decode_service.edge.text_threads import MAX_WAITING_BYTES, TextThreads
+
+T = TypeVar("T")
+_BYTES_PER_REPLAYED_TOKEN = 16
+"""Replaying a token takes about as long as tokenising so much text."""
+
+
+class Prompts:
+    """Event loop only, in an `async with`. What is raised of a request names its field.
+
+    No text is worked on that has more bytes than the context's tokens can have: whatever they are, it does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TextTokenizer,
+        limits: ModelLimits,
+        timeline: Timeline | None = None,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        render_timeout_s: float = RENDER_TIMEOUT_S,
+    ) -> None:
+        self._encoder = tokenizer
+        self._max_context_tokens = limits.max_context_tokens
+        self._max_bytes = limits.max_context_tokens * tokenizer.longest_token_bytes
+        self._chats = ChatRendering(tokenizer.chat_template, max_chars=self._max_bytes, timeout_s=render_timeout_s)
+        self._threads = TextThreads(timeline=timeline, max_bytes=max_waiting_bytes)
+
+    async def __aenter__(self) -> Self:
+        await self._chats.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._chats.close()
+        self._threads.shut_down()
+
+    async def replay(self, work: Callable[[], T], *, num_tokens: int) -> T:
+        """`work` detokenises each of `num_tokens`. Raises Overloaded."""
+        return await self._threads.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
+
+    async def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Raises InvalidRequest, ContextExceeded, or Overloaded."""
+        match prompt:
+            case TokenIdsPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                return await self._tokenize("encode", text, adds_special_tokens=True)
+            case ChatPrompt(messages):
+                text = await self._render(messages)
+                return await self._tokenize("encode_chat", text, adds_special_tokens=False)
+
+    async def _render(self, messages: Sequence[tuple[str, str]]) -> str:
+        num_bytes = self._num_bytes(*(content for _, content in messages))
+        try:
+            with self._threads.holding(num_bytes):
+                return await self._chats.render(messages)
+        except ChatRefused as error:
+            raise InvalidRequest("chat", str(error)) from error
+        except TextTooLong as error:
+            raise self._too_long() from error
+
+    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool) -> Sequence[int]:
+        num_bytes = self._num_bytes(text)
+        work = partial(
+            self._encoder.encode, text, max_tokens=self._max_context_tokens, adds_special_tokens=adds_special_tokens
+        )
+        try:
+            return await self._threads.run(name, work, num_bytes=num_bytes)
+        except TextTooLong as error:
+            raise self._too_long() from error
+
+    def _num_bytes(self, *texts: str) -> int:
+        """Raises ContextExceeded where they are too many."""
+        num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
+        if num_bytes > self._max_bytes:
+            raise self._too_long()
+        return num_bytes
+
+    def _too_long(self) -> ContextExceeded:
+        most = self._max_context_tokens
+        return ContextExceeded(
+            "prompt",
+            f"more than {most} tokens leave no room for output in a context of {most}",
+            max_context_tokens=most,
+        )

@@ -1,0 +1,255 @@
+"""Prompts at the edge: what cannot fit is refused at once, short ones wait for no long one, templates are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.v1 import inference_pb2
+from common.errors import ContextExceeded, InvalidRequest, Overloaded
+from common.tokenizer import TextTokenizer
+from decode_service.edge.prompts import Prompts
+from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt
+from tests.decode_edge.edge_under_test import error_of, running_edge
+from tests.decode_edge.fake_engine import BOUND_S, until
+from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level
+
+CONTEXT = 1000
+LIMITS = ModelLimits(vocab_size=300, max_context_tokens=CONTEXT, eos_token_ids=())
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
+HI = ChatPrompt((("user", "hi"),))
+
+
+class Watched(TextTokenizer):
+    """Tells the lengths of what it tokenises, and waits for `go_on` before a text of `held` characters."""
+
+    seen: list[int]
+    held: int
+    go_on: threading.Event
+
+    def _encode(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
+        self.seen.append(len(text))
+        if len(text) == self.held:
+            assert self.go_on.wait(BOUND_S)
+        return super()._encode(text, adds_special_tokens)
+
+
+def watched(tokenizer: TextTokenizer | None = None, *, held: int = -1) -> Watched:
+    tokenizer = tokenizer or byte_level()
+    tokenizer.__class__ = Watched
+    assert isinstance(tokenizer, Watched)
+    tokenizer.seen, tokenizer.held, tokenizer.go_on = [], held, threading.Event()
+    return tokenizer
+
+
+async def within_bound(work: Awaitable[Sequence[int]]) -> Sequence[int]:
+    async with asyncio.timeout(BOUND_S):
+        return await work
+
+
+async def test_a_text_with_more_bytes_than_the_context_s_tokens_can_have_is_refused_unseen() -> None:
+    tokenizer = watched()
+    longest = tokenizer.longest_token_bytes
+    assert longest == len("<tool call>")
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        for prompt in (TextPrompt("é" * (CONTEXT * longest // 2 + 1)), ChatPrompt((("user", "é" * 4000),) * 2)):
+            with pytest.raises(ContextExceeded) as refusal:
+                await prompts.encode(prompt)
+            assert (refusal.value.field, refusal.value.tokens) == ("prompt", {"max_context_tokens": CONTEXT})
+    assert not tokenizer.seen
+
+
+async def test_tokenising_stops_past_the_context() -> None:
+    tokenizer = watched()
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        with pytest.raises(
+            ContextExceeded, match="more than 1000 tokens leave no room for output in a context of 1000"
+        ):
+            await prompts.encode(TextPrompt("a" * CONTEXT * 10))
+    assert tokenizer.seen == [8 * CONTEXT]
+
+
+async def test_a_long_text_of_long_tokens_fits_exactly() -> None:
+    tokenizer = byte_level()
+    token = tokenizer.encode("<tool call>")
+    assert len(token) == 1
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        assert await prompts.encode(TextPrompt("<tool call>" * CONTEXT)) == token * CONTEXT
+
+
+@pytest.mark.parametrize("new_tokenizer", [byte_level, byte_fallback])
+def test_the_longest_token_is_no_shorter_than_any_token_s_text(new_tokenizer: Any) -> None:
+    tokenizer = new_tokenizer()
+    assert tokenizer.longest_token_bytes >= max(len(tokenizer.bytes_of(i)) for i in range(400))
+
+
+async def test_a_short_prompt_waits_for_no_longer_one() -> None:
+    tokenizer = watched(held=5000)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        long = [asyncio.create_task(prompts.encode(TextPrompt("a" * 5000))) for _ in range(3)]
+        await until(lambda: bool(tokenizer.seen))
+        try:
+            assert await within_bound(prompts.encode(TextPrompt("hi"))) == tokenizer.encode("hi")
+            assert not any(task.done() for task in long)
+        finally:
+            tokenizer.go_on.set()
+        assert [len(await task) for task in long] == [5000] * 3
+
+
+async def test_bytes_that_wait_are_bounded_and_given_back() -> None:
+    tokenizer = watched(held=3400)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=7000) as prompts:
+        waiting = [asyncio.create_task(prompts.encode(TextPrompt("a" * 3400))) for _ in range(2)]
+        await until(lambda: bool(tokenizer.seen))
+        with pytest.raises(Overloaded, match="6800 bytes of prompts wait to be tokenised"):
+            await prompts.encode(TextPrompt("a" * 3400))
+        waiting[1].cancel()  # its client left: its work has not begun
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[1]
+        waiting[1] = asyncio.create_task(prompts.encode(TextPrompt("a" * 3400)))
+        tokenizer.go_on.set()
+        for task in waiting:
+            await within_bound(task)
+        assert len(await prompts.encode(TextPrompt("a" * 7900))) == 7900  # alone, whatever its length
+
+
+async def test_too_many_bytes_are_a_full_queue_on_the_wire() -> None:
+    tokenizer = watched(held=60)
+    async with running_edge([], tokenizer=tokenizer, max_waiting_bytes=100) as edge:
+        first = edge.generate(text="a" * 60)
+        await until(lambda: bool(tokenizer.seen))
+        code, reason, _ = await error_of(edge.generate(text="a" * 60))
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        tokenizer.go_on.set()
+        await edge.engine.submitted()
+        first.cancel()
+
+
+def chat(*contents: str) -> inference_pb2.Chat:
+    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content=each) for each in contents])
+
+
+async def test_a_chat_prompt_goes_through_the_template() -> None:
+    async with running_edge([], serves_chats=True) as edge:
+        call = edge.generate(chat=chat("hi"))
+        submit = await edge.engine.submitted()
+        assert edge.tokenizer.decode(submit.token_ids) == "<user>hi<assistant>"
+        call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "the model has no chat template"),
+        ({"tool_use": EACH}, "several chat templates, and none of them is named default"),
+        ("{% for m in messages", "is none: TemplateSyntaxError"),
+        ("{% for m in messages %}{{ m.thinking | tojson }}{% endfor %}", "fails on it: TypeError"),
+        ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "leaves out what a user says"),
+    ],
+    ids=["none", "no default", "syntax", "undefined", "drops"],
+)
+async def test_a_template_that_serves_no_chat_refuses_each_by_its_reason(template: Any, reason: str) -> None:
+    async with running_edge([], tokenizer=byte_level(chat_template=template), serves_chats=True) as edge:
+        call = edge.generate(chat=chat("hi"))
+        code, _, metadata = await error_of(call)
+        assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "chat"})
+        assert reason in (await call.details())
+        assert not edge.engine.commands
+
+
+async def test_the_default_of_several_templates_is_taken_and_the_start_says_what_is_not_served(
+    log: list[dict[str, Any]],
+) -> None:
+    tokenizer = byte_level(chat_template={"default": EACH, "tool_use": "none"})
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        assert await prompts.encode(HI) == tokenizer.encode("hi")
+    assert not log
+    async with Prompts(tokenizer=byte_level(chat_template="fixed"), limits=LIMITS):
+        (line,) = log
+    assert (line["event"], line["log_level"]) == ("chat_refused", "warning")
+    assert "leaves out what a user says" in line["reason"]
+
+
+def harming(harm: str) -> TextTokenizer:
+    """Its template does harm where the last message is that word, which the probe at the start does not say."""
+    return byte_level(chat_template=EACH + "{% if messages[-1].content == 'harm' %}" + harm + "{% endif %}")
+
+
+HARM = ChatPrompt((("user", "harm"),))
+BIG_LIST = "{% set ns = namespace(l=[0]) %}{% for i in range(40) %}{% set ns.l = ns.l + ns.l %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ("{{ 'x' * 2 ** 31 }}", "memory"),
+        ("{{ '%2000000000d' % messages | length }}", "memory"),
+        (BIG_LIST, "memory"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+    ],
+    ids=["2 GiB", "2 GiB by format", "list", "recursion"],
+)
+async def test_what_a_conversation_makes_of_a_template_is_its_own_error(harm: str, reason: str) -> None:
+    tokenizer = harming(harm)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        with pytest.raises(InvalidRequest, match=reason) as refusal:
+            await within_bound(prompts.encode(HARM))
+        assert refusal.value.field == "chat"
+        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+
+
+async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered() -> None:
+    """Between two of its bytecodes, and within one."""
+    nested = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = harming(
+        "{% if messages | length > 1 %}{{ (messages | length + 5) ** (7 ** 10) }}{% else %}" + nested + "{% endif %}"
+    )
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS, render_timeout_s=1.5) as prompts:
+        harmed = [
+            asyncio.create_task(prompts.encode(prompt)) for prompt in (HARM, ChatPrompt(HI.messages + HARM.messages))
+        ]
+        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert not any(task.done() for task in harmed)
+        for task in harmed:
+            with pytest.raises(InvalidRequest, match=r"did not answer within 1\.5 s"):
+                await within_bound(task)
+        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+
+
+async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+    source = EACH + "{% if messages[-1].content == 'harm' %}" + endless + "{% endif %}"
+    async with Prompts(tokenizer=byte_level(chat_template=source), limits=LIMITS) as prompts:
+        with pytest.raises(ContextExceeded):
+            await within_bound(prompts.encode(ChatPrompt((("user", "harm"),))))
+
+
+async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:
+    tokenizer = byte_level(chat_template=EACH)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        (process,) = prompts._chats._idle
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: process.has_ended)
+        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        (other,) = prompts._chats._idle
+        assert other.pid != process.pid
+    assert other.has_ended
+
+
+async def test_a_client_that_leaves_while_its_chat_is_rendered_costs_no_process() -> None:
+    async with Prompts(tokenizer=byte_level(chat_template=EACH), limits=LIMITS) as prompts:
+        (process,) = prompts._chats._idle
+        left = asyncio.create_task(prompts.encode(HI))
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        await within_bound(prompts.encode(HI))
+        assert not process.has_ended
