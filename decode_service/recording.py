@@ -63,10 +63,11 @@ def record_forwards(
         for num_rows in reversed(graphs.batch_sizes):
             for spec_info in spec_infos:
                 scope = Scope(f"recording {num_rows} rows")
-                stream.wait(device.schedule_stream.record())
                 batch = padding_batch(num_rows, spec_info, device.torch_device)
-                worker.forward(batch, future_map=future_map, scope=scope, on_publish=lambda new_seq_lens: None)
+                stream.wait(device.schedule_stream.record())  # which makes the batch
+                output = worker.forward(batch, future_map=future_map, scope=scope, on_publish=lambda new_seq_lens: None)
                 stream.record(scope).synchronize(timeout_s)
+                del output  # held until then: the stream reads what the worker made for it
     return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
 
 

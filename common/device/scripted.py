@@ -76,7 +76,7 @@ class ScriptedEvent(Event):
         self._is_done = False
         self._reached_s = 0.0
         self._error: BaseException | None = None
-        self._error_at_record = None if stream.device.runs_pieces_beside else failure_of(scope, stream_scope)
+        self._error_at_record = None if stream.runs_beside else failure_of(scope, stream_scope)
 
     def is_done(self) -> bool:
         if self._is_done:
@@ -100,7 +100,7 @@ class ScriptedEvent(Event):
         """The stream is here; or never will be, with the reason. A milestone may have been come to before."""
         if self._is_done:
             return
-        beside = self.stream.device.runs_pieces_beside
+        beside = self.stream.runs_beside
         self._error = abandoned or (failure_of(self._scope, self._stream_scope) if beside else self._error_at_record)
         self._reached_s = time.perf_counter()
         self._is_done = True
@@ -124,6 +124,7 @@ class ScriptedStream(Stream):
         self.device = device
         self._scope = Scope(name)
         self._kind = kind
+        self.runs_beside = device.runs_pieces_beside
         self._num_done = 0
         self._queue: deque[_Piece | _Wait | ScriptedEvent] = deque()
         self._is_running = False
@@ -137,7 +138,7 @@ class ScriptedStream(Stream):
         return StreamProgress(self.name, self._kind, self.is_ready, self._num_done, self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
-        if self.device.runs_pieces_beside:
+        if self.runs_beside:
             self._put(_Piece(work, scope))
             return
         if self._is_closed:
@@ -149,7 +150,7 @@ class ScriptedStream(Stream):
     def enqueue_with_milestones(
         self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
     ) -> Sequence[Event]:
-        if not self.device.runs_pieces_beside:
+        if not self.runs_beside:
             reached: dict[int, Event] = {}
 
             def reach(number: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engine.mutants import batches, bootstrap, lengths, prefill, relay, rows, speculation, tokens
+from tests.engine.mutants import batches, bootstrap, lengths, memory, prefill, relay, rows, speculation, tokens
 from tests.engine.mutants.kinds import Mutant
 from tests.engine.speculating import CHAIN, TREE
 from tests.interleavings import prefill_scenarios, scenarios
@@ -36,8 +36,12 @@ _short_chain = Scenario(scenarios.short_of_slots, 2, 36, CHAIN)
 _soon_short = Scenario(scenarios.soon_short_of_slots, 2, 5, headroom_tokens=1)
 _aborted_when_short = Scenario(scenarios.aborted_when_short_of_slots, 2, 7, headroom_tokens=1)
 _growing = Scenario(scenarios.growing_beside_an_abort, 2, 60)
+_at_once = Scenario(scenarios.one_request, 1, 24, at_once=True)
+_at_once_chain = Scenario(scenarios.two_requests, 2, 60, CHAIN, at_once=True)
+_aborted_at_once = Scenario(scenarios.one_aborted, 1, 16, at_once=True)
 
 _prompt = PrefillScenario(prefill_scenarios.one_prompt, 1, 8)
+_prompts_at_once = PrefillScenario(prefill_scenarios.two_prompts, 2, 16, at_once=True)
 _cancelled = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8)
 _cancelled_in_a_budget = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2)
 
@@ -49,6 +53,7 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     Scenario(scenarios.one_request, 1, 24, CHAIN, lags=True): 93,
     Scenario(scenarios.two_requests, 1, 16): 49,
     Scenario(scenarios.two_requests, 1, 16, lags=True): 441,
+    _at_once: 7,
     _beside: 929,
     _aborted: 1463,
     Scenario(scenarios.one_stopped, 1, 16): 1463,
@@ -79,6 +84,12 @@ LARGE: tuple[AnyScenario, ...] = (
     _beside_chain,
     _aborted_by_frames,
     _growing,
+    Scenario(scenarios.two_requests, 2, 60, at_once=True),
+    Scenario(scenarios.soon_short_of_slots, 2, 5, headroom_tokens=1, at_once=True),
+    _at_once_chain,
+    _aborted_at_once,
+    _prompts_at_once,
+    PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2, at_once=True),
     PrefillScenario(prefill_scenarios.two_prompts, 2, 16),
     PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2, lags=True),
     _cancelled,
@@ -120,6 +131,16 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (prefill.chunk_does_not_hold_its_row, _cancelled_in_a_budget, "a race for .*token table"),
     (prefill.first_tokens_taken_early, _prompt, "a fence is missing"),
     (prefill.cancelled_row_is_sent, _cancelled, "a segment of row 0, which was cancelled"),
+    (memory.tokens_dropped_at_launch, _at_once, "a race for .*schedule.*resolve"),
+    (memory.rows_dropped_at_launch, _at_once_chain, "a race for .*schedule.*forward"),
+    (memory.chunks_dropped_at_launch, _prompts_at_once, "a race for .*schedule.*forward"),
+    (rows.tensors_dropped_before_the_end, _at_once, "a race for .*schedule.*forward"),
+    (rows.quarantine_skipped, _aborted_at_once, "a race for .*token table|kv of target"),
+    (bootstrap.forward_ignores_the_schedule_side, _at_once, "a race for .*schedule side.*forward"),
+    (speculation.seeds_stashed_on_another_stream, _at_once_chain, "a race for .*hidden_states.*stash"),
+    (relay.lengths_read_without_waiting, _at_once_chain, "a race for .*new_seq_lens_buf"),
+    (prefill.kv_leaves_before_it_is_computed, _prompts_at_once, "a race for .*kv of target"),
+    (prefill.first_tokens_taken_early, _prompts_at_once, "a race for .*forward.*read by Python"),
 )
 """With what is then wrong (a regular expression)."""
 

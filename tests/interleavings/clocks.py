@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from tests.interleavings.explored_device import Transition
-from tests.interleavings.footprint import Footprint, Unit
+from tests.interleavings.footprint import Footprint, Transition, Unit
 
 
 class Clocks:

@@ -8,49 +8,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import cast
-
-from torch import Tensor
 
 from common.device.piece import raise_failure
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Event, MilestoneWork, OnEvent, Scope, Stream, StreamKind, Work
-from tests.interleavings.footprint import Footprint, Memory, Unit
-
-HOST = "host"
+from tests.interleavings.footprint import HOST, Memory, Shared, Transition, Unit
+from tests.interleavings.launch_order import LaunchOrder
+from tests.interleavings.races import check_no_races
 
 
 class Abandoned(BaseException):
     """The chooser wants no more of this run. No Exception, so that nothing in between takes it for a failure."""
 
 
-@dataclass(slots=True)
-class Transition:
-    """What one process did between two choices. `after`: transitions without which it could not have begun."""
-
-    process: str
-    name: str
-    enabled: tuple[str, ...]
-    footprint: Footprint = field(default_factory=Footprint)
-    after: set[int] = field(default_factory=set)
-
-
 Chooser = Callable[[Sequence[str]], str]
 """Of the processes that can go on, the host first, the one that does. Called once for each transition."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A buffer that the host and streams touch, each some of its parts along `unit_dim`, or some of its elements.
-
-    `is_written_by_host_alone`: what the host reads of it is what it wrote, so it need not wait for the schedule side.
-    """
-
-    name: str
-    tensor: Tensor
-    unit_dim: int | None = None
-    is_written_by_host_alone: bool = False
 
 
 class ExploredEvent(ScriptedEvent):
@@ -69,12 +42,14 @@ class ExploredEvent(ScriptedEvent):
         device.point()
         if answer:
             device.current.after |= self.after
+            device.observer.seen_done(self)
         return answer
 
     def synchronize(self, timeout_s: float) -> None:
         device = cast(ExploredStream, self.stream).explored
         device.block_on(self)
         device.current.after |= self.after
+        device.observer.seen_done(self)
         raise_failure(self._error, self.name)
 
     def reach(self, abandoned: BaseException | None = None) -> None:
@@ -97,18 +72,27 @@ class ExploredStream(ScriptedStream):
         self._enqueued_by: list[int] = []
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
+        if self.runs_beside:
+            self._note_enqueued()
+        super().enqueue(work, scope)
+
+    def _put_launched(self, work: Callable[..., object]) -> None:
+        self._note_enqueued()
+        super()._put_launched(work)
+
+    def _note_enqueued(self) -> None:
         self._num_enqueued += 1
         self._enqueued_by.append(self.explored.num_current)
         self.progress_units = {(self.name, "progress", self._num_enqueued)}
-        super().enqueue(work, scope)
 
     def enqueue_with_milestones(
         self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
     ) -> Sequence[Event]:
-        """A piece is one step here: a milestone is passed with its piece."""
+        """A piece that runs beside is one step here: a milestone is passed with its piece."""
         events = super().enqueue_with_milestones(work, num_milestones, scope)
-        for event in events:
-            cast(ExploredEvent, event).units = set(self.progress_units)
+        if self.runs_beside:
+            for event in events:
+                cast(ExploredEvent, event).units = set(self.progress_units)
         return events
 
     def _new_event(self, scope: Scope | None, name: str = "") -> ExploredEvent:
@@ -148,6 +132,7 @@ class ExploredDevice(ScriptedDevice):
         self._memory.reads_shadows = lambda: self.is_host_running
         self._schedule: ExploredStream | None = None
         self._is_watching = False
+        self.launch_order: LaunchOrder | None = None
         self.witnessed: set[str] = set()
         """What the program saw of which it is enough that some order has it."""
 
@@ -170,6 +155,20 @@ class ExploredDevice(ScriptedDevice):
         self._schedule = ExploredStream(self, "schedule")
         self.streams.append(self._schedule)
 
+    def run_pieces_at_once(self) -> None:
+        """From now on the device is as a GPU, whose pieces' Python runs when they are enqueued. Streams are chosen all
+        the same, to say how far the device is; what they touch, and in which order, is in `launch_order`.
+        """
+        self._runs_pieces_beside = False
+        self.launch_order = self.observer = LaunchOrder()
+        self._schedule_stream = ScriptedStream(self, "schedule")
+
+    def new_outside_stream(self, name: str) -> ScriptedStream:
+        """Of what is no part of the device, whose pieces run when they are chosen."""
+        stream = self.new_stream(name)
+        stream.runs_beside = True
+        return stream
+
     def new_stream(
         self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None
     ) -> ScriptedStream:
@@ -183,6 +182,16 @@ class ExploredDevice(ScriptedDevice):
         """From here on there are points, and footprints are measured, of `buffers` part by part. At the end all that is
         left runs: what could have come earlier must be known.
         """
+        if self.launch_order is not None:
+            self._is_watching = True
+            try:
+                with self.launch_order.watching(buffers):
+                    yield
+                    while self._ready_names():
+                        self._turn(is_host_enabled=False)
+            finally:
+                self._is_watching = False
+            return
         for buffer in buffers:
             self._memory.name(buffer.tensor, buffer.name, unit_dim=buffer.unit_dim)
             if self._schedule is not None and buffer.is_written_by_host_alone:
@@ -198,7 +207,14 @@ class ExploredDevice(ScriptedDevice):
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """For what the test computes on the engine's thread, which is no part of the engine."""
-        return self._memory.paused()
+        return self._memory.paused() if self.launch_order is None else self.launch_order.unwatched()
+
+    def check_no_races(self) -> None:
+        """AssertionError where two accesses to the same memory may come in either order."""
+        if self.launch_order is None:
+            check_no_races(self.trace)
+        else:
+            self.launch_order.check()
 
     def point(self) -> None:
         """The host may be stopped here: streams go on until it is chosen."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.interleavings.clocks import Clocks
-from tests.interleavings.explored_device import HOST, Abandoned, ExploredDevice, Transition
-from tests.interleavings.footprint import Footprint
+from tests.interleavings.explored_device import Abandoned, ExploredDevice
+from tests.interleavings.footprint import HOST, Footprint, Transition
 
 
 class NotDeterministic(BaseException):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.device.cell import Cell
 
 Unit = Hashable
+HOST = "host"
 _aten = torch.ops.aten
 
 
@@ -35,6 +37,30 @@ class Footprint:
             and self.writes.isdisjoint(other.reads)
             and self.reads.isdisjoint(other.writes)
         )
+
+
+@dataclass(slots=True)
+class Transition:
+    """What one process did between two choices. `after`: transitions without which it could not have begun."""
+
+    process: str
+    name: str
+    enabled: tuple[str, ...]
+    footprint: Footprint = field(default_factory=Footprint)
+    after: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A buffer that the host and streams touch, each some of its parts along `unit_dim`, or some of its elements.
+
+    `is_written_by_host_alone`: what the host reads of it is what it wrote, so it need not wait for the schedule side.
+    """
+
+    name: str
+    tensor: Tensor
+    unit_dim: int | None = None
+    is_written_by_host_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +94,17 @@ _CHOICES: dict[Any, Callable[..., Tensor]] = {
 }
 """Operations that touch of their first tensor what their indices say."""
 
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    )
+)
+"""Operations that take memory and put nothing into it."""
+
 
 class Memory(TorchDispatchMode):
     """While it is entered, accesses go to the footprint that `now` returns; `owner` names who makes them.
@@ -76,8 +113,14 @@ class Memory(TorchDispatchMode):
     one. It returns whether it has put the operation off.
     """
 
-    def __init__(self, now: Callable[[], Footprint], owner: Callable[[], Hashable]) -> None:
+    def __init__(self, now: Callable[[], Footprint], owner: Callable[[], Hashable], *, lets_go: bool = False) -> None:
+        """`lets_go`: of tensors that nobody named; then `on_freed` is told when the last reference to one goes."""
         super().__init__()
+        self._lets_go = lets_go
+        self._writers: dict[int, Hashable] = {}
+        self.on_made: Callable[[Unit, bool], None] | None = None
+        self.on_freed: Callable[[Unit, Any], None] = lambda unit, maker: None
+        self.on_host_read: Callable[[Iterable[Unit], Any], None] | None = None
         self._now = now
         self._owner = owner
         self._buffers: dict[int, _Buffer] = {}
@@ -110,7 +153,9 @@ class Memory(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Tensor operations, tensors read by Python or numpy, and cells."""
+        """Tensor operations, tensors read by Python or numpy, and cells; but no cells where memory is let go of: who
+        remembers a cell keeps what it holds.
+        """
         to_list, to_numpy, cell_get, cell_set = Tensor.tolist, Tensor.numpy, Cell.get, Cell.set
         memory = self
 
@@ -131,10 +176,12 @@ class Memory(TorchDispatchMode):
         with (
             mock.patch.object(Tensor, "tolist", tolist),
             mock.patch.object(Tensor, "numpy", numpy),
-            mock.patch.object(Cell, "get", get),
-            mock.patch.object(Cell, "set", set),
+            contextlib.ExitStack() as cells,
             self,
         ):
+            if not self._lets_go:
+                cells.enter_context(mock.patch.object(Cell, "get", get))
+                cells.enter_context(mock.patch.object(Cell, "set", set))
             yield
 
     @contextlib.contextmanager
@@ -152,7 +199,7 @@ class Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        if not _is_view(func):
+        if not (_is_view(func) or func in _ALLOCATIONS):
             reads, writes = _operands(func, args, kwargs)
             if not writes and self._shadows and self.reads_shadows():
                 args = tuple(self._in_shadow(value) for value in args)
@@ -171,7 +218,10 @@ class Memory(TorchDispatchMode):
         result = func(*args, **kwargs)
         for made in result if isinstance(result, tuple | list) else (result,):
             if isinstance(made, Tensor) and made.untyped_storage()._cdata not in self._buffers:
-                self._put(made, _Buffer(self._new_name()))
+                buffer = _Buffer(self._new_name())
+                self._put(made, buffer)
+                if self.on_made is not None:
+                    self.on_made((buffer.name, 0), func not in _ALLOCATIONS)
         return result
 
     def _read(self, tensor: Tensor) -> Tensor:
@@ -181,6 +231,10 @@ class Memory(TorchDispatchMode):
             tensor = self._in_shadow(tensor)
         if self._is_shared(tensor):
             self.on_shared(lambda: None, False)
+        elif self.on_host_read is not None:
+            units = self._units(tensor, None, ())
+            self.on_host_read(units, self._writers[tensor.untyped_storage()._cdata])
+            return tensor
         self._note((tensor,), ())
         return tensor
 
@@ -204,6 +258,7 @@ class Memory(TorchDispatchMode):
             footprint.reads.update(self._units(tensor, func, args))
         for tensor in writes:
             footprint.writes.update(self._units(tensor, func, args))
+            self._writers[tensor.untyped_storage()._cdata] = self._owner()
 
     def _units(self, tensor: Tensor, func: Any, args: Any) -> Iterable[Unit]:
         storage = tensor.untyped_storage()._cdata
@@ -221,8 +276,18 @@ class Memory(TorchDispatchMode):
 
     def _put(self, tensor: Tensor, buffer: _Buffer) -> None:
         storage = tensor.untyped_storage()
-        self._kept.append(storage)
         self._buffers[storage._cdata] = buffer
+        self._writers[storage._cdata] = self._owner()
+        if self._lets_go and buffer.places is None:
+            weakref.finalize(storage, self._forget, storage._cdata, self._owner()).atexit = False
+        else:
+            self._kept.append(storage)
+
+    def _forget(self, address: int, maker: Hashable) -> None:
+        buffer = self._buffers.pop(address)
+        self._writers.pop(address)
+        if not self._is_paused:
+            self.on_freed((buffer.name, 0), maker)
 
     def _new_name(self) -> Hashable:
         owner = self._owner()

@@ -16,7 +16,6 @@ from prefill_service.messages import CallDone, CancelCallRows, Command, Event, F
 from prefill_service.scheduler import PrefillEngine
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
-from tests.interleavings.races import check_no_races
 from tests.interleavings.scenarios import INBOX, shared_by
 
 Body = Callable[["ExploredPrefill"], None]
@@ -52,8 +51,8 @@ class ExploredPrefill:
             clock=lambda: 0.0,
         )
         self._device = device
-        self._wire = device.new_stream("wire")
-        self._client = device.new_stream("client")
+        self._wire = device.new_outside_stream("wire")
+        self._client = device.new_outside_stream("client")
         self._posted: list[Command] = []
         self._sampling = ResolvedSampling(seed=0, max_tokens=4, temperature=0.0)
         self.rows: list[_Row] = []
@@ -136,23 +135,27 @@ class PrefillScenario:
     max_kv_tokens: int
     budget_tokens: int = 64
     lags: bool = False
+    at_once: bool = False
 
     @property
     def name(self) -> str:
         lagging = "-lagging" if self.lags else ""
-        return f"prefill-{self.body.__name__}-{self.max_rows}_rows-{self.budget_tokens}_budget{lagging}"
+        at_once = "-at_once" if self.at_once else ""
+        return f"prefill-{self.body.__name__}-{self.max_rows}_rows-{self.budget_tokens}_budget{lagging}{at_once}"
 
     def program(self, device: ExploredDevice) -> None:
         """A Program."""
         if self.lags:
             device.lag_schedule_side()
+        if self.at_once:
+            device.run_pieces_at_once()
         prefill = ExploredPrefill(
             device, max_rows=self.max_rows, max_kv_tokens=self.max_kv_tokens, budget_tokens=self.budget_tokens
         )
         with device.exploring(shared_by(prefill.engine.pool, prefill.engine._sampling_state)):
             self.body(prefill)
             prefill.live()
-        check_no_races(device.trace)
+        device.check_no_races()
 
 
 def one_prompt(prefill: ExploredPrefill) -> None:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.interleavings.clocks import Clocks, both_touch
-from tests.interleavings.explored_device import Transition
-from tests.interleavings.footprint import Unit
+from tests.interleavings.footprint import Transition, Unit
 
 
-def check_no_races(trace: Sequence[Transition]) -> None:
+def is_of_shared_buffer(unit: Unit) -> bool:
+    return isinstance(unit, tuple) and len(unit) == 2 and isinstance(unit[0], str)
+
+
+def check_no_races(trace: Sequence[Transition], *, counts: Callable[[Unit], bool] = is_of_shared_buffer) -> None:
     """Of two accesses to a part of a shared buffer, one of them writing, one must have come first: by its process's
     order, because a stream or the host waited for it, or because an event was seen done. AssertionError otherwise.
+    `counts`: what is looked at.
     """
-    clocks = Clocks(joins_conflicts=False, counts=_is_of_shared_buffer)
+    clocks = Clocks(joins_conflicts=False, counts=counts)
     for transition in trace:
         for place in sorted(clocks.add(transition)):
             first = trace[place]
-            unit = min(filter(_is_of_shared_buffer, both_touch(first.footprint, transition.footprint)), key=str)
+            unit = min(filter(counts, both_touch(first.footprint, transition.footprint)), key=str)
             raise AssertionError(
                 f"a race for {unit}: {first.process} ({first.name}) and {transition.process} ({transition.name})"
             )
-
-
-def _is_of_shared_buffer(unit: Unit) -> bool:
-    return isinstance(unit, tuple) and len(unit) == 2 and isinstance(unit[0], str)

@@ -38,8 +38,8 @@ from tests.engine.harness import ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay, payload_of
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT
-from tests.interleavings.explored_device import ExploredDevice, Shared
-from tests.interleavings.races import check_no_races
+from tests.interleavings.explored_device import ExploredDevice
+from tests.interleavings.footprint import Shared
 
 Body = Callable[["ExploredEngine"], None]
 INBOX = "inbox"
@@ -63,8 +63,8 @@ class ExploredEngine(ScriptedEngine):
         # Debug checks look at the whole table each step, which would be an order of its own.
         super().__init__(device=device, max_rows=max_rows, max_kv_tokens=max_kv_tokens, debug_checks=False, **options)
         self._explored = device
-        self._wire = device.new_stream("wire")
-        self._client = device.new_stream("client")
+        self._wire = device.new_outside_stream("wire")
+        self._client = device.new_outside_stream("client")
         self._frames_come_apart = frames_come_apart
         self._to_lose: set[str] = set()
         self._to_abort: dict[str, int] = {}
@@ -159,8 +159,9 @@ class ExploredEngine(ScriptedEngine):
 class Scenario:
     """`body` says what is asked of an engine of so many rows and slots; its whole life is then explored.
 
-    `lags`: the schedule side is behind the host, as on a GPU. `headroom_tokens`: slots left free at admission for each
-    row; few, for requests to meet that soon have to be retracted.
+    `lags`: the schedule side is behind the host, as on a GPU. `at_once`: so are all streams, and a piece's Python runs
+    when it is enqueued (launch_order.py). `headroom_tokens`: slots left free at admission for each row; few, for
+    requests to meet that soon have to be retracted.
     """
 
     body: Body
@@ -169,6 +170,7 @@ class Scenario:
     spec_info: SpecInfo | None = None
     overlap: bool = True
     lags: bool = False
+    at_once: bool = False
     frames_come_apart: bool = False
     headroom_tokens: int = dispatcher._HEADROOM_TOKENS
 
@@ -181,6 +183,7 @@ class Scenario:
             f"{self.max_rows}_rows": True,
             "no_overlap": not self.overlap,
             "lagging": self.lags,
+            "at_once": self.at_once,
             "frames": self.frames_come_apart,
         }
         return "-".join(part for part, is_there in parts.items() if is_there)
@@ -189,6 +192,8 @@ class Scenario:
         """A Program."""
         if self.lags:
             device.lag_schedule_side()
+        if self.at_once:
+            device.run_pieces_at_once()
         engine = ExploredEngine(
             device,
             max_rows=self.max_rows,
@@ -203,7 +208,7 @@ class Scenario:
         ):
             self.body(engine)
             engine.live()
-        check_no_races(device.trace)
+        device.check_no_races()
         load = engine.engine.load()
         if load.num_row_retries:
             device.witnessed.add(RETRIED)
@@ -245,7 +250,7 @@ class RelayAlone:
             future_map.resolve_seq_lens(running)
             if "draft_extend" in relay.forward.pending():
                 device.witnessed.add(RESOLVED_BEFORE_DRAFT_EXTEND)
-        check_no_races(device.trace)
+        device.check_no_races()
         assert running.seq_lens_cpu.tolist() == [7, 8, 5], f"lengths were resolved wrongly: {running.seq_lens_cpu}"
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from common.device.stream import Event
-from tests.interleavings.explored_device import HOST, ExploredDevice, Shared
+from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.explorer import Program, Script, explore, replay, sample, shorten
+from tests.interleavings.footprint import HOST, Shared
 
 Body = Callable[["Rig"], None]
 
