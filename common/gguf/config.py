@@ -85,6 +85,14 @@ class Metadata:
             raise RefusedFile(f"{key}: {_shown(value)} is not of type {kind.__name__}")
         return value
 
+    def items(self, key: str, kind: type, default: Any = _MISSING) -> list[Any]:
+        """A list whose items are all of a kind. Raises as `take` does."""
+        items: list[Any] = self.take(key, list, default)
+        wrong = next((item for item in items if type(item) is not kind), _MISSING)
+        if wrong is not _MISSING:
+            raise RefusedFile(f"{key}: {_shown(wrong)} is not of type {kind.__name__}")
+        return items
+
     def own(self, name: str, kind: type, default: Any = _MISSING) -> Any:
         """The architecture's own key."""
         return self.take(f"{self.architecture}.{name}", kind, default)
@@ -161,6 +169,8 @@ def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarra
         raise keys.refuse(f"{keys.architecture}.block_count", f"layers, where the file has tensors of {num_blocks}")
     if fields["model_type"] != "gpt2":
         fields["rope_parameters"] = _rope(keys, fields, frequency_factors)
+    elif frequency_factors is not None:
+        raise RefusedFile(f"the tensor {FREQUENCY_FACTORS} is not supported where nothing rotates")
     return {
         **fields,
         "vocab_size": vocab_size,

@@ -65,6 +65,11 @@ def _read(path: Path) -> gguf.GGUFReader:
         raise RefusedFile(f"no GGUF file that can be read: {reason}") from error
     if reader.byte_order != "I":
         raise RefusedFile("a file for machines of the other byte order is not supported")
+    end = reader.data_offset
+    for tensor in reader.tensors:
+        if tensor.data_offset != end:
+            raise RefusedFile(f"the tensor {tensor.name} begins at byte {tensor.data_offset}, not at {end}")
+        end += -(-tensor.n_bytes // reader.alignment) * int(reader.alignment)
     return reader
 
 

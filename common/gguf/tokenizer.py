@@ -64,7 +64,7 @@ class SpecialTokens:
 
 def special_tokens(keys: Metadata) -> SpecialTokens:
     """Raises RefusedFile for an id that is no token's."""
-    num_tokens = len(keys.take(f"{_PREFIX}.tokens", list))
+    num_tokens = len(keys.items(f"{_PREFIX}.tokens", str))
     ids = {role: _token_id(keys, role, num_tokens) for role in (*_ROLES, *_ENDS, *_OTHERS)}
     ends = [ids[role] for role in _ENDS]
     return SpecialTokens(
@@ -84,12 +84,12 @@ def _token_id(keys: Metadata, role: str, num_tokens: int) -> int | None:
 
 def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
     """A transformers tokenizer with the file's ids. Raises RefusedFile for what cannot be built exactly."""
-    tokens = keys.take(f"{_PREFIX}.tokens", list)
+    tokens = keys.items(f"{_PREFIX}.tokens", str)
     if len(set(tokens)) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.tokens: a token is there twice")
     if len(tokens) > num_embeddings:
         raise RefusedFile(f"{_PREFIX}.tokens: {len(tokens)} tokens, where there are {num_embeddings} embeddings")
-    types = keys.take(f"{_PREFIX}.token_type", list, [])
+    types = keys.items(f"{_PREFIX}.token_type", int, [])
     if types and len(types) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.token_type: {len(types)} types of {len(tokens)} tokens")
     for key in (f"{_PREFIX}.add_eos_token", f"{_PREFIX}.add_sep_token", f"{_PREFIX}.remove_extra_whitespaces"):
@@ -111,10 +111,10 @@ def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
 def _byte_level(keys: Metadata, tokens: list[str], types: list[int]) -> Any:
     """Byte-level BPE: tokens are in GPT-2's alphabet of bytes, but for added ones, which are matched in the text."""
     pre = keys.take(f"{_PREFIX}.pre", str, "default")
-    keys.take(f"{_PREFIX}.scores", list, [])
+    keys.items(f"{_PREFIX}.scores", float, [])
     if keys.take(f"{_PREFIX}.add_space_prefix", bool, False):
         raise keys.refuse(f"{_PREFIX}.add_space_prefix", "is not supported for a byte-level tokenizer")
-    merges = [tuple(merge.split(" ")) for merge in keys.take(f"{_PREFIX}.merges", list)]
+    merges = [tuple(merge.split(" ")) for merge in keys.items(f"{_PREFIX}.merges", str)]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     unknown = next((merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys()), None)
     if unknown is not None:
@@ -184,9 +184,9 @@ def _pretrained(keys: Metadata, backend: Any, tokens: list[str]) -> Any:
 
 def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
     """SentencePiece's BPE, as transformers builds it."""
-    if len(keys.take(f"{_PREFIX}.scores", list)) != len(tokens):
+    if len(keys.items(f"{_PREFIX}.scores", float)) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.scores: not one for each of {len(tokens)} tokens")
-    keys.take(f"{_PREFIX}.merges", list, [])
+    keys.items(f"{_PREFIX}.merges", str, [])
     if keys.take(f"{_PREFIX}.pre", str, "default") != "default":
         raise keys.refuse(f"{_PREFIX}.pre", "is not supported for a SentencePiece tokenizer")
     tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)

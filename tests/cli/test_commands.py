@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -178,6 +179,7 @@ def test_info_shows_model_and_load(server: ScriptedServer) -> None:
     assert "demo (LlamaForCausalLM)" in result.stdout
     assert "1 of 4 free, 1 reserved, 1 transferring, 1 running" in result.stdout
     assert "not ready: connection refused" in result.stdout
+    assert re.search(r"^\s*end tokens\s+2\s*$", result.stdout, re.MULTILINE)
 
 
 def test_info_as_json_has_both(server: ScriptedServer) -> None:

@@ -258,6 +258,9 @@ REFUSED_EVERYWHERE: dict[str, Any] = {
     "tokenizer.ggml.padding_token_id": VOCAB_SIZE,
     "tokenizer.ggml.token_type": [1],
     "tokenizer.ggml.merges": ["t h", "th"],
+    "tokenizer.ggml.tokens": [1, 2, 3],
+    "tokenizer.chat_template": 1,
+    "tokenizer.huggingface.json": "{}",
 }
 REFUSED_WITH_ROTATION: dict[str, Any] = {
     "{arch}.rope.dimension_count": 64,
@@ -364,6 +367,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path, model_type: str, file
         ("llama", {"rope_freqs.weight": np.array([1, 9, 1, 9, 1, 9, 1, 9], np.float32)}, "rope_freqs.weight"),
         ("llama", {"rope_freqs.weight": np.ones(4, np.float32)}, "rope_freqs.weight"),
         ("llama", {"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight"),
+        ("gpt2", {"rope_freqs.weight": np.ones(8, np.float32)}, "rope_freqs.weight"),
         ("phi3", {"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight"),
         ("qwen2", {"blk.1.attn_output.bias": np.zeros(64, np.float32)}, "blk.1.attn_output.bias"),
         ("qwen3", {"blk.0.ffn_gate_exps.weight": np.zeros((4, 32, 64), np.float32)}, "blk.0.ffn_gate_exps.weight"),
@@ -394,6 +398,16 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path: Path, file_of: Calla
         cut.write_bytes(content[:size])
         with pytest.raises(RefusedFile, match="no GGUF file that can be read"):
             convert_gguf(cut, tmp_path / "out", torch.float32)
+
+
+def test_a_tensor_that_lies_in_another_is_refused(tmp_path: Path, file_of: Callable[[str], GgufFile]) -> None:
+    file = file_of("llama").write(tmp_path / "tiny.gguf")
+    content = file.read_bytes()
+    name = b"blk.0.attn_q.weight"
+    offset = content.index(name) + len(name) + 4 + 2 * 8 + 4
+    file.write_bytes(content[:offset] + (64).to_bytes(8, "little") + content[offset + 8 :])
+    with pytest.raises(RefusedFile, match=r"blk\.0\.attn_q\.weight begins at byte"):
+        convert_gguf(file, tmp_path / "out", torch.float32)
 
 
 def test_versions_and_byte_orders_that_are_not_read_are_refused(
