@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Self
 
 _DNS = "dns:///"
@@ -74,3 +74,14 @@ def numeric_form(address: str) -> str:
         return address_of(str(ip_address(host)), port)
     except ValueError:
         return address
+
+
+def network_of(host: str) -> str:
+    """Whose address it is, as far as it tells: of IPv6 everybody has a /64 at least. A name stays one."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ip_network((address, 64), strict=False))

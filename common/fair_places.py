@@ -81,7 +81,8 @@ class FairPlaces:
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
-        self._mean_held_s += _NEW_SHARE * (self._clock() - taken_s - self._mean_held_s)
+        held_s = self._clock() - taken_s
+        self._mean_held_s += (_NEW_SHARE if self._mean_held_s else 1.0) * (held_s - self._mean_held_s)
 
     def _may_take(self, client: str) -> bool:
         num_free, num_own = self.num_places - self._num_held, self._held[client]
@@ -93,8 +94,10 @@ class FairPlaces:
         if num_free > 0:
             kept = sum(min(self._wishes[each].num, max(0, share - self._held[each])) for each in others)
             return num_own < share or num_free > kept
-        part = max(1, self._num_extra // max(1, num_clients - 1))
-        return num_own < min(share, part) and -num_free < self._num_extra and num_clients > 1
+        if num_clients == 1:
+            return False
+        part = max(1, self._num_extra // (num_clients - 1))
+        return num_own < min(share, part) and -num_free < self._num_extra
 
     def _retry_after_s(self) -> int:
         """When as many places became free as are wanted before this one, as long as they were held lately."""

@@ -16,10 +16,13 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
-    def check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raises ApiError 401. Takes the same time whichever key it is, and however much of one is right."""
+    def check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """Which key it is, where that tells callers apart; "" otherwise. Raises ApiError 401.
+
+        Takes the same time whichever key it is, and however much of one is right.
+        """
         if not self._keys:
-            return
+            return ""
         shown = [value for name, value in headers if name == b"authorization"]
         if not shown:
             raise _unknown("authorization: no API key was shown; send 'Authorization: Bearer KEY'")
@@ -27,6 +30,7 @@ class ApiKeys:
         matches = [hmac.compare_digest(key, known) for known in self._keys]
         if len(shown) != 1 or not any(matches):
             raise _unknown("authorization: the API key is not known here", code="invalid_api_key")
+        return f"key {matches.index(True)}" if len(self._keys) > 1 else ""
 
 
 def _unknown(message: str, *, code: str | None = None) -> ApiError:

@@ -49,7 +49,7 @@ def build_app(
 ) -> ASGIApp:
     """The whole gateway as an ASGI application; needs a running event loop."""
     metrics = GatewayMetrics(registry)
-    metrics.watch_open(lambda: len(open_requests))
+    metrics.watch_requests(num_open=lambda: len(open_requests), num_reading=lambda: open_requests.num_reading)
     health = Health(client, open_requests=open_requests)
 
     def generation(api: Api) -> GenerationEndpoint:

@@ -73,7 +73,7 @@ class KeyCheck:
         record: RequestRecord = scope["state"]["record"]
         try:
             if is_api(scope):
-                self._api_keys.check(scope["headers"])
+                record.client = self._api_keys.check(scope["headers"]) or record.client
             record.take_id(scope["headers"])
         except ApiError as error:
             await send_error(error, scope, receive, send)

@@ -104,8 +104,8 @@ def _context_exceeded_of(error: BatonError, param: str, message: str, *, prompt:
     return context_exceeded(param, prompt=prompt, message=message, **tokens)
 
 
-def overloaded(message: str) -> ApiError:
-    return ApiError(429, message, kind=RATE_LIMIT, code="overloaded", retry_after_s=_RETRY_AFTER_S)
+def overloaded(message: str, *, retry_after_s: int = _RETRY_AFTER_S) -> ApiError:
+    return ApiError(429, message, kind=RATE_LIMIT, code="overloaded", retry_after_s=retry_after_s)
 
 
 def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
@@ -134,7 +134,8 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             return ApiError(409, message, param="x-request-id", code="duplicate_request_id")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             if error.reason == _QUEUE_FULL:
-                return overloaded(message)
+                told = error.metadata.get("retry_after_s", "")
+                return overloaded(message, retry_after_s=int(told) if told.isdecimal() else _RETRY_AFTER_S)
             return ApiError(413, message, code="request_too_large")  # gRPC's own, of a message
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return ApiError(504, message, kind=SERVER_ERROR, code="deadline_exceeded")

@@ -22,7 +22,7 @@ from gateway.choices import Choices
 from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, internal, invalid
 from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
-from gateway.open_requests import OpenRequests
+from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.plan import Plan
 from gateway.prompt_bounds import check_prompts
 from gateway.receiving import read_json_body, unless_left
@@ -58,33 +58,39 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = scope["state"]["record"]
         try:
-            with self._open_requests.admit() as open_request:
+            with self._open_requests.enter() as open_request:
                 async with open_request.ends_when_failed():
-                    plan = await self._read(scope, receive)
-                    card = await self._card(receive)
-                card.check(plan.model)
-                check_prompts(plan, card)
-                try:
-                    async with Choices(plan.num_choices, self._opener(plan, record)) as choices:
-                        open_request.fails_by(choices.fail)
-                        answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
-                        work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
-                        await unless_left(receive, work)
-                except BatonError as error:
-                    raise api_error_of(error, plan.params) from None
+                    body = await self._read(scope, receive, record.client)
+                with self._open_requests.place(record.client):
+                    await self._answer(body, open_request, record, receive, send)
         except ApiError as error:
             await send_error(error, scope, receive, send)
         except ClientLeft:
             record.status = CLIENT_LEFT_STATUS
             self._metrics.on_disconnect()
 
-    async def _read(self, scope: Scope, receive: Receive) -> Plan:
-        body = await read_json_body(
-            receive,
-            scope["headers"],
-            max_bytes=self._limits.max_request_bytes,
-            timeout_s=self._limits.body_timeout_s,
-        )
+    async def _read(self, scope: Scope, receive: Receive, client: str) -> bytes:
+        with self._open_requests.reading(client) as hold:
+            return await read_json_body(receive, scope["headers"], limits=self._limits, hold=hold)
+
+    async def _answer(
+        self, body: bytes, open_request: OpenRequest, record: RequestRecord, receive: Receive, send: Send
+    ) -> None:
+        plan = self._parse(body)
+        async with open_request.ends_when_failed():
+            card = await self._card(receive)
+        card.check(plan.model)
+        check_prompts(plan, card)
+        try:
+            async with Choices(plan.num_choices, self._opener(plan, record)) as choices:
+                open_request.fails_by(choices.fail)
+                answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
+                work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
+                await unless_left(receive, work)
+        except BatonError as error:
+            raise api_error_of(error, plan.params) from None
+
+    def _parse(self, body: bytes) -> Plan:
         plan = self._api.parse(body)
         if plan.num_choices > self._limits.max_choices:
             param = "n" if plan.n > 1 else "prompt"

@@ -43,8 +43,9 @@ class GatewayMetrics:
             buckets=PHASE_S,
             registry=registry,
         )
-        self._open = Gauge(
-            "baton_gateway_open_requests", "Generations' requests being read or answered", registry=registry
+        self._open = Gauge("baton_gateway_open_requests", "Generations' requests being answered", registry=registry)
+        self._reading = Gauge(
+            "baton_gateway_reading_requests", "Generations' requests whose body is on its way", registry=registry
         )
         self._prompt_tokens = Counter(
             "baton_gateway_prompt_tokens_total",
@@ -58,8 +59,9 @@ class GatewayMetrics:
             "baton_gateway_client_disconnects_total", "Clients that left before their answer's end", registry=registry
         )
 
-    def watch_open(self, num_open: Callable[[], int]) -> None:
+    def watch_requests(self, *, num_open: Callable[[], int], num_reading: Callable[[], int]) -> None:
         self._open.set_function(num_open)
+        self._reading.set_function(num_reading)
 
     def on_end(self, *, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, str(status)).inc()

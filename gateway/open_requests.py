@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from common.fair_places import FairPlaces, Full
 from gateway.errors import ApiError, overloaded, unavailable
 
 Fail = Callable[[ApiError], None]
+FREE_BODY_BYTES = 64 << 10
 
 
 class OpenRequest:
@@ -47,38 +50,85 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Used by the event loop only. Between `drain` and the end nothing is admitted."""
+    """Used by the event loop only. Between `drain` and the end nothing is admitted.
 
-    def __init__(self, *, max_open: int) -> None:
-        self._max_open = max_open
-        self._open: dict[OpenRequest, None] = {}
+    A request is one from its head on, has a place among `max_open` once its body is there, and counts with the bytes of
+    its body until then. Places and bytes are shared among clients.
+    """
+
+    def __init__(self, *, max_open: int, max_reading_bytes: int) -> None:
+        self._places = FairPlaces(max_open)
+        self._max_reading_bytes = max_reading_bytes
+        self._reading_bytes: Counter[str] = Counter()
+        self._requests: dict[OpenRequest, None] = {}
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     def __len__(self) -> int:
-        return len(self._open)
+        """Those that have a place."""
+        return len(self._places)
+
+    @property
+    def num_reading(self) -> int:
+        """Those whose body is on its way."""
+        return len(self._requests) - len(self._places)
 
     @property
     def is_draining(self) -> bool:
         return self._is_draining
 
     @contextmanager
-    def admit(self) -> Iterator[OpenRequest]:
-        """Raises ApiError: 503 while draining, 429 when full."""
-        if self._is_draining:
-            raise unavailable("the gateway is stopping", code="stopping")
-        if len(self._open) >= self._max_open:
-            raise overloaded(f"{self._max_open} requests are open")
+    def enter(self) -> Iterator[OpenRequest]:
+        """Raises ApiError 503 while draining."""
+        self._refuse_if_draining()
         request = OpenRequest()
-        self._open[request] = None
+        self._requests[request] = None
         self._is_idle.clear()
         try:
             yield request
         finally:
-            del self._open[request]
-            if not self._open:
+            del self._requests[request]
+            if not self._requests:
                 self._is_idle.set()
+
+    @contextmanager
+    def place(self, client: str) -> Iterator[None]:
+        """Raises ApiError: 503 while draining, 429 when there is none for this client."""
+        self._refuse_if_draining()
+        try:
+            taken_s = self._places.take(client)
+        except Full as full:
+            message = f"{len(self._places)} requests are open"
+            raise overloaded(message, retry_after_s=full.retry_after_s) from None
+        try:
+            yield
+        finally:
+            self._places.give_back(client, taken_s)
+
+    @contextmanager
+    def reading(self, client: str) -> Iterator[Callable[[int], None]]:
+        """What it gives is told the bytes of the body so far. Raises ApiError 429 when too many are held.
+
+        One client's bodies are half of all at most. The first of each do not count: what a connection holds anyway.
+        """
+        held = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal held
+            more = max(0, num_bytes - FREE_BODY_BYTES) - held
+            own, total = self._reading_bytes[client] + more, self._reading_bytes.total() + more
+            if more > 0 and (total > self._max_reading_bytes or own > self._max_reading_bytes // 2):
+                raise overloaded("too many large bodies are on their way")
+            self._reading_bytes[client] += more
+            held += more
+
+        try:
+            yield hold
+        finally:
+            self._reading_bytes[client] -= held
+            if not self._reading_bytes[client]:
+                del self._reading_bytes[client]
 
     def drain(self) -> None:
         self._is_draining = True
@@ -87,5 +137,9 @@ class OpenRequests:
         await self._is_idle.wait()
 
     def fail_all(self, error: ApiError) -> None:
-        for request in tuple(self._open):
+        for request in tuple(self._requests):
             request.fail(error)
+
+    def _refuse_if_draining(self) -> None:
+        if self._is_draining:
+            raise unavailable("the gateway is stopping", code="stopping")

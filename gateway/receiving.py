@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from gateway.errors import ApiError, ClientLeft
+from gateway.limits import HttpLimits
 
 ResultT = TypeVar("ResultT")
 
@@ -17,28 +18,37 @@ _JSON = re.compile(rb"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charse
 
 
 async def read_json_body(
-    receive: Receive, headers: Sequence[tuple[bytes, bytes]], *, max_bytes: int, timeout_s: float
+    receive: Receive, headers: Sequence[tuple[bytes, bytes]], *, limits: HttpLimits, hold: Callable[[int], None]
 ) -> bytes:
-    """Raises ApiError (408, 413, 415) or ClientLeft. More than `max_bytes` is never held."""
+    """Raises ApiError (408, 413, 415) or ClientLeft, and what `hold` raises, which is told the bytes so far.
+
+    More than `limits.max_request_bytes` is never held.
+    """
     given = dict(headers)
     _check_kind(headers)
     length = given.get(b"content-length", b"")
-    if length.isdigit() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
+    if length.isdigit() and int(length) > limits.max_request_bytes:
+        raise _too_large(limits.max_request_bytes)
+    body, num_paced = bytearray(), 0
+    loop, step = asyncio.get_running_loop(), limits.min_body_rate * limits.body_window_s
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(limits.body_timeout_s), asyncio.timeout(limits.body_window_s) as pace:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
+                if len(body) > limits.max_request_bytes:
+                    raise _too_large(limits.max_request_bytes)
                 if not message.get("more_body", False):
                     return bytes(body)
+                hold(len(body))
+                if len(body) >= num_paced + step:
+                    num_paced = len(body)
+                    pace.reschedule(loop.time() + limits.body_window_s)
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {timeout_s:g} s", code="request_timeout") from None
+        how = f"within {limits.body_timeout_s:g} s, or more slowly than {limits.min_body_rate} bytes a second"
+        raise ApiError(408, f"the body did not come {how}", code="request_timeout") from None
 
 
 def _check_kind(headers: Sequence[tuple[bytes, bytes]]) -> None:

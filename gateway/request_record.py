@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+from common.addresses import network_of
 from gateway.errors import ApiError, invalid
 
 _ROUTES = frozenset(
@@ -32,9 +33,13 @@ _SHOWN_ID = re.compile(r"[!-~]{1,96}")
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """`status`: of the answer, or of the error that broke it off when it had begun. `error`: why it is none."""
+    """`status`: of the answer, or of the error that broke it off when it had begun. `error`: why it is none.
+
+    `client`: with whom others share; the key where there are several, or else the address.
+    """
 
     route: str
+    client: str
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_s: float = field(default_factory=time.monotonic)
     status: int = 500
@@ -46,7 +51,8 @@ class RequestRecord:
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
-        return cls(route=route_of(scope["path"]))
+        host, _ = scope.get("client") or ("", 0)
+        return cls(route=route_of(scope["path"]), client=network_of(host))
 
     @property
     def elapsed_s(self) -> float:

@@ -34,6 +34,7 @@ from gateway.status.watched_decode import open_clients
 
 _BACKLOG = 2048
 _CLOSE_GRACE_S = 1
+_MAX_LARGE_BODIES = 64
 _START_LOOK_S = 0.01
 
 _log = structlog.get_logger(__name__)
@@ -52,7 +53,10 @@ class GatewayServer:
             _log.warning("tokens_in_plain_text", listen=settings.listen)
         tls = _server_tls(settings)
         self._client = open_decode_client(settings)
-        self.open_requests = OpenRequests(max_open=settings.max_open_requests)
+        self.open_requests = OpenRequests(
+            max_open=settings.max_open_requests,
+            max_reading_bytes=_MAX_LARGE_BODIES * settings.max_request_bytes,
+        )
         self._status = _status_collector(settings)
         self._served_model = ServedModel(self._client, name=settings.served_model_name)
         app = build_app(

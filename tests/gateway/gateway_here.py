@@ -68,14 +68,16 @@ class GatewayHere:
     def openai_async(self, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=BOUND_S, **options)
 
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=BOUND_S)
+    def connect(self, source: tuple[str, int] | None = None) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=BOUND_S, source_address=source)
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+    def ask(
+        self, method: str, path: str, body: Any = None, *, source: tuple[str, int] | None = None, **headers: str
+    ) -> Answer:
         """One plain HTTP request. A `body` that is no bytes is sent as JSON; `x_y` becomes the header x-y."""
         sent = {"content-type": "application/json"} if body is not None else {}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-        connection = self.connect()
+        connection = self.connect(source)
         try:
             connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), sent)
             response = connection.getresponse()

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from baton.v1 import types_pb2
-from gateway.api_keys import ApiKeys
 from gateway.completions import TextChoice
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
@@ -127,7 +126,7 @@ async def test_an_answer_that_crashes_after_its_head_is_counted_as_a_crash() -> 
         return None
 
     registry = CollectorRegistry()
-    edge = Edge(app, api_keys=ApiKeys(()), metrics=GatewayMetrics(registry))
+    edge = Edge(app, metrics=GatewayMetrics(registry))
     with pytest.raises(RuntimeError):
         await edge({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}, nothing, nothing)
     labels = {"route": COMPLETIONS, "status": "500"}
@@ -240,7 +239,7 @@ def test_a_body_that_still_comes_when_the_gateway_stops_is_told(loop: LoopThread
         connection.putheader("content-type", "application/json")
         connection.putheader("content-length", "1000")
         connection.endheaders(b"{")
-        wait_until(lambda: gateway.metric("baton_gateway_open_requests") == 1)
+        wait_until(lambda: gateway.metric("baton_gateway_reading_requests") == 1)
         loop.run(gateway.server.drain())
         response = connection.getresponse()
         assert (response.status, b'"stopping"' in response.read()) == (503, True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from gateway.errors import ApiError
+from gateway.open_requests import FREE_BODY_BYTES, OpenRequests
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, post
@@ -81,6 +85,78 @@ def test_a_body_that_does_not_come_is_given_up(loop: LoopThread, scripted: Scrip
         response = connection.getresponse()
         assert (response.status, b"request_timeout" in response.read()) == (408, True)
         connection.close()
+
+
+def send_half_a_body(gateway: GatewayHere, stack: ExitStack) -> socket.socket:
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S))
+    connection.sendall(post(BODY)[:-1])
+    return connection
+
+
+def test_bodies_that_do_not_come_leave_the_places_to_others(loop: LoopThread, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), delta([1], "a"), finished()]
+    with gateway_here(loop, scripted.address, max_open_requests=3) as gateway, ExitStack() as stack:
+        for _ in range(5):
+            send_half_a_body(gateway, stack)
+        wait_until(lambda: gateway.metric("baton_gateway_reading_requests") == 5)
+        assert [gateway.ask("POST", COMPLETIONS, BODY).status for _ in range(2)] == [200] * 2
+
+
+def test_a_body_that_comes_too_slowly_is_given_up(loop: LoopThread, scripted: ScriptedServer) -> None:
+    with gateway_here(loop, scripted.address, limits={"body_window_s": SHORT_S}) as gateway, ExitStack() as stack:
+        answer = http.client.HTTPResponse(send_half_a_body(gateway, stack))
+        answer.begin()
+        assert (answer.status, b"request_timeout" in answer.read()) == (408, True)
+
+
+def test_a_body_that_comes_fast_enough_may_take_longer(loop: LoopThread, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), delta([1], "a"), finished()]
+    window_s = 0.5
+    limits = {"body_window_s": window_s, "min_body_rate": 8}  # four bytes
+    with gateway_here(loop, scripted.address, limits=limits) as gateway, ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S))
+        head, body = post(BODY).split(b"\r\n\r\n")
+        connection.sendall(head + b"\r\n\r\n")
+        began_s = time.monotonic()
+        for place in range(0, len(body), 8):
+            time.sleep(window_s / 3)
+            connection.sendall(body[place : place + 8])
+        assert time.monotonic() - began_s > 1.5 * window_s
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("other", ["key", "address"])
+def test_a_client_that_has_all_places_keeps_no_other_out(
+    loop: LoopThread, scripted: ScriptedServer, tmp_path: Path, other: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n")
+    scripted.inference.scripts.append([started(), delta([1], "a"), scripted.inference.HOLD])
+    scripted.inference.script = [started(), delta([2], "b"), finished()]
+    settings = {"api_key_file": keys} if other == "key" else {}
+    with gateway_here(loop, scripted.address, max_open_requests=1, **settings) as gateway:
+        first = gateway.openai(api_key="first-key").completions.create(**BODY, stream=True)
+        assert next(first).choices[0].text == "a"
+        assert gateway.ask("POST", COMPLETIONS, BODY, authorization="Bearer first-key").status == 429
+        source = ("127.0.0.2", 0) if other == "address" else None
+        shown = "first-key" if other == "address" else "second-key"
+        answer = gateway.ask("POST", COMPLETIONS, BODY, source=source, authorization=f"Bearer {shown}")
+        assert answer.status == 200
+        first.close()
+
+
+def test_large_bodies_on_their_way_are_bounded_of_each_client_and_in_all() -> None:
+    requests = OpenRequests(max_open=1, max_reading_bytes=100)
+    with requests.reading("a") as first, requests.reading("a") as second, requests.reading("b") as third:
+        first(FREE_BODY_BYTES + 50)
+        second(FREE_BODY_BYTES)
+        with pytest.raises(ApiError, match="too many large bodies"):
+            second(FREE_BODY_BYTES + 1)
+        third(FREE_BODY_BYTES + 50)
+    with requests.reading("c") as fourth:
+        fourth(FREE_BODY_BYTES + 50)
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,9 @@ async def test_a_connection_without_calls_is_closed_and_its_client_connects_agai
 async def test_connections_beyond_the_limit_are_closed_and_the_others_served(connect: Connect) -> None:
     async with running(max_connections=2) as edge:
         await is_served(edge)  # its own connection stays
-        other = await connect(address=edge.address)
-        await wait_until_closed(edge.address, PREFACE)
+        other, third = [await connect(address=edge.address) for _ in range(2)]
+        async with asyncio.timeout(BOUND_S):
+            await third.is_closed.wait()
         await is_served(edge)
         assert not other.is_closed.is_set()
 

@@ -1,0 +1,132 @@
+"""Places that clients share: one alone has all, and none keeps the others out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.addresses import network_of
+from common.fair_places import FairPlaces, Full
+
+NUM = 16  # and an eighth more
+
+
+class Hall:
+    """Places, and a clock that a test moves."""
+
+    def __init__(self, num_places: int = NUM) -> None:
+        self.now_s = 100.0
+        self.places = FairPlaces(num_places, clock=lambda: self.now_s)
+        self.taken_s: dict[str, list[float]] = {}
+
+    def take(self, client: str) -> bool:
+        try:
+            self.taken_s.setdefault(client, []).append(self.places.take(client))
+        except Full as full:
+            self.retry_after_s = full.retry_after_s
+            return False
+        return True
+
+    def leave(self, client: str) -> None:
+        self.places.give_back(client, self.taken_s[client].pop())
+
+    def fill(self, client: str) -> int:
+        """How many places it gets."""
+        num = 0
+        while self.take(client):
+            num += 1
+        return num
+
+
+@pytest.fixture
+def hall() -> Hall:
+    return Hall()
+
+
+def test_a_client_that_is_alone_has_all_places_again_and_again(hall: Hall) -> None:
+    assert hall.fill("a") == NUM
+    for _ in range(3 * NUM):
+        hall.leave("a")
+        assert hall.take("a")
+    assert not hall.take("a")
+
+
+def test_another_finds_places_at_once_and_those_that_become_free(hall: Hall) -> None:
+    hall.fill("a")
+    assert hall.fill("b") == NUM // 8
+    for _ in range(NUM):
+        hall.leave("a")
+        assert not hall.take("a"), "kept for b, which was refused"
+        hall.fill("b")
+        if len(hall.taken_s["b"]) == NUM // 2:
+            break
+    assert len(hall.taken_s["b"]) == NUM // 2
+    hall.leave("b")
+    assert hall.take("b")
+
+
+def test_what_was_wanted_once_is_not_kept_for_long(hall: Hall) -> None:
+    hall.fill("a")
+    hall.fill("b")
+    for _ in range(NUM // 8):
+        hall.leave("b")
+    hall.leave("a")
+    assert not hall.take("a")
+    hall.now_s += 60.0
+    assert hall.take("a")
+
+
+def test_places_above_all_are_for_those_below_their_share_alone(hall: Hall) -> None:
+    hall.fill("a")
+    assert hall.take("b") and hall.take("b")
+    assert not any(hall.take(client) for client in ("a", "b", "c"))
+
+
+def test_one_place_is_one(hall: Hall) -> None:
+    single = Hall(1)
+    assert (single.take("a"), single.take("a"), single.take("b"), single.take("c")) == (True, False, True, False)
+
+
+def test_when_to_come_again_follows_from_how_long_places_are_held_and_how_many_wait(hall: Hall) -> None:
+    hall.fill("a")
+    assert hall.retry_after_s == 1, "nothing is known yet"
+    hall.now_s += 32.0
+    hall.leave("a")
+    hall.take("a")
+    hall.now_s += 30.0  # what was wanted is forgotten
+    told = [hall.retry_after_s for _ in range(8) if not hall.take("a")]
+    assert told == [2, 4, 6, 8, 10, 12, 14, 16]
+    for _ in range(100):
+        hall.take("a")
+    assert hall.retry_after_s == 60
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=200))
+def test_whatever_clients_do_places_add_up(moves: list[tuple[str, bool]]) -> None:
+    hall = Hall(8)
+    for client, takes in moves:
+        if takes:
+            hall.take(client)
+        elif hall.taken_s.get(client):
+            hall.leave(client)
+        assert len(hall.places) == sum(map(len, hall.taken_s.values())) <= 9
+    for client, taken in hall.taken_s.items():
+        while taken:
+            hall.leave(client)
+    hall.now_s += 1000.0
+    assert hall.fill("a") == 8
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::ffff:1", "2001:db8::/64"),
+        ("unix", "unix"),
+    ],
+)
+def test_whose_an_address_is(host: str, network: str) -> None:
+    assert network_of(host) == network
