@@ -125,7 +125,7 @@ def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> In
         num_running=load.num_running,
         num_steps=load.num_steps,
         prefill_replicas=tuple(
-            PrefillReplica(replica.address, replica.is_ready, replica.num_rows, replica.reason)
+            PrefillReplica(replica.address, replica.is_ready, replica.num_rows, replica.reason, replica.error_reason)
             for replica in load.prefill_replicas
         ),
         num_row_retries=load.num_row_retries,

@@ -45,10 +45,13 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReplica:
+    """`reason`: why it is not ready, in words; `error_reason`: as the error of a request would name it."""
+
     address: str
     is_ready: bool
     num_rows: int
     reason: str
+    error_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,12 +128,28 @@ class RequestCancelled(BatonError):
     reason = "CANCELLED"
 
 
+_ALIKE = {
+    "protocol_version": "version of Baton",
+    "config_digest": "model",
+    "target_weights_digest": "model",
+    "tokenizer_digest": "model",
+    "dtype": "dtype",
+    "layer_groups": "model and draft",
+    "draft_weights_digest": "draft",
+    "algorithm": "draft",
+    "seed_columns": "draft and draft_topk",
+}
+"""What two services must be started with alike, by the field of their fingerprints that follows from it."""
+
+
 class FingerprintMismatch(BatonError):
     code = "FAILED_PRECONDITION"
     reason = "FINGERPRINT_MISMATCH"
 
     def __init__(self, field: str, ours: str, theirs: str) -> None:
-        super().__init__(f"fingerprints differ in {field}: decode has {ours}, prefill has {theirs}")
+        what = field.partition("[")[0] if not field.endswith("].dtype") else "dtype"
+        remedy = f"; give both the same {_ALIKE[what]}" if what in _ALIKE else ""
+        super().__init__(f"fingerprints differ in {field}: decode has {ours}, prefill has {theirs}{remedy}")
         self.field = field
         self.ours = ours
         self.theirs = theirs

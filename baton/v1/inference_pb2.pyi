@@ -550,6 +550,7 @@ class PrefillReplica(_message.Message):
     IS_READY_FIELD_NUMBER: _builtins.int
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """or the name, while nothing was found behind it"""
     is_ready: _builtins.bool
@@ -557,6 +558,8 @@ class PrefillReplica(_message.Message):
     """rows this decode service has with it"""
     reason: _builtins.str
     """why it is not ready"""
+    error_reason: _builtins.str
+    """the same as google.rpc.ErrorInfo names it: FINGERPRINT_MISMATCH does not pass by itself"""
     def __init__(
         self,
         *,
@@ -564,10 +567,11 @@ class PrefillReplica(_message.Message):
         is_ready: _builtins.bool = ...,
         num_rows: _builtins.int = ...,
         reason: _builtins.str = ...,
+        error_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_ready", b"is_ready", "num_rows", b"num_rows", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "error_reason", b"error_reason", "is_ready", b"is_ready", "num_rows", b"num_rows", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

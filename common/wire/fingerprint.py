@@ -45,9 +45,19 @@ def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, 
         our_value, their_value = getattr(ours, name), getattr(theirs, name)
         if our_value != their_value:
             in_a_group = _layer_group_difference(our_value, their_value) if name == "layer_groups" else None
-            field, ours_text, theirs_text = in_a_group or (name, str(our_value), str(their_value))
+            field, ours_text, theirs_text = in_a_group or (name, _in_words(our_value), _in_words(their_value))
             return shortened(field), shortened(ours_text), shortened(theirs_text)
     return None
+
+
+def _in_words(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value) or "none"
+    names = [
+        f"{each.name} {each.dtype}{list(each.row_shape)}" if isinstance(each, SeedColumnSpec) else str(each.name)
+        for each in value
+    ]
+    return " and ".join(names) or "none"
 
 
 def _layer_group_difference(

@@ -214,6 +214,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     is_ready=state.replica.is_ready,
                     num_rows=state.num_rows,
                     reason="" if state.replica.error is None else str(state.replica.error),
+                    error_reason="" if state.replica.error is None else state.replica.error.reason,
                 )
                 for state in self._replicas.states()
             ],

@@ -19,6 +19,7 @@ FIELDS = {
     "no-head": "layer_groups",
     "another-topk": "seed_columns",
 }
+ALIKE = {"other-weights": "model", "no-head": "model and draft", "another-topk": "draft and draft_topk"}
 TREE = ("--draft-topk=3", "--num-draft-steps=3", "--num-draft-tokens=9")
 Arguments = tuple[str, ...]
 
@@ -66,10 +67,18 @@ def field(pair: RunningPair, request: pytest.FixtureRequest) -> str:
     return FIELDS[request.node.callspec.params["pair"]]
 
 
+@pytest.fixture
+def alike(pair: RunningPair, request: pytest.FixtureRequest) -> str:
+    return ALIKE[request.node.callspec.params["pair"]]
+
+
 def test_a_mismatch_is_named_in_load_log_and_every_request_and_decode_is_not_ready(
-    pair: RunningPair, field: str
+    pair: RunningPair, field: str, alike: str
 ) -> None:
     wait_until(lambda: field in pair.load().prefill_replicas[0].reason, about=pair.load)
+    (replica,) = pair.load().prefill_replicas
+    assert replica.error_reason == "FINGERPRINT_MISMATCH"
+    assert replica.reason.endswith(f"; give both the same {alike}") and "(" not in replica.reason
     assert pair.prefill_load().rows.free > 0, "the prefill service itself is well"
     assert not pair.is_ready()
     assert pair.client.health("") is HealthStatus.SERVING

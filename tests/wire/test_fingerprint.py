@@ -22,6 +22,14 @@ CHANGES: dict[str, object] = {
 }
 
 
+IN_WORDS = {
+    "protocol_version": (str(PLAIN.protocol_version), "99"),
+    "algorithm": ("none", "eagle"),
+    "layer_groups": ("target", "draft"),
+    "seed_columns": ("none", "topk_p float32[4]"),
+}
+
+
 def test_equal_fingerprints_do_not_differ() -> None:
     assert first_difference(PLAIN, replace(PLAIN)) is None
 
@@ -33,7 +41,7 @@ def test_every_field_counts() -> None:
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_difference_is_named_with_both_values(field: str) -> None:
     theirs = replace(PLAIN, **{field: CHANGES[field]})
-    assert first_difference(PLAIN, theirs) == (field, str(getattr(PLAIN, field)), str(CHANGES[field]))
+    assert first_difference(PLAIN, theirs) == (field, *IN_WORDS.get(field, (getattr(PLAIN, field) or "none", "other")))
 
 
 def test_the_protocol_version_is_compared_first() -> None:
