@@ -14,18 +14,23 @@ BatonError                  carries the gRPC code, the ErrorInfo reason and its 
 ├── Unimplemented           the server does not know the call
 ├── Internal                the server failed, or broke the protocol
 └── LocalPairError          raised by `baton.local_pair` only
-    ├── ServiceDied         a service process ended: its log's tail is in the message
+    ├── ServiceDied         a service process ended: why is in the message
+    ├── PairMismatch        the services cannot work together: the difference is in the message
     └── StartTimedOut       a service did not become ready in time
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
+
+from baton.service_log import why_it_ended
 
 
 class BatonError(Exception):
@@ -106,13 +111,15 @@ class LocalPairError(BatonError):
 
 
 class ServiceDied(LocalPairError):
-    """`log_tail` holds the last lines that the process wrote."""
+    """`log_tail` is the end of what the process wrote."""
 
     reason_code: ClassVar[str] = "SERVICE_DIED"
 
-    def __init__(self, name: str, returncode: int, log_tail: str) -> None:
+    def __init__(self, name: str, returncode: int, log_tail: str, log_file: Path) -> None:
+        how = f"ended with status {returncode}" if returncode >= 0 else f"was ended by {_signal_name(-returncode)}"
+        why = why_it_ended(log_tail)
         super().__init__(
-            f"{name} ended with status {returncode}" + (f"; its last lines:\n{log_tail}" if log_tail else ""),
+            f"{name} {how}{f': {why}' if why else ''}; its log: {log_file}",
             reason=self.reason_code,
             metadata={"service": name, "returncode": str(returncode)},
         )
@@ -121,16 +128,28 @@ class ServiceDied(LocalPairError):
         self.log_tail = log_tail
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class PairMismatch(LocalPairError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class StartTimedOut(LocalPairError):
+    """`waiting_for` maps the name of each service that is not ready to what is known of why, or ""."""
+
     reason_code: ClassVar[str] = "START_TIMED_OUT"
 
-    def __init__(self, waiting_for: tuple[str, ...], timeout_s: float, log_tail: str) -> None:
+    def __init__(self, waiting_for: Mapping[str, str], timeout_s: float, log_dir: Path) -> None:
+        waiting = [f"{name} ({why})" if why else name for name, why in waiting_for.items()]
         super().__init__(
-            f"not ready after {timeout_s:g} s: {', '.join(waiting_for)}"
-            + (f"; its last lines:\n{log_tail}" if log_tail else ""),
-            reason=self.reason_code,
+            f"not ready after {timeout_s:g} s: {', '.join(waiting)}; logs: {log_dir}", reason=self.reason_code
         )
-        self.waiting_for = waiting_for
+        self.waiting_for = dict(waiting_for)
 
 
 _KIND_BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {

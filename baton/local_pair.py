@@ -1,32 +1,39 @@
-"""Prefill and decode services as child processes of this one, on loopback."""
+"""Prefill and decode services, and a gateway before them, as child processes of this one, on this machine."""
 
 from __future__ import annotations
 
+import http.client
 import shutil
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from enum import Enum
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from baton.client.blocking import Client
-from baton.errors import BatonError, StartTimedOut
+from baton.errors import BatonError, InvalidArgument, PairMismatch, StartTimedOut
 from baton.free_ports import LOOPBACK, free_ports
 from baton.server_info import HealthStatus
+from baton.service_log import ServiceLog
 from baton.service_process import READY_SERVICE, Role, ServiceProcess
+from common.addresses import address_of, host_and_port, why_not_listen
 
 POLL_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
+GATEWAY_HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
-MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service"}
+MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
+_MISMATCH = "FINGERPRINT_MISMATCH"
 
 
 class Phase(Enum):
-    """What a service's health says."""
+    """What a process's health says."""
 
     STARTING = "starting"
     ALIVE = "alive"
@@ -34,14 +41,18 @@ class Phase(Enum):
 
 
 OnPhase = Callable[[ServiceProcess, Phase], None]
+OnWords = Callable[[ServiceProcess, str], None]
 
 
 class LocalPair:
-    """`num_prefill` prefill services and `num_decode` decode services that know them all.
+    """`num_prefill` prefill services and `num_decode` decode services that know them all, with `gateway_listen` the
+    OpenAI-compatible gateway too.
 
     As a context manager it is entered once all are ready, and left once all have ended. The processes die with the
     thread that starts them, however it ends. Options that are None are left to the services' own defaults. `modules`
-    are run as the services. With `exposes_metrics` each has a port for them, else none.
+    are run as the services. With `exposes_metrics` each has a port for them, else none; with a gateway each has. The
+    first decode service listens on `decode_port` where that is free. Logs go to `log_dir`; without one they are kept
+    only where the pair failed. `on_phase` and `on_words` hear what health and logs tell while the pair is looked at.
     """
 
     def __init__(
@@ -60,19 +71,26 @@ class LocalPair:
         log_dir: Path | None = None,
         modules: Mapping[Role, str] = MODULES,
         exposes_metrics: bool = False,
+        decode_port: int | None = None,
+        gateway_listen: str | None = None,
         start_timeout_s: float = 300.0,
         stop_timeout_s: float = 40.0,  # longer than the grace that services give their requests
-        on_phase: OnPhase | None = None,
+        on_phase: OnPhase = lambda service, phase: None,
+        on_words: OnWords = lambda service, words: None,
     ) -> None:
         self._modules = modules
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._on_phase = on_phase
+        self._on_words = on_words
+        gateway_address = None if gateway_listen is None else _url_address(gateway_listen)
         self._owns_log_dir = log_dir is None
-        self.log_dir = Path(tempfile.mkdtemp(prefix="baton-")) if log_dir is None else log_dir
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir = _writable(log_dir)
         num_services = num_prefill + num_decode
+        exposes_metrics = exposes_metrics or gateway_address is not None
         ports = free_ports(num_services * (2 if exposes_metrics else 1))
+        if decode_port is not None and not why_not_listen(address_of(LOOPBACK, decode_port)):
+            ports[num_prefill] = decode_port
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         self.prefill_addresses = tuple(addresses[:num_prefill])
         self.decode_addresses = tuple(addresses[num_prefill:num_services])
@@ -82,7 +100,7 @@ class LocalPair:
         self.prefill = tuple(
             self._service(
                 "prefill",
-                index,
+                f"prefill-{index}",
                 address,
                 {**shared, "config": prefill_config, "metrics-listen": metrics.get(address, "")},
                 prefill_args,
@@ -92,82 +110,104 @@ class LocalPair:
         peers = {"prefill": ",".join(self.prefill_addresses), "config": decode_config}
         self.decode = tuple(
             self._service(
-                "decode", index, address, {**shared, **peers, "metrics-listen": metrics.get(address, "")}, decode_args
+                "decode",
+                f"decode-{index}",
+                address,
+                {**shared, **peers, "metrics-listen": metrics.get(address, "")},
+                decode_args,
             )
             for index, address in enumerate(self.decode_addresses)
         )
+        self.gateway: ServiceProcess | None = None
+        if gateway_address is not None:
+            behind = {"decode": ",".join(self.decode_addresses), "metrics-targets": ",".join(self.metrics_addresses)}
+            self.gateway = self._service("gateway", "gateway", gateway_address, behind)
+        self._logs = {process: ServiceLog(process.log_file) for process in self.processes}
 
     @property
     def services(self) -> tuple[ServiceProcess, ...]:
         return (*self.prefill, *self.decode)
 
+    @property
+    def processes(self) -> tuple[ServiceProcess, ...]:
+        """The services, and the gateway where there is one."""
+        return self.services if self.gateway is None else (*self.services, self.gateway)
+
+    @property
+    def gateway_url(self) -> str | None:
+        return None if self.gateway is None else f"http://{self.gateway.address}"
+
     def start(self) -> None:
         """Start every process. Their order does not matter."""
-        for service in self.services:
-            service.start()
+        for process in self.processes:
+            process.start()
 
     def wait_ready(self) -> None:
-        """Return once every service is ready. Raises ServiceDied, or StartTimedOut after `start_timeout_s`."""
+        """Return once every process is ready. Raises ServiceDied, PairMismatch, or StartTimedOut after
+        `start_timeout_s`.
+        """
         deadline = time.monotonic() + self._start_timeout_s
-        phases = dict.fromkeys(self.services, Phase.STARTING)
         idle = threading.Event()
-        with ExitStack() as stack:
-            clients = {service: stack.enter_context(_health_client(service.address)) for service in self.services}
-            while waiting := [service for service, phase in phases.items() if phase is not Phase.READY]:
-                for service in waiting:
-                    service.check()
-                    phase = _phase(clients[service], service.role)
-                    if phase is not phases[service]:
-                        phases[service] = phase
-                        if self._on_phase is not None:
-                            self._on_phase(service, phase)
+        with self.watch() as watch:
+            while waiting := [process for process, phase in watch.phases.items() if phase is not Phase.READY]:
+                self.check()
+                watch.read_logs()
+                for process in waiting:
+                    watch.look_at(process)
+                    watch.require_agreement(process)
                 if time.monotonic() > deadline:
-                    names = tuple(service.name for service in waiting)
-                    raise StartTimedOut(names, self._start_timeout_s, waiting[0].log_tail())
+                    why = {process.name: watch.why_not_ready(process) for process in waiting}
+                    raise StartTimedOut(why, self._start_timeout_s, self.log_dir)
                 idle.wait(POLL_INTERVAL_S)
+
+    def watch(self) -> PairWatch:
+        """To look at the processes again and again, as `on_phase` and `on_words` hear."""
+        return PairWatch(self._logs, self._on_phase, self._on_words)
 
     def check(self) -> None:
         """Raises ServiceDied when a process has ended."""
-        for service in self.services:
-            service.check()
+        for process in self.processes:
+            process.check()
 
-    def stop(self) -> None:
-        """End every process: decode services drain first, prefill services after them; then those left are killed."""
+    def stop(self, *, keeps_logs: bool = False) -> None:
+        """End every process: first the gateway drains, then decode services, then prefill services; then those left
+        are killed.
+        """
         try:
-            for services in (self.decode, self.prefill):
-                for service in services:
-                    service.terminate()
+            for processes in ((self.gateway,) if self.gateway else (), self.decode, self.prefill):
+                for process in processes:
+                    process.terminate()
                 deadline = time.monotonic() + self._stop_timeout_s
-                for service in services:
-                    service.wait(max(0.0, deadline - time.monotonic()))
+                for process in processes:
+                    process.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            for service in self.services:
-                service.kill()
-            for service in self.services:
-                service.wait(KILL_TIMEOUT_S)
-            if self._owns_log_dir:
+            for process in self.processes:
+                process.kill()
+            for process in self.processes:
+                process.wait(KILL_TIMEOUT_S)
+            if self._owns_log_dir and not keeps_logs:
                 shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def __enter__(self) -> Self:
         try:
             self.start()
             self.wait_ready()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self.stop(keeps_logs=isinstance(error, Exception))
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self.stop(keeps_logs=isinstance(error, Exception))
 
     def _service(
-        self, role: Role, index: int, address: str, options: Mapping[str, object], arguments: Sequence[str]
+        self, role: Role, name: str, address: str, options: Mapping[str, object], arguments: Sequence[str] = ()
     ) -> ServiceProcess:
         flags = {"listen": address, **options}
         return self._new_service(
-            name=f"{role}-{index}",
+            name=name,
             role=role,
             address=address,
             arguments=(
@@ -176,22 +216,154 @@ class LocalPair:
                 *(f"--{flag}={value}" for flag, value in flags.items() if value is not None),
                 *arguments,
             ),
-            log_file=self.log_dir / f"{role}-{index}.log",
+            log_file=self.log_dir / f"{name}.log",
         )
 
     _new_service = ServiceProcess
     """Builds one service's process."""
 
 
-def _health_client(address: str) -> Client:
-    reconnect_at_once = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
-    return Client(address, rpc_timeout_s=HEALTH_TIMEOUT_S, channel_overrides=reconnect_at_once)
+class PairWatch:
+    """Looks at processes: how they are by their health, and what they say in their logs. A context manager."""
+
+    def __init__(self, logs: Mapping[ServiceProcess, ServiceLog], on_phase: OnPhase, on_words: OnWords) -> None:
+        self.phases = dict.fromkeys(logs, Phase.STARTING)
+        self._logs = logs
+        self._on_phase = on_phase
+        self._on_words = on_words
+        self._healths: dict[ServiceProcess, _Health] = {
+            process: _HttpHealth(process) if process.role == "gateway" else _GrpcHealth(process) for process in logs
+        }
+
+    def read_logs(self) -> None:
+        for process, log in self._logs.items():
+            for words in log.new_words():
+                self._on_words(process, words)
+
+    def look_at(self, process: ServiceProcess) -> None:
+        phase = self._healths[process].phase() if process.is_running else Phase.STARTING
+        if phase is not self.phases[process]:
+            self.phases[process] = phase
+            self._on_phase(process, phase)
+
+    def require_agreement(self, process: ServiceProcess) -> None:
+        """Raises PairMismatch when no prefill service can ever serve this decode service, as it knows by now."""
+        if self.phases[process] is Phase.ALIVE:
+            difference = self._healths[process].mismatch()
+            if difference:
+                raise PairMismatch(f"{process.name}: {difference}; its log: {process.log_file}", reason=_MISMATCH)
+
+    def why_not_ready(self, process: ServiceProcess) -> str:
+        """ "" where it has not said."""
+        return self._healths[process].why_not_ready()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for health in self._healths.values():
+            health.close()
 
 
-def _phase(client: Client, role: Role) -> Phase:
+class _Health(Protocol):
+    def phase(self) -> Phase: ...
+
+    def why_not_ready(self) -> str: ...
+
+    def mismatch(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class _GrpcHealth:
+    """Of a prefill or a decode service."""
+
+    def __init__(self, process: ServiceProcess) -> None:
+        reconnect_at_once = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
+        self._client = Client(process.address, rpc_timeout_s=HEALTH_TIMEOUT_S, channel_overrides=reconnect_at_once)
+        self._role = process.role
+
+    def phase(self) -> Phase:
+        try:
+            if self._client.health(READY_SERVICE[self._role]) is HealthStatus.SERVING:
+                return Phase.READY
+            return Phase.ALIVE
+        except BatonError:
+            return Phase.STARTING
+
+    def why_not_ready(self) -> str:
+        return "; ".join(reason for reason, _ in self._reasons())
+
+    def mismatch(self) -> str:
+        reasons = self._reasons()
+        agreeing = [reason for reason, error_reason in reasons if error_reason != _MISMATCH]
+        return "" if agreeing or not reasons else reasons[0][0]
+
+    def _reasons(self) -> list[tuple[str, str]]:
+        """Why each prefill replica of a decode service is not ready."""
+        if self._role != "decode":
+            return []
+        try:
+            replicas = self._client.load().prefill_replicas
+        except BatonError:
+            return []
+        return [(replica.reason, replica.error_reason) for replica in replicas]
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _HttpHealth:
+    """Of the gateway."""
+
+    def __init__(self, process: ServiceProcess) -> None:
+        self._url = f"http://{process.address}/health"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def phase(self) -> Phase:
+        try:
+            with self._opener.open(self._url, timeout=GATEWAY_HEALTH_TIMEOUT_S) as response:
+                return Phase.READY if response.status == HTTPStatus.OK else Phase.ALIVE
+        except urllib.error.HTTPError as refusal:
+            refusal.close()
+            return Phase.ALIVE
+        except (OSError, http.client.HTTPException, ValueError):
+            return Phase.STARTING
+
+    def why_not_ready(self) -> str:
+        return ""
+
+    def mismatch(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self._opener.close()
+
+
+def _url_address(listen: str) -> str:
+    """Where the gateway listens; port 0 becomes a free one. Raises InvalidArgument without HOST:PORT."""
     try:
-        if client.health(READY_SERVICE[role]) is HealthStatus.SERVING:
-            return Phase.READY
-        return Phase.ALIVE
-    except BatonError:
-        return Phase.STARTING
+        host, port = host_and_port(listen)
+        if not host.isascii() or "%" in host:  # it becomes part of a URL
+            raise ValueError(f"{listen!r} is not HOST:PORT")
+    except ValueError as error:
+        raise InvalidArgument(
+            f"gateway_listen: {error}", reason="INVALID_FIELD", metadata={"field": "gateway_listen"}
+        ) from None
+    return address_of(host, port or free_ports(1)[0])
+
+
+def _writable(log_dir: Path | None) -> Path:
+    """The directory, made if need be. Raises InvalidArgument where no log can be written."""
+    try:
+        if log_dir is None:
+            return Path(tempfile.mkdtemp(prefix="baton-"))
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=log_dir):
+            return log_dir
+    except OSError as error:
+        raise InvalidArgument(
+            f"log_dir: {error.filename or log_dir}: {error.strerror}",
+            reason="INVALID_FIELD",
+            metadata={"field": "log_dir"},
+        ) from None

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.errors import ServiceDied
+from baton.service_log import log_tail
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "gateway"]
 READY_SERVICE: dict[Role, str] = {"prefill": "baton.v1.Prefill", "decode": "baton.v1.Inference"}
-LOG_TAIL_LINES = 20
 TLS_SETTINGS = frozenset(
     f"BATON_{name}"
     for name in (
@@ -42,7 +42,8 @@ class ChildProcess:
         self.name = name
         self.address = address
         self.log_file = log_file
-        self._arguments = tuple(arguments)
+        self.arguments = tuple(arguments)
+        self._log_start = 0  # of this start's lines
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -57,10 +58,11 @@ class ChildProcess:
     def start(self) -> None:
         """Also starts it again after its end; the log is continued."""
         assert not self.is_running, f"{self.name} is running"
+        self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [*wrapper, sys.executable, *self._arguments],
+                [*wrapper, sys.executable, *self.arguments],
                 env={name: value for name, value in os.environ.items() if name.upper() not in TLS_SETTINGS},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -71,7 +73,7 @@ class ChildProcess:
     def check(self) -> None:
         """Raises ServiceDied when the process has ended."""
         if self._process is not None and (returncode := self._process.poll()) is not None:
-            raise ServiceDied(self.name, returncode, self.log_tail())
+            raise ServiceDied(self.name, returncode, self.log_tail(), self.log_file)
 
     def terminate(self) -> None:
         """Ask it to drain and end."""
@@ -95,8 +97,8 @@ class ChildProcess:
         return True
 
     def log_tail(self) -> str:
-        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        """The end of what it has written since its last start."""
+        return log_tail(self.log_file, start=self._log_start)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -104,7 +106,7 @@ class ChildProcess:
 
 
 class ServiceProcess(ChildProcess):
-    """One of a pair's services."""
+    """One of a pair's services, or the gateway before them."""
 
     def __init__(self, *, role: Role, **options: Any) -> None:
         super().__init__(**options)

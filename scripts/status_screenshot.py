@@ -20,7 +20,6 @@ from pathlib import Path
 import httpx2
 
 from baton.client import AsyncClient
-from baton.gateway_process import GatewayProcess, checked_listen
 from baton.load_generator import Workload, run_workload
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
@@ -66,18 +65,10 @@ def main() -> None:
 @contextmanager
 def serve_pair() -> Iterator[Served]:
     """Two prefill services, a decode service and the gateway, each a process of its own."""
-    with (
-        LocalPair(num_prefill=2, prefill_args=SHARED_ARGS, decode_args=SHARED_ARGS, exposes_metrics=True) as pair,
-        GatewayProcess(
-            listen=checked_listen("127.0.0.1:0"),
-            decode=pair.decode_addresses,
-            metrics=pair.metrics_addresses,
-            log_dir=pair.log_dir,
-            start_timeout_s=60.0,
-            stop_timeout_s=40.0,
-        ) as gateway,
-    ):
-        yield Served(pair.decode_addresses[0], pair.metrics_addresses, f"{gateway.url}/")
+    with LocalPair(
+        num_prefill=2, prefill_args=SHARED_ARGS, decode_args=SHARED_ARGS, gateway_listen="127.0.0.1:0"
+    ) as pair:
+        yield Served(pair.decode_addresses[0], pair.metrics_addresses, f"{pair.gateway_url}/")
 
 
 async def photograph(served: Served, seconds: float, pictures: list[tuple[Path, str, tuple[str, ...]]]) -> None:

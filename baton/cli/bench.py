@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, ExitStack
 from typing import Annotated
 
 import typer
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from baton.cli import options
 from baton.cli.output import print_json, reported_errors, text_console
-from baton.cli.prepare_model import prepare_model
+from baton.cli.prepare_model import prepare_pair
 from baton.client import AsyncClient, Tls
 from baton.load_generator import LoadReport, Workload, run_workload, summarize
 from baton.local_pair import LocalPair
@@ -65,13 +65,9 @@ def bench(
     ]
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
-    with reported_errors(as_json):
+    with reported_errors(as_json), ExitStack() as stack:
         if not addresses:
-            prepare_model(model, as_json=as_json)
-        pair = (
-            nullcontext()
-            if addresses
-            else LocalPair(
+            pair = LocalPair(
                 model=model,
                 draft=draft,
                 num_prefill=num_prefill,
@@ -81,10 +77,9 @@ def bench(
                 prefill_args=prefill_args or (),
                 decode_args=decode_args or (),
             )
-        )
-        with pair as started:
-            targets = addresses or list(started.decode_addresses if started else ())
-            reports = asyncio.run(_measure(targets, tls, token, workloads, as_json))
+            prepare_pair(pair, as_json=as_json)
+            addresses = list(stack.enter_context(pair).decode_addresses)
+        reports = asyncio.run(_measure(addresses, tls, token, workloads, as_json))
     if not as_json:
         Console(highlight=False).print(_table(reports))
     if any(report.num_failed for report in reports):

@@ -30,7 +30,7 @@ def chat(
     seed: options.Seed = None,
     max_tokens: options.MaxTokens = None,
     repetition_penalty: options.RepetitionPenalty = None,
-    address: options.Address = options.DEFAULT_ADDRESS,
+    address: options.Address = None,
     use_tls: options.UseTls = False,
     ca_file: options.CaFile = None,
     cert_file: options.CertFile = None,
@@ -45,7 +45,7 @@ def chat(
     console = text_console()
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
-    with reported_errors(as_json), Client(address, tls=tls, token=token) as client:
+    with reported_errors(as_json), Client(options.decode_address(address), tls=tls, token=token) as client:
         while (line := _read_line()) is not None and line != "/exit":
             if line == "/reset":
                 messages = list(first)

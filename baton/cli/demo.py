@@ -1,10 +1,11 @@
-"""`baton demo`: the whole path once, on a real model, checked against a committed answer."""
+"""`baton demo`: the whole path on a real model, checked against a committed answer, then measured at full speed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from statistics import fmean
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ from rich.console import Console
 from baton.cli import options
 from baton.cli.demo_answer import QUESTION, TOKEN_IDS
 from baton.cli.output import print_json, reported_errors, text_console
-from baton.cli.prepare_model import DEMO_MODEL, prepare_model
+from baton.cli.prepare_model import DEMO_MODEL, prepare_pair
 from baton.cli.stream import Shown, measure, show
 from baton.client import Client, EventStream
 from baton.errors import Internal
@@ -22,11 +23,50 @@ from baton.full_speed import are_fused, await_fused
 from baton.local_pair import LocalPair
 from baton.requests import ChatMessage
 
-_FULL_SPEED_TIMEOUT_S = 60.0
-_DTYPE = "float32"  # in it the greedy answer is the same on every machine
-_OPTIONS = (f"--draft={DEMO_MODEL}", "--max-rows=4", "--max-kv-tokens=2048")  # short answers take little memory
-_TURNS = (False, True, True, False)
-"""With drafts or without, after the answer that is shown: a machine whose speed drifts favours neither."""
+_FULL_SPEED_TIMEOUT_S = 180.0
+_NO_FUSING = "--no-fused-forward"
+_PARITY_DTYPE = "float32"  # in it the greedy answer is the same on every machine
+_SPEED_DTYPE = "bfloat16"  # in it services compute unless they are told otherwise
+_OPTIONS = ("--max-rows=4", "--max-kv-tokens=4096")  # short answers take little memory
+_MEASURED_TOKENS = 128
+_WARM_UP = "Name the planets of the solar system."
+_PROMPTS = (
+    "Why is the sky blue?",
+    "Write a short story about a lighthouse.",
+    "How do I boil an egg? Answer step by step.",
+    "Explain what a hash table is to a beginner.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Of prompts answered one at a time. `is_full_speed`: whether forwards were fused when they were taken."""
+
+    drafted: Sequence[Shown]
+    plain: Sequence[Shown]
+    is_full_speed: bool
+
+    def as_dict(self) -> dict[str, float | int | bool]:
+        timings = [run.completion.timings for run in self.plain]
+        counts = [run.completion.speculation for run in self.drafted]
+        return {
+            "num_prompts": len(self.plain),
+            "is_full_speed": self.is_full_speed,
+            "ttft_s": median(run.ttft_s or 0.0 for run in (*self.drafted, *self.plain)),
+            "decode_tokens_per_s": _rate(self.drafted),
+            "decode_tokens_per_s_without_drafts": _rate(self.plain),
+            "tokens_per_forward": tokens_per_forward(count for count in counts if count is not None),
+            "kv_bytes": sum(each.kv_bytes for each in timings),
+            "prefill_s": median(each.prefill_s for each in timings),
+            "transfer_s": median(each.transfer_s for each in timings),
+            "handoff_s": median(each.prefill_s + each.transfer_s for each in timings),
+        }
+
+
+def _rate(runs: Sequence[Shown]) -> float:
+    """Tokens a second over all of them, each one's first left out."""
+    seconds = sum(run.wall_s - (run.ttft_s or 0.0) for run in runs)
+    return sum(len(run.completion.token_ids) - 1 for run in runs) / seconds if seconds > 0 else 0.0
 
 
 def demo(
@@ -35,99 +75,113 @@ def demo(
     start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 120.0,
     as_json: options.Json = False,
 ) -> None:
-    """Serve SmolLM2-135M and its draft head on two processes, stream an answer, print what it took."""
+    """Serve SmolLM2-135M and its draft head on two processes, stream an answer, then show what the pair is good for."""
     console = text_console()
+    arguments = (prefill_args or [], decode_args or [])
     with reported_errors(as_json):
-        prepare_model(DEMO_MODEL, as_json=as_json)
-        if not as_json:
-            console.print("starting a prefill and a decode process", style="dim")
-        pair = LocalPair(
-            model=DEMO_MODEL,
-            device="cpu",
-            dtype=_DTYPE,
-            prefill_args=[*_OPTIONS, *(prefill_args or ())],
-            decode_args=[*_OPTIONS, *(decode_args or ())],
-            start_timeout_s=start_timeout_s,
-            exposes_metrics=True,
-        )
-        with pair, Client(pair.decode_addresses[0]) as client:
+        with _started(_PARITY_DTYPE, arguments, start_timeout_s, console, as_json) as (pair, client):
             if not as_json:
-                pids = ", ".join(f"{each.name} (pid {each.pid}, {each.address})" for each in pair.services)
-                console.print(pids, style="dim")
                 console.print(f"\n> {QUESTION}\n", markup=False)
-            shown = show(_ask(client, speculate=True), as_json=as_json)
-            given = (prefill_args, decode_args)
-            fusing = [
-                address
-                for address, arguments in zip(pair.metrics_addresses, given, strict=True)
-                if "--no-fused-forward" not in (arguments or ())
-            ]
-            _await_full_speed(fusing, console, as_json)
-            runs = [(speculates, measure(_ask(client, speculate=speculates))) for speculates in _TURNS]
-        drafted = [run for speculates, run in runs if speculates]
-        plain = [run for speculates, run in runs if not speculates]
-        answers = [each.completion.token_ids for each in (shown, *drafted, *plain)]
-        differing = next((answer for answer in answers if answer != TOKEN_IDS), None)
-        _print_figures(shown, drafted, plain, differing is None, as_json)
-        if differing is not None:
+            answers = [show(_ask_committed(client, speculate=True), as_json=as_json)]
+            _reach_full_speed(pair, arguments, console, as_json)
+            answers += [measure(_ask_committed(client, speculate=speculate)) for speculate in (True, False)]
+        tokens = [each.completion.token_ids for each in answers]
+        if differing := next((answer for answer in tokens if answer != TOKEN_IDS), None):
             raise Internal(_first_difference(differing), reason="DEMO_ANSWER_DIFFERS")
+        if not as_json:
+            agreed = f"\nthe {len(TOKEN_IDS)} tokens are the committed ones, {len(answers)} times of {len(answers)}"
+            console.print(f"{agreed} ({_PARITY_DTYPE})", style="green")
+        with _started(_SPEED_DTYPE, arguments, start_timeout_s, console, as_json) as (pair, client):
+            is_full_speed = _reach_full_speed(pair, arguments, console, as_json)
+            figures = _measure(client, is_full_speed).as_dict()
+    if as_json:
+        print_json("demo", dtype=_SPEED_DTYPE, **figures, matches_committed_answer=True)
+    else:
+        _print(figures)
 
 
-def _await_full_speed(metrics_addresses: Sequence[str], console: Console, as_json: bool) -> None:
-    """Until the services' kernels are compiled, which the first start on a machine takes; not for ever."""
+@contextmanager
+def _started(
+    dtype: str, arguments: tuple[list[str], list[str]], start_timeout_s: float, console: Console, as_json: bool
+) -> Iterator[tuple[LocalPair, Client]]:
+    pair = LocalPair(
+        model=DEMO_MODEL,
+        device="cpu",
+        dtype=dtype,
+        prefill_args=[*_OPTIONS, *arguments[0]],
+        decode_args=[*_OPTIONS, *arguments[1]],
+        start_timeout_s=start_timeout_s,
+        exposes_metrics=True,
+    )
+    prepare_pair(pair, as_json=as_json)
+    if not as_json:
+        console.print(f"starting a prefill and a decode process ({dtype})", style="dim")
+    with pair, Client(pair.decode_addresses[0]) as client:
+        if not as_json:
+            console.print(
+                ", ".join(f"{each.name} (pid {each.pid}, {each.address})" for each in pair.services), style="dim"
+            )
+        yield pair, client
+
+
+def _reach_full_speed(pair: LocalPair, arguments: tuple[list[str], list[str]], console: Console, as_json: bool) -> bool:
+    """Waits until the services' kernels are compiled, which the first start on a machine takes; not for ever."""
+    fusing = [
+        address for address, given in zip(pair.metrics_addresses, arguments, strict=True) if _NO_FUSING not in given
+    ]
     with suppress(OSError):  # a service without metrics tells nothing to wait for
-        if not are_fused(metrics_addresses):
-            if not as_json:
-                console.print("\ncompiling kernels, once on this machine", style="dim")
-            await_fused(metrics_addresses, timeout_s=_FULL_SPEED_TIMEOUT_S)
+        if are_fused(fusing):
+            return True
+        if not as_json:
+            console.print("\ncompiling kernels, once on this machine", style="dim")
+        return await_fused(fusing, timeout_s=_FULL_SPEED_TIMEOUT_S)
+    return False
 
 
-def _ask(client: Client, *, speculate: bool) -> EventStream:
+def _measure(client: Client, is_full_speed: bool) -> _Figures:
+    """Each prompt with drafts and without, in turns, so that a machine whose speed drifts favours neither."""
+
+    def answered(prompt: str, speculate: bool) -> Shown:
+        return measure(_ask(client, prompt, max_tokens=_MEASURED_TOKENS, speculate=speculate))
+
+    for speculate in (True, False, True):  # how deep to draft is learnt while serving
+        answered(_WARM_UP, speculate)
+    runs: dict[bool, list[Shown]] = {True: [], False: []}
+    for number, prompt in enumerate(_PROMPTS):
+        for speculate in (True, False) if number % 2 else (False, True):
+            runs[speculate].append(answered(prompt, speculate))
+    return _Figures(runs[True], runs[False], is_full_speed)
+
+
+def _ask_committed(client: Client, *, speculate: bool) -> EventStream:
+    return _ask(client, QUESTION, max_tokens=len(TOKEN_IDS), speculate=speculate)
+
+
+def _ask(client: Client, prompt: str, *, max_tokens: int, speculate: bool) -> EventStream:
     return client.generate(
-        chat=[ChatMessage("user", QUESTION)],
+        chat=[ChatMessage("user", prompt)],
         temperature=0.0,
-        max_tokens=len(TOKEN_IDS),
+        max_tokens=max_tokens,
         timeout_s=120.0,
         speculate=speculate,
     )
 
 
-def _print_figures(shown: Shown, drafted: list[Shown], plain: list[Shown], matches: bool, as_json: bool) -> None:
-    """`shown` came first, when nothing was warm; speeds are means of those that followed."""
-    counts = [run.completion.speculation for run in drafted]
-    accepted = tokens_per_forward(count for count in counts if count is not None)
-    with_drafts, without = (fmean(run.decode_tokens_per_s for run in each) for each in (drafted, plain))
-    timings = shown.completion.timings
-    handoff_s = timings.prefill_s + timings.transfer_s
-    figures = {
-        "ttft_s": shown.ttft_s,
-        "decode_tokens_per_s": with_drafts,
-        "decode_tokens_per_s_without_drafts": without,
-        "tokens_per_forward": accepted,
-        "num_prompt_tokens": shown.completion.usage.num_prompt_tokens,
-        "num_completion_tokens": shown.completion.usage.num_completion_tokens,
-        "kv_bytes": timings.kv_bytes,
-        "prefill_s": timings.prefill_s,
-        "transfer_s": timings.transfer_s,
-        "handoff_s": handoff_s,
-        "matches_committed_answer": matches,
-    }
-    if as_json:
-        print_json("demo", **figures)
-        return
+def _print(figures: dict[str, float | int | bool]) -> None:
     console = text_console()
-    console.print()
-    console.print(f"time to first token   {(shown.ttft_s or 0.0) * 1e3:8.1f} ms")
+    speed = "at full speed" if figures["is_full_speed"] else "by operators: kernels are not compiled yet"
+    console.print(f"\n{figures['num_prompts']} prompts, one at a time, {_SPEED_DTYPE}, {speed}")
+    console.print(f"time to first token   {figures['ttft_s'] * 1e3:8.1f} ms")
     console.print(
-        f"decode                {with_drafts:8.1f} tokens/s with the draft head, "
-        f"{accepted:.2f} tokens a forward; {without:.1f} without"
+        f"decode                {figures['decode_tokens_per_s']:8.1f} tokens/s with the draft head, "
+        f"{figures['tokens_per_forward']:.2f} tokens a forward; "
+        f"{figures['decode_tokens_per_s_without_drafts']:.1f} without"
     )
-    console.print(f"KV handed over        {timings.kv_bytes:8d} bytes")
+    console.print(f"KV handed over        {figures['kv_bytes']:8d} bytes")
     console.print(
-        f"handoff               {handoff_s * 1e3:8.1f} ms, of which {timings.transfer_s * 1e3:.1f} ms after the prefill"
+        f"handoff               {figures['handoff_s'] * 1e3:8.1f} ms a prompt, "
+        f"of which {figures['transfer_s'] * 1e3:.1f} ms after the prefill"
     )
-    if matches:
-        console.print(f"the {len(shown.completion.token_ids)} tokens are the committed ones", style="green")
 
 
 def _first_difference(token_ids: tuple[int, ...]) -> str:

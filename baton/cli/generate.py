@@ -40,7 +40,7 @@ def generate(
     frequency_penalty: options.FrequencyPenalty = None,
     logit_bias: options.LogitBias = None,
     logprobs: options.Logprobs = None,
-    address: options.Address = options.DEFAULT_ADDRESS,
+    address: options.Address = None,
     use_tls: options.UseTls = False,
     ca_file: options.CaFile = None,
     cert_file: options.CertFile = None,
@@ -58,7 +58,7 @@ def generate(
             messages.insert(0, ChatMessage("system", system))
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
-    with reported_errors(as_json), Client(address, tls=tls, token=token) as client:
+    with reported_errors(as_json), Client(options.decode_address(address), tls=tls, token=token) as client:
         events = client.generate(
             text if messages is None else None,
             chat=messages,

@@ -13,7 +13,7 @@ from baton.server_info import InferenceLoad, ModelInfo
 
 
 def info(
-    address: options.Address = options.DEFAULT_ADDRESS,
+    address: options.Address = None,
     use_tls: options.UseTls = False,
     ca_file: options.CaFile = None,
     cert_file: options.CertFile = None,
@@ -25,10 +25,11 @@ def info(
     """Show which model is served, by which prefill replicas, and the load."""
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
-    with reported_errors(as_json), Client(address, tls=tls, token=token) as client:
+    where = options.decode_address(address)
+    with reported_errors(as_json), Client(where, tls=tls, token=token) as client:
         model, load = client.model_info(), client.load()
     if as_json:
-        print_json("info", address=address, model=model, load=load)
+        print_json("info", address=where, model=model, load=load)
     else:
         _print_table(model, load)
 

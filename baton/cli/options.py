@@ -7,16 +7,22 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.output import text_console
 from baton.client import Tls
 from baton.client.channel import check_token
+from baton.running_pairs import running_pairs
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+_DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Address = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--address", "-a", envvar="BATON_ADDRESS", help="HOST:PORT of the decode service, or of several with commas."
+        "--address",
+        "-a",
+        envvar="BATON_ADDRESS",
+        help="HOST:PORT of the decode service, or of several with commas. The pair that `baton up` runs here, else "
+        f"{_DEFAULT_ADDRESS}.",
     ),
 ]
 
@@ -82,6 +88,18 @@ DecodeArgs = Annotated[
     list[str] | None,
     typer.Option("--decode-arg", help="Passed to decode services, as --decode-arg=--flag=value; repeatable."),
 ]
+
+
+def decode_address(given: str | None) -> str:
+    """Of the service that a command is about: what was given, or the pair that `baton up` runs here."""
+    if given:
+        return given
+    if not (found := running_pairs()):
+        return _DEFAULT_ADDRESS
+    if len(found) > 1:
+        others = ", ".join(found[1:])
+        text_console().print(f"{len(found)} pairs run here: this is {found[0]}, not {others}", style="dim")
+    return found[0]
 
 
 def tls_options(

@@ -1,11 +1,19 @@
-"""Makes the demo model before services start, so that people see the download and only one process does it."""
+"""Has models here before services start, so that people see the download and only one process does it."""
 
 from __future__ import annotations
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from rich import progress
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from baton.cli.output import print_json, text_console
 from baton.errors import FailedPrecondition
+from baton.local_pair import LocalPair
+
+if TYPE_CHECKING:
+    from common.model_cache import Progress
 
 DEMO_MODEL = "demo"
 
@@ -20,20 +28,36 @@ def prepare_model(model: str, *, as_json: bool) -> None:
 
     cache_dir = default_cache_dir()  # before anything is shown: it says what is not installed
     try:
-        if as_json:
-            ensure_demo_model(_json_progress, cache_dir=cache_dir)
-        else:
-            with _Bars() as bars:
-                ensure_demo_model(bars, cache_dir=cache_dir)
+        with shown_progress(as_json) as progress:
+            ensure_demo_model(progress, cache_dir=cache_dir)
     except StartupError as error:
         raise FailedPrecondition(str(error), reason="DEMO_MODEL") from error
+
+
+def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:
+    """Everything that can be done and seen before its processes start. Raises what `baton.preflight` raises; the pair
+    is of no use then.
+    """
+    try:
+        from baton.preflight import check_pair, fetch_models
+
+        settings = check_pair(pair)
+        with shown_progress(as_json) as progress:
+            fetch_models(settings, progress)
+    except BaseException:
+        pair.stop()
+        raise
+
+
+def shown_progress(as_json: bool) -> AbstractContextManager[Progress]:
+    return nullcontext(_json_progress) if as_json else _Bars()
 
 
 def _json_progress(stage: str, num_done: int, num_total: int) -> None:
     print_json("progress", stage=stage, num_done=num_done, num_total=num_total)
 
 
-class _Bars(Progress):
+class _Bars(progress.Progress):
     """One bar per stage; without a terminal, one line per stage."""
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -11,15 +12,22 @@ import typer
 from rich.live import Live
 
 from baton.cli import options
-from baton.cli.load_table import LoadReader, load_table
+from baton.cli.load_table import LoadReader, ServiceLoad, load_table
 from baton.cli.output import print_json, reported_errors, text_console
-from baton.cli.prepare_model import prepare_model
-from baton.errors import BatonError
-from baton.gateway_process import GatewayProcess, checked_listen
+from baton.cli.prepare_model import prepare_pair
+from baton.errors import BatonError, ServiceDied
 from baton.local_pair import LocalPair, Phase
+from baton.restarts import Ended, Restarts, StartedAgain
+from baton.running_pairs import announced
 from baton.service_process import ServiceProcess
 
 _TUNING = "Tuning"
+_DECODE_PORT = 50051
+_PHASES = {
+    Phase.STARTING: "does not answer",
+    Phase.ALIVE: "answers, and is not ready",
+    Phase.READY: "is ready",
+}
 
 
 def up(
@@ -41,6 +49,9 @@ def up(
     log_dir: Annotated[Path | None, typer.Option(help="Keep the services' logs here.")] = None,
     start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 300.0,
     stop_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to drain, for each kind of service.")] = 40.0,
+    restarts: Annotated[
+        bool, typer.Option("--restart/--no-restart", help="Start a process again that ends while it serves.")
+    ] = True,
     with_gateway: Annotated[bool, typer.Option("--gateway", help="Start the OpenAI-compatible gateway too.")] = False,
     gateway_listen: Annotated[
         str, typer.Option(help="HOST:PORT of the gateway; port 0 is a free one.")
@@ -51,104 +62,128 @@ def up(
     """Start prefill and decode services here, and keep them until Ctrl-C."""
     shared = _flags(max_rows=max_rows, max_kv_tokens=max_kv_tokens, num_threads=num_threads)
     overlap_flag = [] if overlap is None else ["--overlap" if overlap else "--no-overlap"]
-    console = text_console()
+    told = _Told(as_json)
+    try:
+        with reported_errors(as_json):
+            pair = LocalPair(
+                model=model,
+                draft=draft,
+                num_prefill=num_prefill,
+                num_decode=num_decode,
+                device=device,
+                dtype=dtype,
+                prefill_args=[*shared, *_flags(chunk_tokens=chunk_tokens), *(prefill_args or ())],
+                decode_args=[*shared, *overlap_flag, *(decode_args or ())],
+                prefill_config=prefill_config,
+                decode_config=decode_config,
+                log_dir=log_dir,
+                decode_port=_DECODE_PORT,
+                gateway_listen=gateway_listen if with_gateway else None,
+                start_timeout_s=start_timeout_s,
+                stop_timeout_s=stop_timeout_s,
+                on_phase=told.phase,
+                on_words=told.words,
+            )
+            prepare_pair(pair, as_json=as_json)
+            told.starting(pair)
+            with pair, announced(pair.decode_addresses), LoadReader(pair) as loads:
+                told.ready(pair)
+                _follow(pair, told, loads, restarts, refresh_s)
+    except KeyboardInterrupt:
+        pass  # how `up` is meant to end; the pair has been stopped
+    told.stopped()
 
-    def on_phase(service: ServiceProcess, phase: Phase) -> None:
-        if as_json:
-            print_json("phase", name=service.name, address=service.address, pid=service.pid, phase=phase)
+
+class _Told:
+    """What people, or programs that read JSON lines, are told."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = text_console()
+
+    def phase(self, process: ServiceProcess, phase: Phase) -> None:
+        if self.as_json:
+            print_json("phase", name=process.name, address=process.address, pid=process.pid, phase=phase)
+        elif process.is_running:  # else its end is told
+            self._line(f"{process.name} ({process.address}) {_PHASES[phase]}")
+
+    def words(self, process: ServiceProcess, words: str) -> None:
+        if self.as_json:
+            print_json("said", name=process.name, words=words)
         else:
-            console.print(f"{service.name} ({service.address}) is {phase.value}")
+            self._line(f"{process.name} {words}")
 
-    with reported_errors(as_json):
-        listen = checked_listen(gateway_listen) if with_gateway else ""
-        prepare_model(model, as_json=as_json)
-        pair = LocalPair(
-            model=model,
-            draft=draft,
-            num_prefill=num_prefill,
-            num_decode=num_decode,
-            device=device,
-            dtype=dtype,
-            prefill_args=[*shared, *_flags(chunk_tokens=chunk_tokens), *(prefill_args or ())],
-            decode_args=[*shared, *overlap_flag, *(decode_args or ())],
-            prefill_config=prefill_config,
-            decode_config=decode_config,
-            log_dir=log_dir,
-            exposes_metrics=with_gateway,
-            start_timeout_s=start_timeout_s,
-            stop_timeout_s=stop_timeout_s,
-            on_phase=on_phase,
-        )
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(pair)
-                gateway = None
-                if with_gateway:
-                    gateway = stack.enter_context(
-                        GatewayProcess(
-                            listen=listen,
-                            decode=pair.decode_addresses,
-                            metrics=pair.metrics_addresses,
-                            log_dir=pair.log_dir,
-                            start_timeout_s=start_timeout_s,
-                            stop_timeout_s=stop_timeout_s,
-                        )
-                    )
-                loads = stack.enter_context(LoadReader(pair))
-                if as_json:
-                    _follow_as_json(pair, gateway, loads, refresh_s)
-                else:
-                    _follow(pair, gateway, loads, refresh_s)
-        except KeyboardInterrupt:
-            pass  # how `up` is meant to end; the pair has been stopped
-    if as_json:
-        print_json("stopped")
-    else:
-        console.print("stopped")
+    def happened(self, process: ServiceProcess, event: Ended | StartedAgain) -> None:
+        match event:
+            case Ended(error, wait_s) if self.as_json:
+                status = {"returncode": error.returncode} if isinstance(error, ServiceDied) else {}
+                print_json("ended", name=process.name, **status, message=str(error), restart_in_s=wait_s)
+            case Ended(error, wait_s):
+                self._line(f"{error}; it is started again in {wait_s:g} s")
+            case StartedAgain(pid) if self.as_json:
+                print_json("restarted", name=process.name, address=process.address, pid=pid)
+            case StartedAgain(pid):
+                self._line(f"{process.name} ({process.address}) is started again, as process {pid}")
 
+    def starting(self, pair: LocalPair) -> None:
+        if not self.as_json:
+            self._line(f"starting {', '.join(process.name for process in pair.processes)}; logs: {pair.log_dir}")
 
-def _follow(pair: LocalPair, gateway: GatewayProcess | None, loads: LoadReader, refresh_s: float) -> None:
-    console = text_console()
-    console.print(f"logs: {pair.log_dir}", style="dim")
-    console.print(f"ready: baton generate --chat --address {pair.decode_addresses[0]} 'Hello'   (Ctrl-C stops)")
-    if gateway is not None:
-        console.print(f"gateway: {gateway.url}/v1, its status page: {gateway.url}/")
-    addresses = {service.name: service.address for service in pair.services}
-    idle = threading.Event()
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            _check(pair, gateway)
-            live.update(load_table(addresses, loads.read()), refresh=console.is_terminal)
-            idle.wait(refresh_s)
+    def ready(self, pair: LocalPair) -> None:
+        address, url = pair.decode_addresses[0], pair.gateway_url
+        if self.as_json:
+            services = [
+                {"name": each.name, "role": each.role, "address": each.address, "pid": each.pid, "log": each.log_file}
+                for each in pair.processes
+            ]
+            addresses = {"prefill": pair.prefill_addresses, "decode": pair.decode_addresses}
+            print_json("ready", **addresses, gateway=url, services=services)
+            return
+        self._line(f"ready: baton chat, or baton generate --chat --address {address} 'Hello'   (Ctrl-C stops)")
+        if url is not None:
+            self._line(f"gateway: {url}/v1, its status page: {url}/")
 
-
-def _follow_as_json(pair: LocalPair, gateway: GatewayProcess | None, loads: LoadReader, refresh_s: float) -> None:
-    services = [
-        {"name": each.name, "role": each.role, "address": each.address, "pid": each.pid, "log": each.log_file}
-        for each in pair.services
-    ]
-    if gateway is not None:
-        process = gateway.process
-        entry = {"name": process.name, "role": "gateway", "address": process.address, "pid": process.pid}
-        services.append({**entry, "log": process.log_file})
-    url = None if gateway is None else gateway.url
-    print_json("ready", prefill=pair.prefill_addresses, decode=pair.decode_addresses, gateway=url, services=services)
-    idle = threading.Event()
-    while True:
-        _check(pair, gateway)
-        for name, load in loads.read().items():
+    def loads(self, loads: Mapping[str, ServiceLoad]) -> None:
+        for name, load in loads.items():
             if isinstance(load, BatonError):
                 print_json("load", name=name, error=str(load))
             else:
                 print_json("load", name=name, load=load)
-        idle.wait(refresh_s)
+
+    def stopped(self) -> None:
+        if self.as_json:
+            print_json("stopped")
+        else:
+            self._line("stopped")
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, markup=False)
 
 
-def _check(pair: LocalPair, gateway: GatewayProcess | None) -> None:
-    """Raises ServiceDied when a process has ended."""
-    pair.check()
-    if gateway is not None:
-        gateway.check()
+def _follow(pair: LocalPair, told: _Told, loads: LoadReader, restarts: bool, refresh_s: float) -> None:
+    """Until an interrupt. Raises ServiceDied when a process has ended that is not to be started again."""
+    addresses = {service.name: service.address for service in pair.services}
+    restarting = {process: Restarts(process) for process in pair.processes} if restarts else {}
+    idle = threading.Event()
+    with ExitStack() as stack:
+        watch = stack.enter_context(pair.watch())
+        watch.phases.update(dict.fromkeys(pair.processes, Phase.READY))
+        table = None
+        if not told.as_json and told.console.is_terminal:
+            table = stack.enter_context(Live(console=told.console, auto_refresh=False))
+        while True:
+            watch.read_logs()
+            for process in pair.processes:
+                watch.look_at(process)
+                if not restarts:
+                    process.check()
+                elif event := restarting[process].look(is_ready=watch.phases[process] is Phase.READY):
+                    told.happened(process, event)
+            if told.as_json:
+                told.loads(loads.read())
+            elif table is not None:
+                table.update(load_table(addresses, loads.read()), refresh=True)
+            idle.wait(refresh_s)
 
 
 def _flags(**values: object) -> list[str]:

@@ -47,6 +47,13 @@ def _split_on_commas(value: Any) -> Any:
     return tuple(part.strip() for item in items for part in str(item).split(",") if part.strip())
 
 
+def _device(value: str) -> str:
+    if not re.fullmatch(r"(cpu|cuda)(:[0-9]{1,3})?", value):
+        raise ValueError(f"{value!r} is neither cpu, cuda nor cuda:<index>")
+    return value
+
+
+DeviceName = Annotated[str, AfterValidator(_device)]
 Address = Annotated[str, AfterValidator(_address)]
 OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if value else value)]
 OptionalEndpoint = Annotated[str, AfterValidator(lambda value: _endpoint(value) if value else value)]

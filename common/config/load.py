@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsError,
+)
 
 from common.config.gateway_settings import GatewaySettings
 from common.config.process_settings import ENV_PREFIX, ProcessSettings
@@ -23,13 +29,16 @@ SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
 
 
-def load_settings(kind: type[SettingsT], argv: Sequence[str], *, program: str) -> SettingsT:
+def load_settings(
+    kind: type[SettingsT], argv: Sequence[str], *, program: str, without: Collection[str] = ()
+) -> SettingsT:
     """Read every source once. Raises ConfigError naming each key or flag that is wrong or unknown.
 
-    A variable of the environment may belong to another of Baton's processes. `--help` ends the process with status 0.
+    A variable of the environment may belong to another of Baton's processes; those in `without` are not read. `--help`
+    ends the process with status 0.
     """
     _check_environment()
-    read = _sources(kind, list(argv), program)
+    read = _sources(kind, list(argv), program, frozenset(name.lower() for name in without))
     try:
         return read()
     except ValidationError as error:
@@ -38,7 +47,7 @@ def load_settings(kind: type[SettingsT], argv: Sequence[str], *, program: str) -
         raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
 
 
-def _sources(kind: type[SettingsT], argv: list[str], program: str) -> Callable[[], SettingsT]:
+def _sources(kind: type[SettingsT], argv: list[str], program: str, without: frozenset[str]) -> Callable[[], SettingsT]:
     """`kind` reading flags, then the environment, then the file that either names."""
 
     class Sources(kind):  # type: ignore[valid-type, misc]
@@ -56,6 +65,10 @@ def _sources(kind: type[SettingsT], argv: list[str], program: str) -> Callable[[
                 cli_hide_none_type=True,
                 cli_avoid_json=True,
             )
+            assert isinstance(env_settings, EnvSettingsSource)
+            env_settings.env_vars = {
+                name: value for name, value in env_settings.env_vars.items() if name.lower() not in without
+            }
             return flags, env_settings, _YamlFile(settings_cls)
 
     Sources.__name__, Sources.__doc__ = kind.__name__, kind.__doc__

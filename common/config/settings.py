@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.fields import (
     Address,
+    DeviceName,
     OptionalAddress,
     Positive,
     RequestBytes,
@@ -50,7 +51,7 @@ class ServiceSettings(ProcessSettings):
     draft: Annotated[str, Field(validate_default=True)] = ""
     """Resolved: the head that is used, or "" without one."""
     draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
-    device: str = "cpu"
+    device: DeviceName = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     attention: Literal["kernels", "torch"] = "kernels"
     tf32: bool = False

@@ -18,7 +18,10 @@ BOUND_S = 20.0
 @pytest.fixture(autouse=True)
 def fake_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FAKE_SERVICES), str(REPOSITORY))))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # pairs of other tests are not found
     monkeypatch.chdir(tmp_path)
+    for directory in ("tiny", "head"):  # looked for, never read
+        (tmp_path / directory).mkdir()
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,9 @@ def test_a_service_that_never_becomes_ready_is_named() -> None:
     with pytest.raises(errors.StartTimedOut) as caught, pair:
         pytest.fail("entered")
     assert "prefill-0" in caught.value.waiting_for
+    assert (pair.log_dir / "prefill-0.log").exists(), "a failed start keeps its logs"
+    assert str(pair.log_dir) in str(caught.value)
+    pair.stop()
     assert not any(service.is_running for service in pair.services)
 
 

@@ -9,20 +9,26 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from baton.cli.demo_answer import TOKEN_IDS
+from baton.cli.main import app
 from baton.errors import InvalidArgument
-from baton.gateway_process import checked_listen
+from baton.local_pair import LocalPair
+from baton.service_process import ChildProcess
 from common.demo_model import demo_model_path
 from tests.cli.conftest import BOUND_S, await_end
 from tests.client.scripted_inference import ScriptedServer, delta, started
+from tests.e2e.running import wait_until
 
 BATON = [sys.executable, "-c", "from baton.cli.main import main; main()"]
 
@@ -113,32 +119,114 @@ def test_up_with_a_gateway_answers_http_and_stops_it_too(
 
 @pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:http", "host:65536", "a/b:80", "a b:80", "ü:80"])
 def test_what_is_no_address_to_listen_on_is_refused_by_the_option_s_name(address: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"--gateway-listen: .* is not HOST:PORT"):
-        checked_listen(address)
+    with pytest.raises(InvalidArgument, match=r"gateway_listen: .* is not HOST:PORT"):
+        LocalPair(gateway_listen=address)
 
 
-def test_the_port_to_listen_on_may_be_any_that_is_free() -> None:
-    assert checked_listen("127.0.0.1:8000") == "127.0.0.1:8000"
-    assert checked_listen("::1:8000") == checked_listen("[::1]:8000") == "[::1]:8000"
-    assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", checked_listen("127.0.0.1:0"))
+def test_the_port_to_listen_on_may_be_any_that_is_free(tmp_path: Path) -> None:
+    def url(listen: str) -> str | None:
+        return LocalPair(gateway_listen=listen, log_dir=tmp_path).gateway_url
+
+    assert url("127.0.0.1:8000") == "http://127.0.0.1:8000"
+    assert url("::1:8000") == url("[::1]:8000") == "http://[::1]:8000"
+    assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d*", url("127.0.0.1:0") or "")
 
 
-def test_up_refuses_an_address_of_its_gateway_before_anything_starts(command: Callable[..., Command]) -> None:
-    status, lines = command("up", "--model=tiny", "--gateway", "--gateway-listen=here").end()
-    assert status == 1
-    (error,) = lines
-    assert (error["reason"], error["metadata"]) == ("INVALID_FIELD", {"field": "gateway_listen"})
+HELD = "HELD"
+"""In a mistake below, the address of a port that somebody listens on."""
 
 
-def test_up_ends_when_its_gateway_dies(command: Callable[..., Command]) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen()
-        listen = f"127.0.0.1:{held.getsockname()[1]}"
-        up = command("up", "--model=tiny", "--gateway", f"--gateway-listen={listen}", "--start-timeout-s=20")
-        status, lines = up.end()
+@pytest.fixture
+def held() -> Iterator[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gateway", "--gateway-listen=here"], "gateway_listen: 'here' is not HOST:PORT"),
+        (["--gateway", f"--gateway-listen={HELD}"], f"gateway_listen: cannot listen on {HELD}: Address already in use"),
+        (
+            ["--gateway", "--gateway-listen=192.0.2.1:80"],
+            "gateway_listen: cannot listen on 192.0.2.1:80: Cannot assign",
+        ),
+        (["--gateway", "--gateway-listen=a..b:80"], "gateway_listen: cannot listen on a..b:80: "),
+        ([f"--decode-arg=--metrics-listen={HELD}"], f"metrics_listen: cannot listen on {HELD}: Address already in use"),
+        (
+            ["--prefill-arg=--metrics-listen=127.0.0.1:9", "--decode-arg=--metrics-listen=127.0.0.1:9"],
+            "metrics_listen: 1",
+        ),
+        (["--model=/no/such/model"], "model: /no/such/model: there is no such file or directory"),
+        (["--model=absent.gguf"], "model: absent.gguf: there is no such file"),
+        (["--draft=./absent"], "draft: ./absent: there is no such file or directory"),
+        (["--decode-arg=--draft=head"], "draft: prefill has none, decode has head: give --draft alike to both kinds"),
+        (
+            ["--model=demo", "--prefill-arg=--draft=none"],
+            "draft: prefill has none, decode has demo: give --draft alike",
+        ),
+        (
+            ["--draft=head", "--prefill-arg=--draft-topk=2"],
+            "draft_topk: prefill has 2, decode has 1: give --draft-topk",
+        ),
+        (["--decode-arg=--dtype=float32"], "dtype: prefill has bfloat16, decode has float32: give --dtype alike"),
+        (
+            ["--decode-config=decode.yaml", "--draft=head"],
+            "dtype: prefill has bfloat16, decode has float16: give --dtype alike",
+        ),
+        (["--decode-config=absent.yaml"], "decode: config: absent.yaml: [Errno 2] No such file"),
+        (["--prefill-config=decode.yaml"], "prefill: unknown key: num_draft_tokens"),
+        (["--dtype=int8"], "prefill: dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
+        (["--device=gpu"], "prefill: device: 'gpu' is neither cpu, cuda nor cuda:<index>"),
+        (["--max-rows=0"], "prefill: max_rows: "),
+        (["--decode-arg=--warp=9"], "decode: unrecognized arguments: --warp=9"),
+        (["--decode-arg=--listen=127.0.0.1:1"], "listen: decode services started here listen where they are told"),
+        (["--decode-arg=--prefill=127.0.0.1:1"], "prefill: which prefill services there are is said by how many"),
+        (["--prefill-arg=--auth-token-file=x"], "prefill_token_file: the prefill services want a token, and decode"),
+        (["--gateway", "--decode-arg=--auth-token-file=x"], "decode_token_file: the decode services want a token, and"),
+        (
+            ["--prefill-arg=--tls-cert=c", "--prefill-arg=--tls-key=k"],
+            "tls_cert: the services of a pair that is started",
+        ),
+        (["--log-dir=decode.yaml"], "log_dir: decode.yaml: File exists"),
+        (["--log-dir=/proc/1/logs"], "log_dir: /proc/1/logs: "),
+    ],
+)
+def test_up_says_in_one_line_what_is_wrong_before_anything_starts(
+    arguments: list[str], words: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decode.yaml").write_text("dtype: float16\nnum_draft_tokens: 2\ndraft: head\n")
+    monkeypatch.setattr(ChildProcess, "start", lambda process: pytest.fail(f"{process.name} was started"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
+    (tmp_path / "logs").mkdir()
+    model = [] if any("--model" in each for each in arguments) else ["--model=tiny"]
+    result = CliRunner().invoke(app, ["up", *model, *(each.replace(HELD, held) for each in arguments)])
+    assert result.exit_code == 1, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.partition(": ")[2].startswith(words.replace(HELD, held)), line
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_a_variable_of_the_gateway_that_it_cannot_follow_is_told_by_its_end_within_the_start(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_API_KEY_FILE", "/no/such/keys")
+    monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=never-ready")
+    status, lines = command("up", "--model=tiny", "--gateway", "--gateway-listen=127.0.0.1:0").end()
     assert (status, lines[-1]["reason"], lines[-1]["metadata"]["service"]) == (1, "SERVICE_DIED", "gateway")
-    assert f"listen: cannot listen on {listen}" in lines[-1]["message"]
+    found = re.fullmatch(r"gateway ended with status 2: api_key_file: (.*); its log: (.*)", lines[-1]["message"])
+    assert found and "/no/such/keys" in found[1] and Path(found[2]).exists()
+
+
+def test_services_that_can_never_work_together_end_a_start_at_once(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=mismatch")
+    status, lines = command("up", "--model=tiny", "--start-timeout-s=1000").end()
+    assert (status, lines[-1]["reason"]) == (1, "FINGERPRINT_MISMATCH")
+    assert lines[-1]["message"].startswith("decode-0: fingerprints differ in dtype; its log: ")
 
 
 def test_up_that_is_killed_leaves_no_process(command: Callable[..., Command]) -> None:
@@ -148,8 +236,11 @@ def test_up_that_is_killed_leaves_no_process(command: Callable[..., Command]) ->
     assert await_end(up.service_pids)
 
 
-def test_up_interrupted_while_it_starts_leaves_no_process(command: Callable[..., Command]) -> None:
-    up = command("up", "--model=tiny", "--decode-arg=--fake-trouble=never-ready")
+def test_up_interrupted_while_it_starts_leaves_no_process(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=never-ready")
+    up = command("up", "--model=tiny")
     alive: set[int] = set()
     up.lines_until(lambda line: alive.add(line["pid"]) or len(alive) == 2)
     up.process.send_signal(signal.SIGINT)
@@ -158,17 +249,52 @@ def test_up_interrupted_while_it_starts_leaves_no_process(command: Callable[...,
     assert await_end(alive)
 
 
-def test_up_ends_with_a_service_that_dies(command: Callable[..., Command]) -> None:
-    up = command("up", "--model=tiny", "--prefill-arg=--fake-trouble=die")
-    status, lines = up.end()
+def test_up_ends_with_a_service_that_dies_while_it_starts(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_PREFILL", "--fake-trouble=die")
+    status, lines = command("up", "--model=tiny").end()
     assert status == 1
     assert (lines[-1]["event"], lines[-1]["reason"]) == ("error", "SERVICE_DIED")
     assert lines[-1]["metadata"] == {"service": "prefill-0", "returncode": "3"}
-    assert "no such model: nonesuch" in lines[-1]["message"]
+    words, _, log = lines[-1]["message"].partition("; its log: ")
+    assert words == "prefill-0 ended with status 3: no such model: nonesuch"
+    assert Path(log).read_text() == "first line\nno such model: nonesuch\n"
+    assert not any(line["event"] == "restarted" for line in lines)
 
 
-def test_up_ends_when_a_service_dies_later(command: Callable[..., Command]) -> None:
-    up = command("up", "--model=tiny", "--refresh-s=0.1")
+def test_a_process_that_dies_while_it_serves_is_started_again_where_it_was(command: Callable[..., Command]) -> None:
+    up = command("up", "--model=tiny", "--gateway", "--gateway-listen=127.0.0.1:0", "--refresh-s=0.1")
+    ready = up.ready()
+
+    def answers() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{ready['gateway']}/v1/models", timeout=BOUND_S) as response:
+            return bool(response.status == 200)
+        return False
+
+    for before in ready["services"]:
+        name = before["name"]
+        os.kill(before["pid"], signal.SIGKILL)
+        *_, ended = up.lines_until(lambda line: line["event"] == "ended")
+        assert (ended["name"], ended["returncode"], ended["restart_in_s"]) == (name, -9, 0.5)
+        assert ended["message"] == f"{name} was ended by SIGKILL; its log: {before['log']}"
+        *_, restarted = up.lines_until(lambda line: line["event"] == "restarted")
+        up.service_pids.append(restarted["pid"])
+        assert (restarted["name"], restarted["address"]) == (name, before["address"])
+        up.lines_until(partial(_is_ready, name))
+        wait_until(answers)
+    assert len({*up.service_pids}) == 2 * len(ready["services"])
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end()[0] == 0
+    assert await_end(up.service_pids)
+
+
+def _is_ready(name: str, line: dict[str, Any]) -> bool:
+    return line["event"] == "phase" and (line["name"], line["phase"]) == (name, "ready")
+
+
+def test_up_ends_with_a_service_that_dies_later_when_told_so(command: Callable[..., Command]) -> None:
+    up = command("up", "--model=tiny", "--refresh-s=0.1", "--no-restart")
     up.ready()
     os.kill(up.service_pids[0], signal.SIGKILL)
     status, lines = up.end()
@@ -223,12 +349,16 @@ def cached_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cached_demo_model")
-def test_demo_ends_well_with_the_committed_answer(command: Callable[..., Command]) -> None:
-    token_ids = ",".join(map(str, TOKEN_IDS))
-    status, lines = command("demo", f"--decode-arg=--fake-token-ids={token_ids}").end()
-    assert status == 0
-    assert (lines[-1]["event"], lines[-1]["matches_committed_answer"]) == ("demo", True)
-    assert (lines[-1]["kv_bytes"], lines[-1]["handoff_s"]) == (1_000_000, 0.5)
+def test_demo_ends_well_with_the_committed_answer_and_the_speed_of_a_pair_as_it_is_by_default(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE", f"--fake-token-ids={','.join(map(str, TOKEN_IDS))}")
+    status, lines = command("demo").end()
+    assert (status, lines[-1]["event"], lines[-1]["matches_committed_answer"]) == (0, "demo", True)
+    assert (lines[-1]["dtype"], lines[-1]["is_full_speed"]) == ("bfloat16", False), "these know no kernels"
+    assert (lines[-1]["kv_bytes"], lines[-1]["handoff_s"]) == (lines[-1]["num_prompts"] * 1_000_000, 0.5)
+    assert lines[-1]["num_prompts"] > 1
+    assert min(lines[-1]["decode_tokens_per_s"], lines[-1]["decode_tokens_per_s_without_drafts"]) > 0
 
 
 @pytest.mark.usefixtures("cached_demo_model")

@@ -107,7 +107,7 @@ class ForkedService(ServiceProcess):
 
     def start(self) -> None:
         assert not self.is_running, f"{self.name} is running"
-        self._process = self._server.fork(self._arguments, self.log_file)  # type: ignore[assignment]
+        self._process = self._server.fork(self.arguments, self.log_file)  # type: ignore[assignment]
 
 
 def forked_pairs(server: ForkServer) -> Callable[..., LocalPair]:

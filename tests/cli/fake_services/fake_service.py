@@ -1,4 +1,7 @@
-"""A service process without a model: health, load and, for decode, an answer of `max_tokens` words."""
+"""A service process without a model: health, load and, for decode, an answer of `max_tokens` words.
+
+What it does wrong is in its arguments, or, as the real services know no such flags, in FAKE_PREFILL and FAKE_DECODE.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
 ROWS = types_pb2.PoolLoad(total=4, free=4)
+MISMATCH = inference_pb2.PrefillReplica(
+    address="p:1", reason="fingerprints differ in dtype", error_reason="FINGERPRINT_MISMATCH"
+)
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
@@ -33,8 +39,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 class FakeInference(inference_pb2_grpc.InferenceServicer):
     """GetModelInfo says what command line the process got. Token ids are 0, 1, 2, ... unless given."""
 
-    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, token_ids: Sequence[int] = (), prefill_replicas: Sequence[Any] = ()) -> None:
         self._token_ids = token_ids
+        self._prefill_replicas = prefill_replicas
 
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
         sampling = request.sampling
@@ -63,17 +70,20 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         )
 
     def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:
-        return inference_pb2.GetInferenceLoadResponse(instance_id=str(os.getpid()), rows=ROWS, slots=ROWS)
+        return inference_pb2.GetInferenceLoadResponse(
+            instance_id=str(os.getpid()), rows=ROWS, slots=ROWS, prefill_replicas=self._prefill_replicas
+        )
 
 
 def main(ready_service: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", required=True)
-    parser.add_argument("--fake-trouble", choices=["", "die", "never-ready", "ignore-sigterm"], default="")
+    parser.add_argument("--fake-trouble", choices=["", "die", "never-ready", "mismatch", "ignore-sigterm"], default="")
     parser.add_argument(
         "--fake-token-ids", type=lambda text: [int(token_id) for token_id in text.split(",")], default=()
     )
-    options, _ = parser.parse_known_args()
+    told = os.environ.get("FAKE_PREFILL" if ready_service == "baton.v1.Prefill" else "FAKE_DECODE", "")
+    options, _ = parser.parse_known_args([*sys.argv[1:], *told.split()])
     if options.fake_trouble == "die":
         print("first line\nno such model: nonesuch", flush=True)
         sys.exit(3)
@@ -85,11 +95,12 @@ def main(ready_service: str) -> None:
     server = grpc.server(ThreadPoolExecutor(8))
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    if options.fake_trouble == "never-ready":
+    if options.fake_trouble in ("never-ready", "mismatch"):
         servicer.set(ready_service, health_pb2.HealthCheckResponse.NOT_SERVING)
     else:
         servicer.set(ready_service, health_pb2.HealthCheckResponse.SERVING)
-    inference_pb2_grpc.add_InferenceServicer_to_server(FakeInference(options.fake_token_ids), server)
+    replicas = [MISMATCH] if options.fake_trouble == "mismatch" else []
+    inference_pb2_grpc.add_InferenceServicer_to_server(FakeInference(options.fake_token_ids, replicas), server)
     prefill_pb2_grpc.add_PrefillServicer_to_server(FakePrefill(), server)
     server.add_insecure_port(options.listen)
     server.start()

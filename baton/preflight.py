@@ -1,0 +1,118 @@
+"""What can be known to be wrong with a pair before any of its processes starts.
+
+For commands that start one: it needs what the services need, so import it when the command runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import FailedPrecondition, InvalidArgument
+from baton.local_pair import LocalPair
+from baton.service_process import TLS_SETTINGS, ServiceProcess
+from common.addresses import why_not_listen
+from common.config.gateway_settings import GatewaySettings
+from common.config.load import SettingsT, load_settings
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.draft_source import check_draft, resolve_draft
+from common.errors import ConfigError, StartupError
+from common.model_cache import Progress
+from common.model_source import check_model, resolve_model
+
+_ALIKE = ("dtype", "draft_topk")
+"""Settings that both kinds of service must have the same value of, whatever the model is."""
+_PLAIN = ("tls_cert", "tls_ca", "prefill_tls")
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """With what the services of a pair will start: flags, environment, files and defaults together."""
+
+    prefill: PrefillSettings
+    decode: DecodeSettings
+
+
+def check_pair(pair: LocalPair) -> PairSettings:
+    """Raises InvalidArgument, which names the setting, for what would only be found once the processes run.
+
+    Nothing is fetched, no library of the models is imported.
+    """
+    prefill = _settings(PrefillSettings, pair.prefill[0])
+    decode = _settings(DecodeSettings, pair.decode[0])
+    gateway = None if pair.gateway is None else _settings(GatewaySettings, pair.gateway)
+    if decode.prefill != pair.prefill_addresses:
+        raise _wrong("prefill", "which prefill services there are is said by how many are started")
+    _check_agreement(prefill, decode)
+    _check_tokens(prefill, decode, gateway)
+    for settings in (prefill, decode):
+        try:
+            check_model(settings.model)
+            if settings.draft:
+                check_draft(settings.draft)
+        except StartupError as error:
+            raise FailedPrecondition(str(error), reason=error.reason) from error
+    _check_ports(pair, prefill, decode)
+    return PairSettings(prefill, decode)
+
+
+def fetch_models(settings: PairSettings, progress: Progress) -> None:
+    """Have the models and heads here that the services will load, once for all of them. Raises FailedPrecondition."""
+    try:
+        for model, dtype in {(each.model, each.dtype) for each in (settings.prefill, settings.decode)}:
+            resolve_model(model, progress, dtype=dtype)
+        for draft in {settings.prefill.draft, settings.decode.draft} - {""}:
+            resolve_draft(draft, progress)
+    except StartupError as error:
+        raise FailedPrecondition(str(error), reason=error.reason) from error
+
+
+def _settings(kind: type[SettingsT], process: ServiceProcess) -> SettingsT:
+    module, arguments = process.arguments[1], process.arguments[2:]
+    try:
+        settings = load_settings(kind, arguments, program=module, without=TLS_SETTINGS)
+    except ConfigError as error:
+        raise InvalidArgument(f"{process.role}: {error}", reason="INVALID_FIELD") from error
+    if settings.listen != process.address:
+        raise _wrong("listen", f"{process.role} services started here listen where they are told to by the pair")
+    for name in _PLAIN:
+        if getattr(settings, name, None):
+            raise _wrong(name, "the services of a pair that is started here speak in plain, on loopback")
+    return settings
+
+
+def _check_agreement(prefill: PrefillSettings, decode: DecodeSettings) -> None:
+    """Of what is sure to differ: two names may well be the same model."""
+    if bool(prefill.draft) != bool(decode.draft):
+        raise _differ("draft", prefill.draft or "none", decode.draft or "none")
+    for name in _ALIKE:
+        ours, theirs = getattr(prefill, name), getattr(decode, name)
+        if ours != theirs:
+            raise _differ(name, ours, theirs)
+
+
+def _differ(name: str, prefill: object, decode: object) -> InvalidArgument:
+    flag = f"--{name.replace('_', '-')}"
+    return _wrong(name, f"prefill has {prefill}, decode has {decode}: give {flag} alike to both kinds of service")
+
+
+def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: GatewaySettings | None) -> None:
+    if prefill.auth_token_file and not decode.prefill_token_file:
+        raise _wrong("prefill_token_file", "the prefill services want a token, and decode services have none to show")
+    if gateway and decode.auth_token_file and not gateway.decode_token_file:
+        raise _wrong("decode_token_file", "the decode services want a token, and the gateway has none to show")
+
+
+def _check_ports(pair: LocalPair, *settings: ServiceSettings) -> None:
+    """A taken port is found by who would listen there too, but only after it has loaded its model."""
+    given = [("gateway_listen", pair.gateway.address)] if pair.gateway else []
+    given += [("metrics_listen", each.metrics_listen) for each in settings if each.metrics_listen]
+    metrics = [address for name, address in given if name == "metrics_listen"]
+    for address in {each for each in metrics if metrics.count(each) > 1}:
+        raise _wrong("metrics_listen", f"{address} is given to two services")
+    for name, address in given:
+        if why := why_not_listen(address):
+            raise _wrong(name, f"cannot listen on {address}: {why}")
+
+
+def _wrong(name: str, why: str) -> InvalidArgument:
+    return InvalidArgument(f"{name}: {why}", reason="INVALID_FIELD", metadata={"field": name})

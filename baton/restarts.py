@@ -1,0 +1,70 @@
+"""Starts a process again that ended, as a container's restart policy does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import BatonError, LocalPairError, ServiceDied
+from baton.service_process import ChildProcess
+
+FIRST_WAIT_S = 0.5
+MAX_WAIT_S = 60.0
+WELL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """`error` says how; the process is started again in `restart_in_s`."""
+
+    error: BatonError
+    restart_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartedAgain:
+    pid: int
+
+
+class Restarts:
+    """Of one process. The wait before each start is twice the one before, up to a minute; it is short again once the
+    process was ready for half a minute. To be used by the thread that first started it, which it dies with.
+    """
+
+    def __init__(self, process: ChildProcess, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._process = process
+        self._clock = clock
+        self._next_wait_s = FIRST_WAIT_S
+        self._start_at_s: float | None = None
+        self._ready_since_s: float | None = None
+
+    def look(self, *, is_ready: bool) -> Ended | StartedAgain | None:
+        """To be called again and again: what happened at this look. `is_ready`: what the process's health says."""
+        now_s = self._clock()
+        if self._start_at_s is not None:
+            if now_s < self._start_at_s:
+                return None
+            try:
+                self._process.start()
+            except OSError as error:  # no room for a process, or for its log
+                return self._ended(LocalPairError(f"{self._process.name} cannot be started: {error}"), now_s)
+            self._start_at_s = None
+            return StartedAgain(self._process.pid)
+        try:
+            self._process.check()
+        except ServiceDied as error:
+            return self._ended(error, now_s)
+        if not is_ready:
+            self._ready_since_s = None
+        elif self._ready_since_s is None:
+            self._ready_since_s = now_s
+        elif now_s - self._ready_since_s >= WELL_S:
+            self._next_wait_s = FIRST_WAIT_S
+        return None
+
+    def _ended(self, error: BatonError, now_s: float) -> Ended:
+        self._ready_since_s = None
+        wait_s, self._next_wait_s = self._next_wait_s, min(2 * self._next_wait_s, MAX_WAIT_S)
+        self._start_at_s = now_s + wait_s
+        return Ended(error, wait_s)

@@ -1,0 +1,87 @@
+"""What a service has written to its log, in words for whoever started it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 64 << 10
+_PROGRESS: Mapping[str, str] = {
+    "preparing_model": "{stage}",
+    "loading_model": "loads the model",
+    "loading_draft": "loads the draft head",
+    "no_draft_head": "has no draft head: tokens come one a forward",
+    "forwards_recorded": "recorded {num_graphs} forwards in {seconds} s",
+    "compiling_kernels": "compiles kernels, once on this machine; it serves meanwhile, slower",
+    "fused_forward_unavailable": "serves by operators: {reason}",
+    "fused_forward_ready": "is at full speed",
+}
+_FAILURES = ("error", "critical")
+
+
+class ServiceLog:
+    """Follows a file that grows, from its present end on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def new_words(self) -> list[str]:
+        """What the lines that were written since the last call say, those that tell people nothing left out."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        said = map(_words, whole.decode(errors="replace").splitlines())
+        return [words for words in said if words]
+
+
+def log_tail(path: Path, *, start: int = 0) -> str:
+    """The end of what was written from byte `start` on."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(start, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace").strip()
+
+
+def why_it_ended(tail: str) -> str:
+    """The last line of a log that tells a failure: a line of the log at such a level, or one that is not of the log.
+
+    "" when there is none: the process was ended from outside, in the middle of its work.
+    """
+    for text in reversed(tail.splitlines()):
+        line = _parsed(text)
+        if line is None:
+            return text.strip()
+        if line.get("level") in _FAILURES:
+            return str(line.get("error") or line.get("reason") or line["event"])
+    return ""
+
+
+def _words(text: str) -> str:
+    line = _parsed(text)
+    if line is None:
+        return ""
+    if line.get("level") in _FAILURES:
+        error = line.get("error")
+        return f"{line['event']}: {error}" if error else str(line["event"])
+    try:
+        return _PROGRESS.get(str(line["event"]), "").format_map(line)
+    except LookupError:
+        return ""
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    """None for what is no line of a log."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "event" in line else None

@@ -1,0 +1,97 @@
+"""Which pairs of `baton up` commands find."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.main import app
+from baton.running_pairs import announced, running_pairs
+from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+
+KEEPS_A_PAIR = """
+import sys
+from baton.running_pairs import announced
+with announced(sys.argv[1:]):
+    print("announced", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    server.inference.script = [started(), delta([5], "Hello"), finished()]
+    yield server
+    server.stop()
+
+
+def keeper(*addresses: str) -> subprocess.Popen[str]:
+    """A process that keeps a pair until its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KEEPS_A_PAIR, *addresses], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "announced\n"
+    return process
+
+
+def end(process: subprocess.Popen[str], *, kill: bool = False) -> None:
+    if kill:
+        process.kill()
+    process.communicate()
+
+
+def test_a_pair_is_found_while_its_keeper_lives_however_that_ends(tmp_path: Path) -> None:
+    assert running_pairs() == []
+    first, second = keeper("127.0.0.1:1"), keeper("127.0.0.1:2", "127.0.0.1:3")
+    assert sorted(running_pairs()) == ["127.0.0.1:1", "127.0.0.1:2,127.0.0.1:3"]
+    end(first)
+    assert running_pairs() == ["127.0.0.1:2,127.0.0.1:3"]
+    end(second, kill=True)
+    assert len(list(tmp_path.rglob("*.pair.json"))) == 1, "nobody removed it"
+    assert running_pairs() == []
+    assert list(tmp_path.rglob("*.pair.json")) == []
+
+
+def test_a_place_that_cannot_be_written_keeps_nobody_from_serving(tmp_path: Path) -> None:
+    (tmp_path / "baton").write_text("in the way")
+    with announced(["127.0.0.1:1"]):
+        assert running_pairs() == []
+
+
+def test_what_is_no_announcement_misleads_nobody(tmp_path: Path) -> None:
+    process = keeper("127.0.0.1:1")
+    for name, text in (("7.pair.json", "{"), ("8.pair.json", "[1]"), ("9.pair.json", '["127.0.0.1:9"]')):
+        (tmp_path / "baton" / name).write_text(text)
+    assert running_pairs() == ["127.0.0.1:1"]
+    end(process)
+
+
+def test_commands_go_to_the_pair_that_runs_here_unless_told_otherwise(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, arguments, input="Hi\n")
+        return result.exit_code, result.stdout
+
+    with announced([server.address]):
+        assert run("generate", "Hi") == (0, "Hello\n")
+        assert run("chat") == (0, "Hello\n")
+        assert "demo (LlamaForCausalLM)" in run("info")[1]
+        assert run("info", "--address", "127.0.0.1:1")[0] == 1
+        monkeypatch.setenv("BATON_ADDRESS", "127.0.0.1:1")
+        assert run("info")[0] == 1
+
+
+def test_of_several_the_newest_is_taken_and_said(server: ScriptedServer) -> None:
+    older = keeper("127.0.0.1:1")
+    with announced([server.address]):
+        result = CliRunner().invoke(app, ["generate", "Hi"])
+    end(older)
+    assert result.stdout == "Hello\n"
+    assert f"2 pairs run here: this is {server.address}, not 127.0.0.1:1" in result.stderr
