@@ -59,6 +59,7 @@ class _LandingRow:
     scope: Scope
     columns: PrebuiltBatch | None = None
     entry: int = 0
+    num_waiting: int = 0  # segments whose copies have not been started
     last_copy: Event | None = None
 
     @property
@@ -68,7 +69,17 @@ class _LandingRow:
     @property
     def has_landed(self) -> bool:
         """Whether what has come of it is in its slots: the copies run in order."""
-        return self.last_copy is not None and self.last_copy.is_done()
+        return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One that fits its row, at `slots`."""
+
+    call_id: str
+    row: _LandingRow
+    segment: KvSegment
+    slots: Slots
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +111,12 @@ class Landed:
 
 
 class LandingZone:
-    """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks."""
+    """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks.
+
+    Segments are copied in the order in which they came. Where a piece's Python runs on the engine's own thread, that
+    thread moves a segment's bytes to where the device can fetch them, which takes a millisecond for the largest. So
+    there segments wait for `start_copies`, and no launch waits for more than one of them.
+    """
 
     def __init__(
         self,
@@ -120,12 +136,18 @@ class LandingZone:
         self._calls: dict[str, _Call] = {}
         self._complete: dict[_LandingRow, None] = {}
         self._arrived: list[Request] = []
+        self._waiting: deque[_Segment] = deque()
         self._copying: deque[tuple[str, KvSegment, Event]] = deque()
         self._freed: dict[str, list[KvSegment]] = {}
 
     @property
     def is_copying(self) -> bool:
         return bool(self._copying or self._complete)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether `start_copies` has anything to start."""
+        return bool(self._waiting)
 
     @property
     def has_news(self) -> bool:
@@ -250,9 +272,32 @@ class LandingZone:
             self._free(call_id, segment)
             raise
         row.lease.state = LeaseState.TRANSFERRING
+        row.num_waiting += 1
+        self._waiting.append(_Segment(call_id, row, segment, slots))
+        self._note_if_complete(row)
+        if self._device.runs_pieces_beside:
+            self._start_copy()
+
+    def start_copies(self, until: Event | None) -> None:
+        """Start copies of what has come, one at least, and on until `until` is done: while the device computes, the
+        caller would only wait.
+        """
+        while self._waiting:
+            self._start_copy()
+            if until is None or until.is_done():
+                return
+
+    def _start_copy(self) -> None:
+        """Of the segment that waits longest."""
+        waiting = self._waiting.popleft()
+        row, segment = waiting.row, waiting.segment
+        row.num_waiting -= 1
+        if not row.lease.is_held:  # it was given up since: its slots may be another's
+            self._free(waiting.call_id, segment)
+            return
 
         def land() -> None:
-            self._copy_in(segment, slots)
+            self._copy_in(segment, waiting.slots)
 
         self._stream.wait(self._device.schedule_stream.record())
         attempt = row.req.num_attempts - 1
@@ -261,8 +306,7 @@ class LandingZone:
         event = self._stream.record(row.scope)
         row.last_copy = event
         row.lease.use_until(event, self._stream)
-        self._copying.append((call_id, segment, event))
-        self._note_if_complete(row)
+        self._copying.append((waiting.call_id, segment, event))
 
     def _free(self, call_id: str, segment: KvSegment) -> None:
         self._freed.setdefault(call_id, []).append(segment)

@@ -178,6 +178,7 @@ class DecodeEngine:
             if launched is not None or self._in_flight is not None:
                 self._num_steps += 1
             self._outbox.hand_over()
+            self._start_copies(self._in_flight or launched)
             self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
             self._in_flight = launched
             if not self._overlap:
@@ -192,8 +193,14 @@ class DecodeEngine:
             raise
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
+    def _start_copies(self, busy_with: StepInFlight | None) -> None:
+        """Of KV that has come, where this thread has a part in them: behind the launch, while the device computes."""
+        if self._landing.has_waiting:
+            with self.track.span("start_copies"):
+                self._landing.start_copies(None if busy_with is None else busy_with.end)
+
     def idle_timeout_s(self) -> float:
-        if self._in_flight is not None:
+        if self._in_flight is not None or self._landing.has_waiting:
             return 0.0
         if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
             return self._wake_up.wait_s if self._is_stalled and not self._has_freed else 0.0
@@ -285,6 +292,8 @@ class DecodeEngine:
         running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
         if self._in_flight is not None and self._in_flight.batch.has_drafts:  # it publishes its lengths
             self._outbox.hand_over()
+            if (publish_ready := self.future_map.publish_ready) is not None and not publish_ready.is_done():
+                self._landing.start_copies(publish_ready)
         with self.track.span("resolve_seq_lens"):
             are_news = self.future_map.resolve_seq_lens(running)
         if are_news:

@@ -1,0 +1,116 @@
+"""Where a copy's first part is the engine's own thread's work, what lands delays no launch by more than one segment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common.device.scripted import Observer, ScriptedDevice, ScriptedStream, run_nothing
+from decode_service.messages import SegmentsLanded
+from decode_service.spec_info import SpecInfo
+from tests.engine.harness import ScriptedEngine
+from tests.engine.speculating import CHAIN
+from tests.engine.tags import GROUP
+
+NUM_REQUESTS = 7
+NUM_SEGMENTS = 2  # of each request's KV of a layer group
+
+
+class Launches(Observer):
+    """What the engine's thread has put on the device, in order; "step" where one of its steps began."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextlib.contextmanager
+    def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+    def step(self) -> list[str]:
+        """Of the last step."""
+        last = len(self.names) - 1 - self.names[::-1].index("step")
+        return self.names[last + 1 :]
+
+
+def running_beside_a_queue(
+    on_host_call: Callable[[ScriptedDevice], None], spec_info: SpecInfo | None
+) -> tuple[ScriptedEngine, Launches]:
+    """A request that decodes, and the KV of others all of which comes at once."""
+    launches = Launches()
+    device = ScriptedDevice(runs_pieces_beside=False, observer=launches)
+    scripted = ScriptedEngine(device=device, max_rows=8, max_kv_tokens=400, spec_info=spec_info)
+    scripted.submit("runs", [1, 2, 3], 30)
+    while not scripted.engine.load().num_running:
+        scripted.step()
+        for request_id in list(scripted.handoffs):
+            scripted.hand_over(request_id)
+        device.run_all()
+    for number in range(NUM_REQUESTS):
+        scripted.submit(str(number), [number + 4, 9, 8, 7], 5)
+    scripted.step()
+    for request_id in list(scripted.handoffs):
+        scripted.hand_over(request_id)
+    if on_host_call is not run_nothing:
+        device.run_all()
+    device.on_host_call = on_host_call
+    return scripted, launches
+
+
+@pytest.mark.parametrize("spec_info", [None, CHAIN], ids=["plain", "chain"])
+def test_a_device_that_waits_for_a_launch_waits_for_one_copy_at_most(spec_info: SpecInfo | None) -> None:
+    """It is done with whatever was launched as soon as that is."""
+    scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, spec_info)
+    num_landed = 0
+    while any(not outcome.has_ended for outcome in scripted.outcomes.values()):
+        launches.names.append("step")
+        scripted.step()
+        names = launches.step()
+        assert names.count("land") <= 1
+        assert "land" not in names or names[-1] == "land", "it was copied before the launch"
+        num_landed += names.count("land")
+    assert num_landed == NUM_REQUESTS * NUM_SEGMENTS * (1 if spec_info is None else 2)
+    for outcome in scripted.outcomes.values():
+        assert outcome.token_ids == outcome.expected
+
+
+@pytest.mark.parametrize("spec_info", [None, CHAIN], ids=["plain", "chain"])
+def test_while_the_device_computes_everything_is_copied(spec_info: SpecInfo | None) -> None:
+    scripted, launches = running_beside_a_queue(run_nothing, spec_info)
+    launches.names.append("step")
+    scripted.step()
+    names = launches.step()
+    assert names.count("land") == NUM_REQUESTS * NUM_SEGMENTS * (1 if spec_info is None else 2)
+    if spec_info is None:
+        assert names[: names.index("land")].count("decode") == 1, "it was copied before the launch"
+    scripted.run(advance=ScriptedDevice.run_all)
+    for outcome in scripted.outcomes.values():
+        assert outcome.token_ids == outcome.expected
+
+
+def test_an_engine_with_nothing_to_launch_goes_on_copying() -> None:
+    scripted = ScriptedEngine(device=ScriptedDevice(runs_pieces_beside=False))
+    outcome = scripted.submit("a", [1, 2, 3, 4], 3)
+    scripted.step()
+    scripted.hand_over("a")
+    scripted.step()
+    assert scripted.engine.idle_timeout_s() == 0.0, "a segment waits, and nobody would look"
+    scripted.run()
+    assert outcome.token_ids == outcome.expected
+
+
+def test_kv_of_a_request_that_was_given_up_is_not_copied_and_its_bytes_return() -> None:
+    scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, None)
+    scripted.step()
+    launches.names.clear()
+    for number in range(NUM_REQUESTS):
+        scripted.abort(str(number))
+    events = []
+    while not scripted.outcomes["runs"].has_ended:
+        events += scripted.step()
+    assert "land" not in launches.names
+    num_bytes = sum(event.num_bytes for event in events if isinstance(event, SegmentsLanded))
+    assert num_bytes == NUM_REQUESTS * 4 * GROUP.token_bytes
+    scripted.run()
