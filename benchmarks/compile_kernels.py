@@ -27,6 +27,8 @@ from benchmarks.benchmark_run import BenchmarkRun
 from common.errors import StartupError
 from common.model.attention import ForwardInput, KernelShape
 from common.model.attention_triton import HeadShape, Tiles, TritonAttention
+from common.model.sampling_state import SamplingState
+from common.model.sampling_triton import TritonDraws, draw
 from common.model.triton_kernels import attend
 from common.model.triton_launch import Launch, Variant
 
@@ -41,7 +43,8 @@ HEADS = [(32, 8, 16), (32, 8, 32), (32, 8, 64), (32, 8, 80), (32, 8, 128), (16, 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`what` tells one kernel of a case from the others by its constants. `reckoned_bytes`: the shared memory that
+    """`what` tells one kernel of a case from the others by its constants. `head_dim` is 0 where there are no heads.
+    `reckoned_bytes`: the shared memory that
     tiles are chosen by, None where there are no tiles.
     """
 
@@ -102,14 +105,16 @@ def attention_launches(
 def compiled(variant: Variant, capability: int, dtype: torch.dtype, head_dim: int) -> Compiled:
     kernel = variant.compile(capability)
     num_registers, spilled_bytes = _resources(kernel.asm["cubin"])
-    constants = variant.constants
+    constants, options = variant.constants, dict(variant.options)
     words: list[str] = []
     reckoned_bytes = None
     if variant.kernel is attend:
         blocks = constants["QUERY_BLOCK"], constants["TOKEN_BLOCK"]
-        tiles = Tiles(*blocks, num_stages=variant.num_stages, num_warps=variant.num_warps)
+        tiles = Tiles(*blocks, num_stages=options["num_stages"], num_warps=options["num_warps"])
         reckoned_bytes = tiles.shared_bytes(constants["DIM_BLOCK"], dtype.itemsize)
         words = [f"{tiles.query_block} x {tiles.token_block}"]
+    if variant.kernel is draw:
+        words = ["target" if constants["IS_TARGET"] else "draft" if constants["IS_CHOSEN"] else "draft's tree"]
     words += [word for name, word in (("IS_SPLIT", "parts"), ("HAS_MASK", "mask")) if constants.get(name)]
     return Compiled(
         capability=capability,
@@ -117,7 +122,7 @@ def compiled(variant: Variant, capability: int, dtype: torch.dtype, head_dim: in
         dtype=str(dtype).removeprefix("torch."),
         head_dim=head_dim,
         what=", ".join(words),
-        num_warps=variant.num_warps,
+        num_warps=options["num_warps"],
         shared_bytes=kernel.metadata.shared,
         reckoned_bytes=reckoned_bytes,
         num_registers=num_registers,
@@ -152,6 +157,24 @@ def attention_kernels(
         yield compiled(variant, capability, heads.dtype, heads.head_dim)
 
 
+def sampling_launches(vocab_size: int, draft_vocab_size: int) -> list[Launch]:
+    """A target's draw, a draft's, and a draft's numbers with their noise."""
+    launches: list[Launch] = []
+    draws, device = TritonDraws(launches.append), torch.device("meta")
+    state = SamplingState(max_rows=8, vocab_size=vocab_size, torch_device=device, kernels=draws)
+    rows = torch.empty(3, dtype=torch.int64, device=device)
+    token_ids = torch.empty(draft_vocab_size, dtype=torch.int64, device=device)
+    draws.draw(torch.empty((3, vocab_size), device=device), rows, rows, state, None, is_counted=True)
+    for drafts in (draws.propose, draws.couple):
+        drafts(torch.empty((3, draft_vocab_size), device=device), token_ids, rows, rows, state)
+    return launches
+
+
+def sampling_kernels(capability: int) -> Iterator[Compiled]:
+    for launch in sampling_launches(128256, 32000):
+        yield compiled(launch.variant(), capability, torch.float32, 0)
+
+
 def few() -> Iterator[Compiled | StartupError]:
     """A dozen: of each target the kernels of decoding, of prompts and of trees, in each dtype."""
     llama, narrow = HeadShape(32, 8, 128, torch.bfloat16), HeadShape(32, 8, 64, torch.float32)
@@ -159,11 +182,14 @@ def few() -> Iterator[Compiled | StartupError]:
     decode, prompt, tree = KernelShape(1, 900), KernelShape(64, 64), KernelShape(8, 900, has_mask=True)
     for capability, heads, shape in ((80, llama, decode), (90, llama, tree), (100, llama, decode)):
         yield from attention_kernels(capability, heads, [shape])
+        yield next(sampling_kernels(capability))
     for capability, heads in ((80, wide), (90, narrow), (100, llama)):
         yield list(attention_kernels(capability, heads, [prompt]))[-1]
 
 
 def every() -> Iterator[Compiled | StartupError]:
+    for capability in SHARED_BYTES:
+        yield from sampling_kernels(capability)
     for capability, dtype, heads in itertools.product(SHARED_BYTES, DTYPES, HEADS):
         yield from attention_kernels(capability, HeadShape(*heads, dtype))
 

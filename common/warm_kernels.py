@@ -13,6 +13,7 @@ from common.kv.pool import KvPool
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.attention import ForwardInput, KernelShape
+from common.model.sampling_state import DrawKernels, SamplingState
 from common.model.target import TargetModel
 
 
@@ -22,14 +23,17 @@ def warm_kernels(
     draft: DraftHead | None,
     draft_topk: int,
     pool: KvPool,
+    sampling_state: SamplingState,
     device: Device,
     stream: Stream,
     timeout_s: float,
 ) -> None:
     """Forwards of padding on `stream`, of target and head: every shape for which their attention has a kernel, with
-    tree masks where `draft_topk` first drafts are kept and that is several. Raises PieceFailed, DeviceTimeout.
+    tree masks where `draft_topk` first drafts are kept and that is several; and what draws tokens from them. Raises
+    PieceFailed, DeviceTimeout.
     """
     shapes = model.attention.kernel_shapes(with_masks=draft_topk > 1)
+    draws = sampling_state.kernels
 
     @torch.inference_mode()
     def compile_kernels() -> None:
@@ -43,7 +47,20 @@ def warm_kernels(
             for layer in range(draft.layer_group.num_layers):
                 draft.forward(window, hidden, layer=layer)
 
-    if shapes:
+        if draws is not None:
+            compile_draws(draws)
+
+    def compile_draws(draws: DrawKernels) -> None:
+        """Row 0's, which is nobody's."""
+        row = torch.full((1,), PADDING_ROW, dtype=torch.int64, device=device.torch_device)
+        logits = torch.zeros((1, sampling_state.vocab_size), device=device.torch_device)
+        draws.draw(logits, row, row, sampling_state, None, is_counted=False)
+        if draft is not None:
+            logits = torch.zeros((1, draft.token_ids.shape[0]), device=device.torch_device)
+            draws.propose(logits, draft.token_ids, row, row, sampling_state)
+            draws.couple(logits, draft.token_ids, row, row, sampling_state)
+
+    if shapes or draws is not None:
         scope = Scope("compiling kernels")
         stream.wait(device.schedule_stream.record())
         stream.enqueue(compile_kernels, scope)

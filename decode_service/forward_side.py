@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.device.stream import Device, Stream
 from common.draft.head import DraftHead
 from common.kv.pool import KvPool
+from common.model.attention_choice import new_draw_kernels
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
@@ -52,7 +53,12 @@ class ForwardSide:
             recorder = None  # a recorded forward's bound is the table's width, and every step would pay for that
         graphs = None if recorder is None else ForwardGraphs(recorder=recorder, batch_sizes=batch_sizes(max_rows))
         stream = device.new_stream("forward")
-        sampling_state = SamplingState(max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device)
+        sampling_state = SamplingState(
+            max_rows=max_rows,
+            vocab_size=model.vocab_size,
+            torch_device=device.torch_device,
+            kernels=new_draw_kernels(device.torch_device),
+        )
         worker = new_worker(
             model=model,
             draft=draft,
@@ -78,6 +84,7 @@ class ForwardSide:
             draft=draft,
             draft_topk=max((level.topk for level in levels), default=1),
             pool=pool,
+            sampling_state=sampling_state,
             device=device,
             stream=stream,
             timeout_s=wait_timeout_s,

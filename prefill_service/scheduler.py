@@ -20,6 +20,7 @@ from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
+from common.model.attention_choice import new_draw_kernels
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
@@ -113,7 +114,10 @@ class PrefillEngine:
             memory=shared_pool,
         )
         self._sampling_state = SamplingState(
-            max_rows=max_rows, vocab_size=model.vocab_size, torch_device=device.torch_device
+            max_rows=max_rows,
+            vocab_size=model.vocab_size,
+            torch_device=device.torch_device,
+            kernels=new_draw_kernels(device.torch_device),
         )
         self._forward_stream = device.new_stream("forward", on_event=self._wake_up.told)
         self._worker = PrefillWorker(

@@ -70,6 +70,7 @@ class PrefillWorker:
             draft=self._draft,
             draft_topk=1,  # no prompt has a tree
             pool=self._pool,
+            sampling_state=self._sampling_state,
             device=self._device,
             stream=self._stream,
             timeout_s=timeout_s,

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model's layers."""
+"""Which attention backend serves a model's layers, and which kernels draw its tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from common.errors import StartupError
 from common.model.attention import AttentionBackend
 from common.model.attention_torch import TorchAttention
+from common.model.sampling_state import DrawKernels
 
 AttentionKind = Literal["kernels", "torch"]
 """Kernels that read the paged pool in place, made for the device; or PyTorch's operators, the reference anywhere."""
@@ -40,15 +41,31 @@ def new_attention(
         from common.model.attention_cpu import PagedCpuAttention  # the compiler behind it is of no use elsewhere
 
         return PagedCpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
-    if importlib.util.find_spec("triton") is None:
-        raise StartupError("attention: kernels for CUDA need triton, which is not installed; torch needs nothing")
-    import triton
-
-    wanted = triton.knobs.build.cc  # of the environment's CC
-    if not any(map(shutil.which, (wanted,) if wanted else ("gcc", "clang"))):
-        missing = f"CC names {wanted}, which is not there" if wanted else "there is neither gcc nor clang"
-        raise StartupError(f"attention: kernels for CUDA need a C compiler, and {missing}; torch needs none")
+    if (missing := _missing_for_kernels()) is not None:
+        raise StartupError(f"attention: kernels for CUDA need {missing}; torch needs nothing")
     from common.model.attention_triton import HeadShape, TritonAttention
 
     heads = HeadShape(num_heads, num_kv_heads, head_dim, dtype)
     return TritonAttention(heads, shared_bytes=shared_bytes(torch_device))
+
+
+def new_draw_kernels(torch_device: torch.device) -> DrawKernels | None:
+    """None where PyTorch's operators draw: on CPUs, and on CUDA where kernels cannot be compiled."""
+    if torch_device.type == "cpu" or _missing_for_kernels() is not None:
+        return None
+    from common.model.sampling_triton import TritonDraws
+
+    return TritonDraws()
+
+
+def _missing_for_kernels() -> str | None:
+    """What Triton cannot do without, in words."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton, which is not installed"
+    import triton
+
+    wanted = triton.knobs.build.cc  # of the environment's CC
+    if any(map(shutil.which, (wanted,) if wanted else ("gcc", "clang"))):
+        return None
+    missing = f"CC names {wanted}, which is not there" if wanted else "there is neither gcc nor clang"
+    return f"a C compiler, and {missing}"

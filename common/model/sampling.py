@@ -18,7 +18,7 @@ from common.device.stream import Device
 from common.device.upload import upload_array
 from common.model.forward_program import Largest
 from common.model.noise import gumbel_noise, row_keys
-from common.model.sampling_state import SamplingBatch, SamplingState
+from common.model.sampling_state import DrawKernels, SamplingBatch, SamplingState
 
 _DROPPED = float("-inf")
 
@@ -59,6 +59,8 @@ def sample(
     found: Largest | None = None,
 ) -> Sampled:
     """Draw the token at `positions` for each row, and count it. Rows are distinct; the rest is as in `draw`."""
+    if state.kernels is not None:
+        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, is_counted=True)
     sampled = draw(logits, rows, positions, state, batch, found=found)
     if batch.penalised.size:
         entries = _index(batch.penalised, logits)
@@ -82,6 +84,8 @@ def draw(
     is the drawn token's own index in the sequence. Penalties count `ancestors` as output. `found`: the logits' largest,
     where they are known; a greedy batch that wants nothing else has its tokens there.
     """
+    if state.kernels is not None:
+        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors)
     if found is not None and batch.is_greedy:
         return Sampled(found.token_ids, found.are_not_finite)
     with torch.inference_mode():  # not before: entering it costs as much as a small operation does
@@ -99,18 +103,39 @@ def _draw_from(
     raw = logits.clone() if batch.with_logprobs.size else logits
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)
+    is_invalid = _are_not_finite(shaped, token_ids)  # of the largest: what top_p leaves of no numbers looks finite
     if batch.sampled.size:
         entries = _index(batch.sampled, logits)
-        drawn = _draw(shaped, entries, rows, positions, state, batch)
-        token_ids[entries] = drawn
-    is_invalid = _are_not_finite(shaped, token_ids)
+        token_ids[entries] = _draw(shaped, entries, rows, positions, state, batch)
+    return _with_logprobs(raw, Sampled(token_ids, is_invalid), batch)
+
+
+@torch.inference_mode()
+def _draw_by_kernels(
+    kernels: DrawKernels,
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    batch: SamplingBatch,
+    ancestors: Ancestors | None = None,
+    *,
+    is_counted: bool = False,
+) -> Sampled:
+    raw = logits.clone() if batch.with_logprobs.size else logits
+    drawn = kernels.draw(logits, rows, positions, state, ancestors, is_counted=is_counted)
+    return _with_logprobs(raw, Sampled(*drawn), batch)
+
+
+def _with_logprobs(raw: Tensor, sampled: Sampled, batch: SamplingBatch) -> Sampled:
+    """Those that `batch` wants, of the model's own logits."""
     if not batch.with_logprobs.size:
-        return Sampled(token_ids, is_invalid)
-    entries = _index(batch.with_logprobs, logits)
+        return sampled
+    entries = _index(batch.with_logprobs, raw)
     logprobs = torch.log_softmax(raw[entries], dim=-1)
-    chosen = logprobs.gather(1, token_ids[entries].unsqueeze(1)).squeeze(1)
+    chosen = logprobs.gather(1, sampled.token_ids[entries].unsqueeze(1)).squeeze(1)
     top = logprobs.topk(int(batch.num_top_logprobs.max()), dim=-1)
-    return Sampled(token_ids, is_invalid, chosen, top.indices, top.values)
+    return Sampled(sampled.token_ids, sampled.is_invalid, chosen, top.indices, top.values)
 
 
 def largest(logits: Tensor) -> Tensor:
@@ -173,6 +198,8 @@ def propose(
 
     Shapes: logits [B, Vd] float32 (overwritten), token_ids [Vd] the target ids of its columns; returns ids [B] int64.
     """
+    if state.kernels is not None:
+        return state.kernels.propose(logits, token_ids, rows, positions, state)
     return token_ids[largest(_coupled(logits, token_ids, rows, positions, state, batch))]
 
 
@@ -202,6 +229,8 @@ def _coupled(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
     """The draft's logits with the temperature and the noise that will draw the token, in place."""
+    if state.kernels is not None:
+        return state.kernels.couple(logits, token_ids, rows, positions, state)
     if batch.sampled.size:
         entries = _index(batch.sampled, logits)
         entry_rows = rows[entries]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from common.device.upload import upload
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, ResolvedSampling
+
+if TYPE_CHECKING:
+    from common.model.sampling import Ancestors
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +33,69 @@ class RowSeed:
     prompt_len: int
 
 
+class DrawKernels(Protocol):
+    """The device's own way to do in one launch what sampling.py does, by what SamplingState holds of each row.
+
+    The arguments are those of `draw`, `propose` and `propose_branches` there.
+    """
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        state: SamplingState,
+        ancestors: Ancestors | None,
+        *,
+        is_counted: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids [B] int64, and which rows of `logits` [B, vocab], overwritten, hold no finite largest, bool [B].
+
+        `is_counted`: whether tokens are added to the counts of the rows that penalise them; rows are then distinct.
+        """
+
+    def propose(
+        self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
+    ) -> Tensor:
+        """Target ids [B] int64 that a draft would choose."""
+
+    def couple(
+        self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
+    ) -> Tensor:
+        """A draft's logits [B, Vd] with temperature and noise; `logits` are overwritten."""
+
+
 class SamplingState:
     """Tables of max_rows + 1 rows on the device; row 0 is padding.
 
     `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows], strided; bias and end ids
-    padded to fixed widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first).
+    padded to fixed widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first). `num_bias` and
+    `num_ends` count those that are not padding; what else is in a row may be an earlier request's. `kernels` draw where
+    there are any.
     """
 
-    def __init__(self, *, max_rows: int, vocab_size: int, torch_device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        torch_device: torch.device,
+        kernels: DrawKernels | None = None,
+    ) -> None:
         rows = max_rows + 1
+        self.kernels = kernels
 
         def column(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros((rows, *shape), dtype=dtype, device=torch_device)
 
         self.vocab_size = vocab_size
-        self._int_params = column(torch.int64, 4)  # tables of their own: a row is written by two operations
+        self._int_params = column(torch.int64, 6)  # tables of their own: a row is written by two operations
         self._float_params = column(torch.float32, 6)
-        self.seed, self.choice_index, self.min_position, self.top_k = self._int_params.unbind(1)
+        self.seed, self.choice_index, self.min_position, self.top_k = self._int_params[:, :4].unbind(1)
+        self.num_bias, self.num_ends = self._int_params[:, 4:].unbind(1)
         self.temperature, self.top_p, self.min_p = self._float_params[:, :3].unbind(1)
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._float_params[:, 3:].unbind(1)
+        self.repetition_penalty.fill_(1.0)  # of padding, that nothing is penalised there
         self.bias_ids = column(torch.int64, MAX_LOGIT_BIAS_ENTRIES)
         self.bias_values = column(torch.float32, MAX_LOGIT_BIAS_ENTRIES)
         self.end_ids = column(torch.int64, MAX_END_TOKEN_IDS)
@@ -64,12 +112,14 @@ class SamplingState:
         for seed in seeds:
             self._reset_ragged(seed, device)
 
-    def _int_params_of(self, seed: RowSeed) -> tuple[int, int, int, int]:
+    def _int_params_of(self, seed: RowSeed) -> tuple[int, ...]:
         """In the order of the columns."""
         sampling = seed.sampling
         signed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
         top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k else self.vocab_size
-        return signed, seed.choice_index, seed.prompt_len + sampling.min_tokens, top_k
+        min_position = seed.prompt_len + sampling.min_tokens
+        num_ends = len(sampling.end_token_ids) if sampling.min_tokens else 0
+        return signed, seed.choice_index, min_position, top_k, len(sampling.logit_bias), num_ends
 
     def _reset_ragged(self, seed: RowSeed, device: torch.device) -> None:
         sampling, row = seed.sampling, seed.row

@@ -66,8 +66,7 @@ class Variant:
     kernel: Kernel
     types: tuple[str, ...]
     properties: tuple[object, ...]
-    num_warps: int
-    num_stages: int
+    options: tuple[tuple[str, int], ...]
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class Variant:
         backend = make_backend(target)
         definition = self.kernel.definition
         bound = {parameter.name: self.constants.get(parameter.name) for parameter in definition.params}
-        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        given = dict(self.options)
         specialization = list(zip(self.types, self.properties, strict=True))
         options, signature, constants, attributes = definition._pack_args(backend, given, bound, specialization, None)
         source = ASTSource(definition, signature, constants, attributes)
@@ -90,7 +89,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of `kernel` over `grid`, by the names of its parameters."""
+    """One launch of `kernel` over `grid`, by the names of its parameters. `fuses_operations`: whether a product may be
+    added to without being rounded before.
+    """
 
     kernel: Kernel
     grid: tuple[int, ...]
@@ -98,18 +99,24 @@ class Launch:
     constants: Mapping[str, int | bool]
     num_warps: int = 4
     num_stages: int = 1
+    fuses_operations: bool = True
 
     def run(self) -> None:
         """On the current stream. A grid without programs launches nothing."""
         if 0 not in self.grid:
-            self.kernel.launcher[self.grid](
-                **self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
-            )
+            self.kernel.launcher[self.grid](**self.arguments, **self.constants, **self._options())
 
     def variant(self) -> Variant:
         _, looked_at, _ = self.kernel.bind(**self.arguments, **self.constants)
         types, properties = zip(*looked_at, strict=True)
-        return Variant(self.kernel, types, properties, self.num_warps, self.num_stages)
+        return Variant(self.kernel, types, properties, tuple(self._options().items()))
+
+    def _options(self) -> dict[str, int]:
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.fuses_operations,
+        }
 
 
 Launcher = Callable[[Launch], None]
