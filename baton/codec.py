@@ -21,6 +21,7 @@ from baton.events import (
 )
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad, PrefillReplica
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
+from common.peer_text import peer_text
 
 _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_EOS: FinishReason.EOS,
@@ -28,6 +29,7 @@ _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
+_MAX_REASON_BYTES = 1024
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -36,7 +38,7 @@ def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
     match message.WhichOneof("event"):
         case "started":
             started = message.started
-            return Started(started.request_id, started.num_prompt_tokens, started.seed)
+            return Started(peer_text(started.request_id), started.num_prompt_tokens, started.seed)
         case "delta":
             delta = message.delta
             return Delta(tuple(delta.token_ids), delta.text, tuple(map(_position_logprobs, delta.logprobs)))
@@ -91,17 +93,17 @@ def _finished(finished: inference_pb2.Finished) -> Finished:
 
 def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
     return ModelInfo(
-        model=info.model,
-        architecture=info.architecture,
+        model=peer_text(info.model),
+        architecture=peer_text(info.architecture),
         vocab_size=info.vocab_size,
         max_context_tokens=info.max_context_tokens,
         eos_token_ids=tuple(info.eos_token_ids),
-        device=info.device,
-        dtype=info.dtype,
-        version=info.version,
+        device=peer_text(info.device),
+        dtype=peer_text(info.dtype),
+        version=peer_text(info.version),
         digest=_digest_of(info.fingerprint),
         layer_groups={
-            group.name: group.num_layers
+            peer_text(group.name): group.num_layers
             * group.num_planes
             * group.num_heads
             * group.head_dim
@@ -118,14 +120,20 @@ def _digest_of(fingerprint: types_pb2.Fingerprint) -> str:
 
 def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> InferenceLoad:
     return InferenceLoad(
-        instance_id=load.instance_id,
+        instance_id=peer_text(load.instance_id),
         rows=_pool_load(load.rows),
         slots=_pool_load(load.slots),
         num_queued=load.num_queued,
         num_running=load.num_running,
         num_steps=load.num_steps,
         prefill_replicas=tuple(
-            PrefillReplica(replica.address, replica.is_ready, replica.num_rows, replica.reason, replica.error_reason)
+            PrefillReplica(
+                peer_text(replica.address),
+                replica.is_ready,
+                replica.num_rows,
+                peer_text(replica.reason, _MAX_REASON_BYTES),
+                peer_text(replica.error_reason),
+            )
             for replica in load.prefill_replicas
         ),
         num_row_retries=load.num_row_retries,
@@ -135,7 +143,7 @@ def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> In
 
 def prefill_load_from_wire(load: prefill_pb2.GetPrefillLoadResponse) -> PrefillLoad:
     return PrefillLoad(
-        instance_id=load.instance_id,
+        instance_id=peer_text(load.instance_id),
         rows=_pool_load(load.rows),
         slots=_pool_load(load.slots),
         num_queued=load.num_queued,

@@ -31,6 +31,9 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from baton.service_log import why_it_ended
+from common.peer_text import peer_text
+
+_MAX_MESSAGE_BYTES = 1024
 
 
 class BatonError(Exception):
@@ -176,10 +179,10 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
     code: grpc.StatusCode = rpc_error.code()
     info = _error_info(rpc_error)
     return _KIND_BY_CODE.get(code, BatonError)(
-        rpc_error.details() or code.name,
+        peer_text(rpc_error.details() or code.name, _MAX_MESSAGE_BYTES),
         code=code,
-        reason=info.reason if info else "",
-        metadata=dict(info.metadata) if info else None,
+        reason=peer_text(info.reason) if info else "",
+        metadata={peer_text(key): peer_text(value) for key, value in info.metadata.items()} if info else None,
     )
 
 

@@ -14,6 +14,7 @@ from baton.client.channel import Tls, authorized, channel_options
 from baton.client.target import single_server
 from baton.errors import BatonError, Internal, error_from_rpc
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
+from common.peer_text import peer_text
 
 ANSWER_TIMEOUT_S = 60.0
 """How long what was recorded may take to come, once the recording is over."""
@@ -117,24 +118,24 @@ def _timeline_of(address: str, parts: Sequence[timeline_pb2.RecordTimelineRespon
     if len(parts) < 2 or not (parts[0].HasField("started") and parts[-1].HasField("ended")):
         raise Internal(f"{address}: the recording is not whole", reason="PROTOCOL")
     started, ended = parts[0].started, parts[-1].ended
-    tracks: dict[str, list[TimelineEvent]] = {track.name: [] for track in ended.tracks}
+    tracks: dict[str, list[TimelineEvent]] = {peer_text(track.name): [] for track in ended.tracks}
     for part in parts[1:-1]:
-        tracks[part.events.track] += _events(part.events)
+        tracks[peer_text(part.events.track)] += _events(part.events)
     return ServiceTimeline(
         address=address,
-        service=started.service,
-        instance_id=started.instance_id,
-        clock_id=started.clock_id,
+        service=peer_text(started.service),
+        instance_id=peer_text(started.instance_id),
+        clock_id=peer_text(started.clock_id),
         unix_offset_ns=started.unix_offset_ns,
         start_ns=started.start_ns,
         end_ns=ended.end_ns,
         tracks=tracks,
-        num_dropped={track.name: track.num_dropped for track in ended.tracks},
+        num_dropped={peer_text(track.name): track.num_dropped for track in ended.tracks},
     )
 
 
 def _events(packed: timeline_pb2.TimelineEvents) -> list[TimelineEvent]:
-    strings = list(packed.strings)
+    strings = list(map(peer_text, packed.strings))
     return [
         TimelineEvent(
             kind=EventKind(event.kind),

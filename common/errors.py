@@ -27,8 +27,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar
 
-MAX_QUOTED_BYTES = 512
-
 
 class BatonError(Exception):
     """Base of every error below. `code` is the name of the gRPC status code it travels as.
@@ -208,15 +206,6 @@ def request_reasons() -> list[str]:
 
     unrelated = (StartupError, RecordingInProgress, NotServed)
     return sorted({kind.reason for kind in below(BatonError) if not issubclass(kind, unrelated)})
-
-
-def shortened(text: str, max_bytes: int = MAX_QUOTED_BYTES) -> str:
-    """`text` within `max_bytes` of UTF-8. Errors quote what a peer sent, and travel where there is little room."""
-    encoded = text.encode(errors="replace")
-    if len(encoded) <= max_bytes:
-        return text
-    cut = f"... ({len(encoded)} bytes)"
-    return encoded[: max_bytes - len(cut)].decode(errors="ignore") + cut
 
 
 class RowFailure(StrEnum):

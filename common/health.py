@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.errors import Overloaded, RequestCancelled, shortened
+from common.errors import Overloaded, RequestCancelled
+from common.peer_text import peer_text
 from common.rpc_errors import abort_with
 from common.rpc_requests import Context
 
@@ -41,7 +42,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         if request.service not in self._statuses:
             known = ", ".join(name for name in self._statuses if name)
             await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"{shortened(request.service, 128)!r} is not here, {known} is"
+                grpc.StatusCode.NOT_FOUND, f"{peer_text(request.service, 128)!r} is not here, {known} is"
             )
         return _Response(status=self._statuses[request.service])
 

@@ -22,8 +22,9 @@ from common.addresses import host_and_port, why_not_listen
 from common.bearer_tokens import TokenCheck, read_tokens
 from common.config.settings import ServiceSettings
 from common.descriptors import MAX_CONNECTIONS
-from common.errors import ConfigError, NotServed, shortened
+from common.errors import ConfigError, NotServed
 from common.health import HealthServicer
+from common.peer_text import peer_text
 from common.rpc_errors import abort_with
 from common.rpc_limits import StreamLimit
 from common.rpc_requests import BoundedRequests, Context
@@ -170,7 +171,7 @@ class _OtherCalls(grpc.GenericRpcHandler):
     def _words(self, method: str) -> str:
         service = method.removeprefix("/").rpartition("/")[0]
         own = self._names[0]
-        words = f"{shortened(method, 128)!r} is not served here: this is the {_ANSWERING.get(own, own)}, and serves "
+        words = f"{peer_text(method, 128)!r} is not served here: this is the {_ANSWERING.get(own, own)}, and serves "
         words += ", ".join(self._names)
         other = _ANSWERING.get(service)
         return words if other is None or service == own else f"{words}; {service} is served by the {other}"

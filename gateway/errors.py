@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from baton.errors import BatonError
+from common.peer_text import peer_text
 
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
@@ -20,6 +21,7 @@ CLIENT_LEFT_STATUS = 499
 """Of requests whose client left, in metrics and logs alone."""
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
+_MAX_MESSAGE_BYTES = 1024
 _CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
 
 
@@ -37,10 +39,10 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(peer_text(message, _MAX_MESSAGE_BYTES))
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else peer_text(param)
         self.code = code
         self.retry_after_s = retry_after_s
         self._headers = dict(headers or {})

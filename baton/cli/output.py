@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from rich.console import Console
 
 from baton.errors import BatonError, FailedPrecondition
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All but tabs and line feeds."""
 _OWN_PACKAGES = frozenset({"baton", "common", "training"})
 
 
@@ -27,6 +30,13 @@ def print_json(event: str, **fields: Any) -> None:
 def print_event(value: Any) -> None:
     """A dataclass as one line; its type's name is the event."""
     print_json(type(value).__name__.lower(), **dataclasses.asdict(value))
+
+
+def print_text(text: str) -> None:
+    """The model's, as it comes. Codes in it could command a terminal: there they are shown."""
+    if sys.stdout.isatty():
+        text = _CONTROLS.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
+    print(text, end="", flush=True)
 
 
 def text_console() -> Console:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.cli.output import print_event
+from baton.cli.output import print_event, print_text
 from baton.client import EventStream
 from baton.client.event_order import CompletionBuilder
 from baton.events import Completion, Delta, Event, Finished
@@ -64,6 +64,6 @@ def _print(event: Event, as_json: bool) -> None:
     if as_json:
         print_event(event)
     elif isinstance(event, Delta):
-        print(event.text, end="", flush=True)
+        print_text(event.text)
     elif isinstance(event, Finished):
         print(flush=True)

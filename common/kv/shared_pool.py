@@ -31,6 +31,7 @@ from common.available_memory import require_room
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.kv.slot_allocator import Slots
+from common.peer_text import peer_text
 
 SECRET_BYTES = 16
 NUMBER_BYTES = 8
@@ -237,7 +238,7 @@ class MappedPool:
         Raises PoolUnusable when it cannot be mapped here: on another host, in another container, of another user.
         """
         if not _NAME.fullmatch(name):
-            raise PoolUnusable(f"{name!r} is not the name of a pool")
+            raise PoolUnusable(f"{peer_text(name)!r} is not the name of a pool")
         try:
             file = _asked_for(name, directory)
             try:

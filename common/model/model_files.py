@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common.errors import BatonError, StartupError, UnsupportedModel, shortened
+from common.errors import BatonError, StartupError, UnsupportedModel
+from common.peer_text import peer_text
 
 CONFIG = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -80,7 +81,7 @@ def model_faults(place: str) -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """What `error` says, and its kind where it says no more than a name."""
     said = " ".join(str(error).split())
-    return shortened(said if " " in said else f"{type(error).__name__}: {said}".removesuffix(": "))
+    return peer_text(said if " " in said else f"{type(error).__name__}: {said}".removesuffix(": "))
 
 
 # --------------------------------------------------------------------------------------------------- config.json
@@ -160,12 +161,12 @@ def _check_type(raw: Mapping[str, Any], place: str) -> None:
     known = model_type in transformers.CONFIG_MAPPING
     if raw.get("auto_map") and not known:
         raise UnsupportedModel(
-            f"{place}: auto_map: model_type {shortened(model_type)!r} needs code that comes with the model, which is"
+            f"{place}: auto_map: model_type {peer_text(model_type)!r} needs code that comes with the model, which is"
             " never run; serve a model whose type transformers knows"
         )
     if not known:
         raise UnsupportedModel(
-            f"{place}: model_type {shortened(model_type)!r} is not known to transformers {transformers.__version__}"
+            f"{place}: model_type {peer_text(model_type)!r} is not known to transformers {transformers.__version__}"
         )
     for key in ("dtype", "torch_dtype"):
         dtype = raw.get(key)
@@ -183,7 +184,7 @@ def _check_sizes(get: Callable[[str, None], Any], place: str) -> None:
         for each in value if isinstance(value, list | tuple) else (value,):
             if each is not None and (isinstance(each, bool) or not isinstance(each, int) or not 0 < each < _MAX_SIZE):
                 raise UnsupportedModel(
-                    f"{place}: {key} is {shortened(repr(each))}, and has to be a whole number from 1 to {_MAX_SIZE}"
+                    f"{place}: {key} is {peer_text(repr(each))}, and has to be a whole number from 1 to {_MAX_SIZE}"
                 )
     heads, kv_heads = (get(key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
@@ -280,7 +281,7 @@ def read_model_files(directory: Path, config_version: FileVersion) -> ModelFiles
                     tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
         for name in expected:
             if name not in tensors or tensors[name].file != file:
-                raise UnsupportedModel(f"{place}: lacks {shortened(name)}, which {_INDEX} says is there")
+                raise UnsupportedModel(f"{place}: lacks {peer_text(name)}, which {_INDEX} says is there")
     if not tensors:
         raise UnsupportedModel(f"{directory.name}: its weight files hold no tensors")
     _check_experts(directory.name, tensors)
@@ -303,7 +304,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
     files: dict[Path, list[str]] = {}
     for name, file_name in sorted(weight_map.items()):
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise UnsupportedModel(f"{place}: weight_map: {shortened(name)} is in no file of the directory")
+            raise UnsupportedModel(f"{place}: weight_map: {peer_text(name)} is in no file of the directory")
         files.setdefault(directory / file_name, []).append(name)
     if whole.exists() and whole not in files:
         raise UnsupportedModel(f"{directory.name}: has {_WEIGHTS} beside {_INDEX}, which names other files; remove one")
@@ -443,7 +444,7 @@ def _file_names(files: ModelFiles) -> str:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return shortened(", ".join(names[:_NUM_NAMED])) + more
+    return peer_text(", ".join(names[:_NUM_NAMED])) + more
 
 
 @contextmanager

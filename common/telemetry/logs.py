@@ -14,6 +14,10 @@ from typing import IO, Any, Literal
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from common.peer_text import peer_text
+
+_MAX_FIELD_BYTES = 4096
+
 _log = structlog.get_logger(__name__)
 
 
@@ -32,6 +36,7 @@ def configure_logs(
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.PositionalArgumentsFormatter(),
+        _bound,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     as_json: list[Processor] = [
@@ -65,6 +70,11 @@ def configure_logs(
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
+
+
+def _bound(_logger: WrappedLogger, _method: str, line: EventDict) -> EventDict:
+    """What a peer wrote may be in any field. Tracebacks are no fields yet."""
+    return {key: peer_text(value, _MAX_FIELD_BYTES) if isinstance(value, str) else value for key, value in line.items()}
 
 
 @contextlib.contextmanager

@@ -6,17 +6,17 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from common.errors import shortened
+from common.peer_text import peer_text
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class ProtocolError(Exception):
-    """The peer sent what the protocol forbids. `field` is the path of the offending field. Long values are cut."""
+    """The peer sent what the protocol forbids. `field` is the path of the offending field. Both are peer_text."""
 
     def __init__(self, field: str, message: str) -> None:
-        self.field = shortened(field)
-        self.message = shortened(message)
+        self.field = peer_text(field)
+        self.message = peer_text(message)
         super().__init__(self.field, self.message)
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
+from common.peer_text import peer_text
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
@@ -83,7 +84,7 @@ class FrameCodec:
         if difference is not None:
             raise FingerprintMismatch(*difference)
         require(checksum(message) == message.crc32c, "accepted.crc32c", "does not match the frame")
-        return Accepted(instance_id=message.instance_id)
+        return Accepted(instance_id=peer_text(message.instance_id))
 
 
 def _decode_row_failed(message: prefill_pb2.RowFailed, rows: Sequence[HandoffRow]) -> RowFailed:
@@ -98,5 +99,5 @@ def _decode_row_failed(message: prefill_pb2.RowFailed, rows: Sequence[HandoffRow
         reason=RowFailure(name),
         retryable=message.retryable,
         retry_after_ms=message.retry_after_ms,
-        message=message.message,
+        message=peer_text(message.message),
     )

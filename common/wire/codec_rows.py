@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from baton.v1 import prefill_pb2
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, ResolvedSampling
+from common.peer_text import peer_text
 from common.wire.codec_checks import require
 from common.wire.handoff import HandoffRow
 
@@ -41,7 +42,7 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         require(num_held == 0, "num_held_tokens", f"{group!r}: prefix reuse is not served")
     require(message.HasField("sampling"), "sampling", "is absent")
     return HandoffRow(
-        request_id=message.request_id,
+        request_id=peer_text(message.request_id),
         attempt=message.attempt,
         choice_index=message.choice_index,
         token_ids=tuple(message.token_ids),

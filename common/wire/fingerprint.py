@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from common.errors import shortened
 from common.kv.layer_group import LayerGroupSpec
+from common.peer_text import peer_text
 
 PROTOCOL_VERSION = 7
 NO_SPECULATION = "none"
@@ -46,7 +46,7 @@ def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, 
         if our_value != their_value:
             in_a_group = _layer_group_difference(our_value, their_value) if name == "layer_groups" else None
             field, ours_text, theirs_text = in_a_group or (name, _in_words(our_value), _in_words(their_value))
-            return shortened(field), shortened(ours_text), shortened(theirs_text)
+            return peer_text(field), peer_text(ours_text), peer_text(theirs_text)
     return None
 
 

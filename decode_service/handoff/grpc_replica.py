@@ -16,6 +16,7 @@ from baton.v1 import prefill_pb2
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
 from common.nixl.backoff import Backoff
+from common.peer_text import peer_text
 from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields
@@ -95,16 +96,17 @@ class GrpcReplica:
                 _GET_LOAD, prefill_pb2.GetPrefillLoadRequest(), prefill_pb2.GetPrefillLoadResponse, timeout_s
             )
             self._follow_pool()
-            if load.instance_id != self._known_instance_id or time.monotonic() >= self._retry_pool_at_s:
+            if peer_text(load.instance_id) != self._known_instance_id or time.monotonic() >= self._retry_pool_at_s:
                 await self._compare_fingerprints(timeout_s)
         except grpc.aio.AioRpcError as failure:
-            reason = f"{self.address}: {failure.code().name}: {failure.details()}"
+            reason = f"{self.address}: {failure.code().name}: {peer_text(failure.details() or '')}"
             return self._not_ready(PrefillUnavailable(reason))
         except ProtocolError as error:
             return self._not_ready(PrefillUnavailable(f"{self.address}: answered something else: {error}"))
         except Exception as error:  # the looking must go on
             _log.exception("looking at prefill replica %s failed", self.address)
-            return self._not_ready(PrefillUnavailable(f"{self.address}: {type(error).__name__}: {error}"))
+            reason = peer_text(f"{type(error).__name__}: {error}")
+            return self._not_ready(PrefillUnavailable(f"{self.address}: {reason}"))
         self.num_steps = load.num_steps
         if self._mismatch is not None:
             return self._not_ready(self._mismatch)
@@ -125,6 +127,7 @@ class GrpcReplica:
         response = await self._ask(
             _GET_FINGERPRINT, prefill_pb2.GetFingerprintRequest(), prefill_pb2.GetFingerprintResponse, timeout_s
         )
+        response.instance_id = peer_text(response.instance_id)
         difference = first_difference(self._fingerprint, decode_fingerprint(response.fingerprint))
         self._mismatch = None if difference is None else FingerprintMismatch(*difference)
         self._is_first_opening = response.instance_id != self._known_instance_id
@@ -161,7 +164,7 @@ class GrpcReplica:
                 self._pool = opening.result()
                 self._backoff.succeeded()
             else:
-                self._retry_pool_later(str(error) if isinstance(error, PoolUnusable) else repr(error))
+                self._retry_pool_later(peer_text(str(error) if isinstance(error, PoolUnusable) else repr(error)))
         if isinstance(self._pool, NixlPool) and self._pool.is_lost:
             self._retry_pool_later("NIXL: a read failed, or its process ended")
 

@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.peer_text import peer_text
 
 # Without details of ours the connection or the peer's process is at fault, not the rows: another replica may serve.
 _PEER_LOST = frozenset(
@@ -28,12 +29,13 @@ def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
     A message beyond the size bound is RESOURCE_EXHAUSTED without an ErrorInfo: it would be too large for any replica.
     """
     code, info = failure.code(), error_info(failure)
-    message = f"{replica}: {code.name}: {failure.details()}"
+    message = f"{replica}: {code.name}: {peer_text(failure.details() or '')}"
     if info is None:
         return PrefillUnavailable(message) if code in _PEER_LOST else EngineFault(message)
     if info.reason == FingerprintMismatch.reason:
+        told = {key: peer_text(info.metadata[key]) for key in ("field", "decode", "prefill") if key in info.metadata}
         return FingerprintMismatch(
-            info.metadata["field"], info.metadata.get("decode", "one value"), info.metadata.get("prefill", "another")
+            told.get("field", "a field"), told.get("decode", "one value"), told.get("prefill", "another")
         )
     return PrefillUnavailable(message) if code in _PEER_REFUSES else EngineFault(message)
 

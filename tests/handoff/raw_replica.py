@@ -45,6 +45,7 @@ class RawReplica:
         self.answers: Mapping[str, bytes] = {}
         self.hangs = False
         self.status: grpc.StatusCode | None = None
+        self.details = "the script says so"
         self.credentials: grpc.ServerCredentials | None = None
         self.host = host
         self.port = port
@@ -83,7 +84,7 @@ class RawReplica:
         for frame in self.frames:
             await context.write(frame)
         if self.status is not None:
-            await context.abort(self.status, "the script says so")
+            await context.abort(self.status, self.details)
         if self.hangs:
             await asyncio.Event().wait()
 

@@ -12,14 +12,15 @@ from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.handoff import Accepted
+from common.wire.handoff import Accepted, RowFailed
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged, StartHandoff
 from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row, segment
+from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import RecordingDecode
 from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
@@ -87,6 +88,58 @@ def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
     rig.close()
+
+
+# ---- a replica whose words are a weapon ------------------------------------------------------------------------------
+
+
+HOSTILE = '\x1b[2J\x1b]0;pwned\x07\n{"event": "a line of its own"}\r\u202egnp.exe\x00' + "x" * 1_900_000
+
+
+def assert_harmless(*texts: object) -> None:
+    for text in map(str, texts):
+        assert text.isprintable() and len(text.encode()) < 1024, text[:200]
+
+
+def test_a_message_of_a_row_that_failed_is_cut_and_escaped_where_the_frame_is_decoded(rig: Rig) -> None:
+    replica = RawReplica(instance_id="\x1b[1m" + "i" * 10_000)
+    replica.frames = [CODEC.encode(Accepted(HOSTILE)), CODEC.encode(replace(failed(0), message=HOSTILE))]
+    decode = rig.call(replica)
+    assert decode.ended("call").error is None
+    accepted, last = decode.arrived("call")
+    assert isinstance(accepted, Accepted) and isinstance(last, RowFailed)
+    assert_harmless(accepted.instance_id, last.message)
+    assert last.message.startswith("\\x1b[2J") and last.message.endswith(f"... ({len(HOSTILE.encode())} bytes)")
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT], ids=str)
+def test_the_details_of_a_status_are_cut_and_escaped(rig: Rig, code: grpc.StatusCode) -> None:
+    replica = RawReplica()
+    replica.status, replica.details = code, HOSTILE[:4000]
+    error = rig.call(replica).ended("call").error
+    assert code.name in str(error) and "\\x1b[2J" in str(error)
+    assert_harmless(error)
+
+
+def test_what_a_replica_answers_to_a_look_is_harmless_in_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    replica = RawReplica(instance_id=HOSTILE[:100_000])
+    answer = prefill_pb2.GetFingerprintResponse(
+        fingerprint=encode_fingerprint(FINGERPRINT), instance_id=replica.instance_id, kv_pool=HOSTILE[:100_000]
+    )
+    replica.answers = {"GetFingerprint": answer.SerializeToString()}
+    rig.connect(rig.bring_up(replica))
+    rig.decode.latest_replica(is_ready)
+    told = [record.message for record in caplog.records if "prefill replica" in record.message]
+    assert any("is instance" in line for line in told) and any("is not the name of a pool" in line for line in told)
+    assert_harmless(*told)
+
+
+def test_a_fingerprint_of_hostile_words_is_named_and_harmless(rig: Rig) -> None:
+    replica = RawReplica(replace(FINGERPRINT, algorithm=HOSTILE[:100_000]))
+    rig.connect(rig.bring_up(replica))
+    replica_seen = rig.decode.latest_replica(lambda seen: isinstance(seen.error, FingerprintMismatch))
+    assert_harmless(*vars(replica_seen.error).values() if replica_seen.error else ())
 
 
 # ---- a replica that breaks the protocol -----------------------------------------------------------------------------

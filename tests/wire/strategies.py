@@ -37,6 +37,8 @@ SPECULATIVE = Fingerprint(
     seed_columns=SEED_COLUMNS,
 )
 
+_printable = st.text(max_size=8).filter(str.isprintable)
+"""What arrives as it was sent: all else is escaped."""
 _float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 _uint32 = st.integers(0, 2**32 - 1)
 _uint64 = st.integers(0, 2**64 - 1)
@@ -65,7 +67,7 @@ sampling = st.builds(
 def handoff_rows(draw: st.DrawFn) -> HandoffRow:
     ids = draw(token_ids)
     return HandoffRow(
-        request_id=draw(st.text(min_size=1, max_size=8)),
+        request_id=draw(_printable.filter(bool)),
         attempt=draw(_uint32),
         choice_index=draw(_uint32),
         token_ids=ids,
@@ -125,7 +127,7 @@ fingerprints = st.sampled_from((PLAIN, SPECULATIVE))
 @st.composite
 def frames(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerprint) -> object:
     return draw(
-        st.builds(Accepted, instance_id=st.text(min_size=1, max_size=8))
+        st.builds(Accepted, instance_id=_printable.filter(bool))
         | segments(rows, fingerprint)
         | prebuilt_batches(rows, fingerprint)
         | st.builds(
@@ -134,7 +136,7 @@ def frames(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerpri
             reason=st.sampled_from(RowFailure),
             retryable=st.booleans(),
             retry_after_ms=_uint32,
-            message=st.text(max_size=8),
+            message=_printable,
         )
     )
 
