@@ -85,3 +85,12 @@ def network_of(host: str) -> str:
     if isinstance(address, IPv4Address):
         return str(address)
     return str(address.ipv4_mapped or ip_network((address, 64), strict=False))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether "host:port" is reached from this machine only; a name other than localhost may be anywhere."""
+    host, _ = host_and_port(address.removeprefix("dns:///"))
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

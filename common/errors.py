@@ -96,6 +96,14 @@ class Overloaded(BatonError):
     code = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
 
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry_after_s": str(self.retry_after_s)}
+
 
 class RecordingInProgress(BatonError):
     code = "RESOURCE_EXHAUSTED"

@@ -5,12 +5,14 @@ fields, refused by name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from common.addresses import host_and_port, is_loopback, network_of
 from common.errors import InvalidRequest
 from common.rpc_errors import abort_with
 from common.wire.codec_checks import ProtocolError
@@ -20,8 +22,33 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
+ClientOf = Callable[[Context], str]
+"""With whom others share: the name of whoever calls."""
+
 MAX_REQUEST_FIELDS = 16_384
 """Each message of a chat is one. As many empty ones as fit into 4 MiB take a third of a second to parse."""
+
+
+def clients_told_apart(tokens: Sequence[str]) -> ClientOf:
+    """By the token that they show where there are several; else by their host, and on this machine by connection."""
+    numbers = {f"Bearer {token}": f"token {number}" for number, token in enumerate(tokens)} if len(tokens) > 1 else {}
+
+    def client_of(context: Context) -> str:
+        shown = (str(value) for key, value in context.invocation_metadata() or () if key == "authorization")
+        return numbers.get(next(shown, "")) or _whose(unquote(str(context.peer())).partition(":")[2])
+
+    return client_of
+
+
+def _whose(address: str) -> str:
+    try:
+        host, _ = host_and_port(address)
+    except ValueError:
+        return address
+    return address if is_loopback(address) else network_of(host)
+
+
+BY_ADDRESS = clients_told_apart(())
 
 
 class BoundedRequests(grpc.aio.ServerInterceptor):

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from baton.v1 import timeline_pb2_grpc
-from common.addresses import host_and_port, why_not_listen
+from common.addresses import is_loopback, why_not_listen
 from common.bearer_tokens import TokenCheck, read_tokens
 from common.config.settings import ServiceSettings
 from common.descriptors import MAX_CONNECTIONS
@@ -27,7 +26,7 @@ from common.health import HealthServicer
 from common.peer_text import peer_text
 from common.rpc_errors import abort_with
 from common.rpc_limits import StreamLimit
-from common.rpc_requests import BoundedRequests, Context
+from common.rpc_requests import BoundedRequests, Context, clients_told_apart
 from common.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
 from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 
@@ -76,12 +75,13 @@ class ServiceServer:
         self._service_name = service_name
         self._credentials = credentials
         self._has_tokens = bool(tokens)
+        self.client_of = clients_told_apart(tokens)
         self._health = HealthServicer()
         self._is_ready: bool | None = None
         self.grpc_server = grpc.aio.server(
             interceptors=[
                 *([TokenCheck(tokens)] if tokens else []),
-                StreamLimit(max_streams=limits.max_streams),
+                StreamLimit(max_streams=limits.max_streams, client_of=self.client_of),
                 BoundedRequests(timeout_s=limits.request_timeout_s),
             ],
             options=server_options(
@@ -166,7 +166,7 @@ class _OtherCalls(grpc.GenericRpcHandler):
         async def refuse(_requests: object, context: Context) -> None:
             await abort_with(context, error)
 
-        return grpc.stream_stream_rpc_method_handler(refuse)  # whatever kind of call it is
+        return grpc.stream_unary_rpc_method_handler(refuse)  # whatever kind of call it is
 
     def _words(self, method: str) -> str:
         service = method.removeprefix("/").rpartition("/")[0]
@@ -175,15 +175,6 @@ class _OtherCalls(grpc.GenericRpcHandler):
         words += ", ".join(self._names)
         other = _ANSWERING.get(service)
         return words if other is None or service == own else f"{words}; {service} is served by the {other}"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether "host:port" is reached from this machine only; a name other than localhost may be anywhere."""
-    host, _ = host_and_port(address.removeprefix("dns:///"))
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, suppress
 import structlog
 
 from baton.v1 import inference_pb2_grpc
+from common.addresses import is_loopback
 from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
 from common.descriptors import max_connections
@@ -29,7 +30,6 @@ from common.serving import (
     ServerLimits,
     ServiceServer,
     channel_credentials,
-    is_loopback,
     server_credentials,
     server_tokens,
     termination_signals,
@@ -175,6 +175,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             instance_id=process.instance_id,
             observer=observer,
             client_stall_timeout_s=settings.client_stall_timeout_s,
+            client_of=server.client_of,
             tracer=process.tracer,
             timeline=runtime.timeline,
         )

@@ -14,11 +14,11 @@ import uvicorn
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
+from common.addresses import is_loopback
 from common.bearer_tokens import read_tokens
 from common.config.gateway_settings import GatewaySettings
 from common.descriptors import MAX_CONNECTIONS, max_connections
 from common.errors import ConfigError
-from common.serving import is_loopback
 from common.telemetry.tracing import NO_TRACER
 from gateway.api_keys import ApiKeys
 from gateway.app import build_app

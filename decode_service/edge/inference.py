@@ -16,6 +16,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.engine_thread import EnginePort
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
 from common.rpc_errors import abort_with
+from common.rpc_requests import BY_ADDRESS, ClientOf
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.tokenizer import TokenDecoder
@@ -60,6 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         instance_id: str,
         observer: RequestObserver,
         client_stall_timeout_s: float,
+        client_of: ClientOf = BY_ADDRESS,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
         unix_time: Callable[[], float] = time.time,
@@ -77,6 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._instance_id = instance_id
         self._observer = observer
         self._client_stall_timeout_s = client_stall_timeout_s
+        self._client_of = client_of
         self._traces = RequestTraces(tracer)
         self._unix_time = unix_time
 
@@ -95,7 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with self._edge_track.span("check_request"):
                 checked = check_request(request, self._limits)
-            live = self._live_requests.admit(checked.request_id, trace)
+            live = self._live_requests.admit(checked.request_id, trace, client=self._client_of(context))
         except BatonError as error:
             self._observer.on_refused(error)
             trace.failed(error)

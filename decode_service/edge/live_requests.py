@@ -12,6 +12,7 @@ import structlog
 
 from common.engine_thread import EnginePort
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
+from common.fair_places import FairPlaces, Full
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.telemetry.timeline import EDGE, Timeline
 from decode_service.edge.live_request import LiveRequest
@@ -28,8 +29,9 @@ RequestEvent = StageBegan | Tokens | Finished | Failed
 class LiveRequests:
     """Used by the event loop only.
 
-    A live request counts against `max_live` from `admit` to `release`, whatever it waits for. The engine knows it by an
-    id that is never used twice, so that no event of an aborted request can reach a later one with the client's same id.
+    A live request has one of `max_live` places, which clients share, from `admit` to `release`, whatever it waits for.
+    The engine knows it by an id that is never used twice, so that no event of an aborted request can reach a later one
+    with the client's same id.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class LiveRequests:
     ) -> None:
         self._track = (timeline or Timeline()).track(EDGE)
         self._engine = engine
-        self._max_live = max_live
+        self._places = FairPlaces(max_live)
+        self._taken: dict[str, tuple[str, float]] = {}  # by engine id: whose place, since when
         self._observer = observer
         self._by_request_id: dict[str, LiveRequest] = {}
         self._by_engine_id: dict[str, LiveRequest] = {}
@@ -58,7 +61,7 @@ class LiveRequests:
     def is_draining(self) -> bool:
         return self._is_draining
 
-    def admit(self, request_id: str | None, trace: RequestTrace = UNTRACED) -> LiveRequest:
+    def admit(self, request_id: str | None, trace: RequestTrace = UNTRACED, *, client: str = "") -> LiveRequest:
         """Raises Draining, EngineLost, DuplicateRequest or Overloaded. Each success needs one `release`."""
         if self._is_draining:
             raise Draining("the service is stopping")
@@ -66,14 +69,18 @@ class LiveRequests:
             raise EngineLost("the engine does not run")
         if request_id in self._by_request_id:
             raise DuplicateRequest(str(request_id))
-        if len(self) >= self._max_live:
-            raise Overloaded(f"{self._max_live} requests are queued or running")
+        try:
+            taken_s = self._places.take(client)
+        except Full as full:
+            message = f"{len(self)} requests are queued or running"
+            raise Overloaded(message, retry_after_s=full.retry_after_s) from None
         if request_id is None:
             request_id = engine_id = uuid.uuid4().hex
         else:
             engine_id = f"{request_id}#{next(self._serials)}"
         live = LiveRequest(request_id, engine_id, trace)
         self._by_request_id[request_id] = self._by_engine_id[engine_id] = live
+        self._taken[engine_id] = client, taken_s
         self._is_idle.clear()
         return live
 
@@ -115,6 +122,7 @@ class LiveRequests:
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return
         del self._by_request_id[live.request_id]
+        self._places.give_back(*self._taken.pop(live.engine_id))
         if live.is_submitted and not live.is_done_in_engine:
             self._engine.post(Abort(live.engine_id))
         if not self._by_request_id:

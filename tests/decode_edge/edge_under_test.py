@@ -113,6 +113,7 @@ async def running_edge(
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
     )
+    server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)
     servicer = InferenceServicer(
         engine=engine,
         live_requests=live_requests,
@@ -124,11 +125,11 @@ async def running_edge(
         instance_id="this process",
         observer=observer,
         client_stall_timeout_s=0.2,
+        client_of=server.client_of,
         tracer=tracer,
         timeline=timeline,
     )
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
-    server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
     port = await server.start("127.0.0.1:0")
     follower = asyncio.create_task(
@@ -176,6 +177,9 @@ class AloneContext:
 
     def time_remaining(self) -> float:
         return self._remaining_s
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
 
     def invocation_metadata(self) -> tuple[()]:
         return ()

@@ -5,7 +5,8 @@ import asyncio
 import grpc
 import pytest
 
-from baton.v1 import inference_pb2, types_pb2
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from common.bearer_tokens import authorization
 from common.errors import PrefillUnavailable
 from common.model.sampling_params import TokenLogprobs
 from decode_service.messages import Abort, Failed, Finished, FinishReason, RequestTimings, Submit, Tokens
@@ -244,6 +245,27 @@ async def test_admission_is_bounded(edge: Edge) -> None:
 
     assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert len(edge.engine.of_type(Submit)) == MAX_LIVE
+
+
+@pytest.mark.parametrize("tokens", [(), ("first-token", "second-token")], ids=["by connection", "by token"])
+async def test_a_client_that_has_all_places_keeps_no_other_out(tokens: tuple[str, ...]) -> None:
+    first, second = [authorization(token) for token in tokens] or [(), ()]
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]))
+    own_connection = [("grpc.use_local_subchannel_pool", 1)]
+    async with (
+        running_edge([], tokens=tokens) as edge,
+        grpc.aio.insecure_channel(edge.address, options=own_connection) as channel,
+    ):
+        for num in range(MAX_LIVE):
+            edge.stub.Generate(request, metadata=first)
+            await edge.engine.submitted(num + 1)
+        code, reason, told = await error_of(edge.stub.Generate(request, metadata=first))
+        assert (code, reason, told) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", {"retry_after_s": "1"})
+
+        other = edge.stub if tokens else inference_pb2_grpc.InferenceStub(channel)
+        assert (await other.Generate(request, metadata=second).read()).WhichOneof("event") == "started"
+        edge.router.on_death(RuntimeError("the test is over"))
+        await edge.live_requests.wait_idle()
 
 
 async def test_a_request_refused_for_its_fields_takes_no_place(edge: Edge) -> None:

@@ -40,6 +40,13 @@ def events_of(body: bytes) -> list[Any]:
         (failure(code_pb2.INVALID_ARGUMENT, "bad"), 400, "invalid_request_error", None, None),
         (failure(code_pb2.ALREADY_EXISTS, "live"), 409, "invalid_request_error", "duplicate_request_id", None),
         (FULL, 429, "rate_limit_error", "overloaded", "1"),
+        (
+            failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s="7"),
+            429,
+            "rate_limit_error",
+            "overloaded",
+            "7",
+        ),
         (failure(code_pb2.RESOURCE_EXHAUSTED, "message too large"), 413, None, "request_too_large", None),
         (failure(code_pb2.DEADLINE_EXCEEDED, "late"), 504, "server_error", "deadline_exceeded", None),
         (failure(code_pb2.UNAVAILABLE, "no", reason="NO_PREFILL"), 503, "server_error", "unavailable", "1"),

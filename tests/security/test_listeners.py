@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from common.addresses import is_loopback
 from common.config.load import load_settings
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
-from common.serving import is_loopback
 
 
 @pytest.mark.parametrize("kind", [PrefillSettings, DecodeSettings])
