@@ -5,6 +5,7 @@ For commands that start one: it needs what the services need, so import it when 
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 from baton.errors import FailedPrecondition, InvalidArgument
@@ -51,6 +52,7 @@ def check_pair(pair: LocalPair) -> PairSettings:
                 check_draft(settings.draft)
         except StartupError as error:
             raise FailedPrecondition(str(error), reason=error.reason) from error
+        _check_device(settings.device)
     _check_ports(pair, prefill, decode)
     return PairSettings(prefill, decode)
 
@@ -100,6 +102,22 @@ def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: Gat
         raise _wrong("prefill_token_file", "the prefill services want a token, and decode services have none to show")
     if gateway and decode.auth_token_file and not gateway.decode_token_file:
         raise _wrong("decode_token_file", "the decode services want a token, and the gateway has none to show")
+
+
+def _check_device(device: str) -> None:
+    """Asks the driver itself: torch, which would, takes seconds to import."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+            count.value = 0
+    except (OSError, AttributeError):
+        count.value = 0
+    if int(index or 0) >= count.value:
+        raise _wrong("device", f"{device!r} is not there; {count.value} CUDA devices are")
 
 
 def _check_ports(pair: LocalPair, *settings: ServiceSettings) -> None:

@@ -12,6 +12,7 @@ _PROGRESS: Mapping[str, str] = {
     "preparing_model": "{stage}",
     "loading_model": "loads the model",
     "loading_draft": "loads the draft head",
+    "pool_sized": "has room for {max_rows} requests with {max_kv_tokens} tokens of KV in all",
     "no_draft_head": "has no draft head: tokens come one a forward",
     "forwards_recorded": "recorded {num_graphs} forwards in {seconds} s",
     "compiling_kernels": "compiles kernels, once on this machine; it serves meanwhile, slower",

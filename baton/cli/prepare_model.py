@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich import progress
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -58,7 +58,7 @@ def _json_progress(stage: str, num_done: int, num_total: int) -> None:
 
 
 class _Bars(progress.Progress):
-    """One bar per stage; without a terminal, one line per stage."""
+    """One bar per stage; without a terminal, one line per stage. Nothing is shown before the first stage."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -70,7 +70,16 @@ class _Bars(progress.Progress):
         )
         self._stages: dict[str, TaskID] = {}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stages:
+            self.stop()
+
     def __call__(self, stage: str, num_done: int, num_total: int) -> None:
+        if not self._stages:
+            self.start()
         if stage not in self._stages:
             self._stages[stage] = self.add_task(stage, total=None)
             if not self.console.is_terminal:

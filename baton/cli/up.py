@@ -23,6 +23,7 @@ from baton.service_process import ServiceProcess
 
 _TUNING = "Tuning"
 _DECODE_PORT = 50051
+_GATEWAY_LISTEN = "127.0.0.1:8000"
 _PHASES = {
     Phase.STARTING: "does not answer",
     Phase.ALIVE: "answers, and is not ready",
@@ -54,8 +55,9 @@ def up(
     ] = True,
     with_gateway: Annotated[bool, typer.Option("--gateway", help="Start the OpenAI-compatible gateway too.")] = False,
     gateway_listen: Annotated[
-        str, typer.Option(help="HOST:PORT of the gateway; port 0 is a free one.")
-    ] = "127.0.0.1:8000",
+        str | None,
+        typer.Option(help=f"HOST:PORT of the gateway, {_GATEWAY_LISTEN}; port 0 is a free one. Implies --gateway."),
+    ] = None,
     refresh_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the load.")] = 1.0,
     as_json: options.Json = False,
 ) -> None:
@@ -78,7 +80,7 @@ def up(
                 decode_config=decode_config,
                 log_dir=log_dir,
                 decode_port=_DECODE_PORT,
-                gateway_listen=gateway_listen if with_gateway else None,
+                gateway_listen=gateway_listen or (_GATEWAY_LISTEN if with_gateway else None),
                 start_timeout_s=start_timeout_s,
                 stop_timeout_s=stop_timeout_s,
                 on_phase=told.phase,

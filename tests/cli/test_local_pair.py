@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def test_every_decode_service_knows_every_prefill_service() -> None:
                 arguments
             )
             assert not any(argument.startswith(("--device", "--config")) for argument in arguments)
+
+
+def test_the_first_decode_service_has_the_port_that_is_wanted_where_that_is_free(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        taken = LocalPair(num_decode=2, decode_port=port, log_dir=tmp_path)
+    free = LocalPair(num_decode=2, decode_port=port, log_dir=tmp_path)
+    assert f"127.0.0.1:{port}" not in taken.decode_addresses
+    assert free.decode_addresses[0] == f"127.0.0.1:{port}"
+    assert f"--listen=127.0.0.1:{port}" in free.decode[0].arguments
 
 
 def test_a_service_that_dies_at_start_is_named_with_its_last_lines(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def held() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gateway", "--gateway-listen=here"], "gateway_listen: 'here' is not HOST:PORT"),
+        (["--gateway-listen=here"], "gateway_listen: 'here' is not HOST:PORT"),
         (["--gateway", f"--gateway-listen={HELD}"], f"gateway_listen: cannot listen on {HELD}: Address already in use"),
         (
             ["--gateway", "--gateway-listen=192.0.2.1:80"],
@@ -181,6 +181,7 @@ def held() -> Iterator[str]:
         (["--dtype=int8"], "prefill: dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
         (["--device=gpu"], "prefill: device: 'gpu' is neither cpu, cuda nor cuda:<index>"),
         (["--max-rows=0"], "prefill: max_rows: "),
+        (["--device=cuda:99"], "device: 'cuda:99' is not there; "),
         (["--decode-arg=--warp=9"], "decode: unrecognized arguments: --warp=9"),
         (["--decode-arg=--listen=127.0.0.1:1"], "listen: decode services started here listen where they are told"),
         (["--decode-arg=--prefill=127.0.0.1:1"], "prefill: which prefill services there are is said by how many"),
