@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from common.draft.paged_head import PagedHead
+from common.kv.pool import KvPool
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import HeadShape, TritonAttention
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_state import SamplingState
+from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
 from common.model.triton_launch import Variant
+from common.warm_kernels import warm_kernels
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, load_drafted
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import RecordingCpuDevice
@@ -124,3 +128,35 @@ def test_plain_decoding_launches_nothing_that_is_not_compiled(
         return target, None
 
     check_nothing_compiles(load, PairOptions(decode_rows=7, replays_forwards=replays_forwards))
+
+
+def test_what_draws_tokens_is_compiled_too(leaning: Drafted) -> None:
+    target, head = leaning.target, leaning.head
+    seen: set[Variant] = set()
+    draws = TritonDraws(lambda launch: seen.add(launch.variant()))
+    device = RecordingCpuDevice()
+    pool = KvPool(
+        groups=[target.layer_group, head.layer_group],
+        max_rows=3,
+        max_kv_tokens=64,
+        max_tokens_per_row=64,
+        torch_device=device.torch_device,
+    )
+    state = SamplingState(max_rows=3, vocab_size=target.vocab_size, torch_device=device.torch_device, kernels=draws)
+    warm_kernels(
+        model=target,
+        draft=head,
+        draft_topk=1,
+        pool=pool,
+        sampling_state=state,
+        device=device,
+        stream=device.new_stream("forward"),
+        timeout_s=20.0,
+    )
+    device.close(20.0)
+    compiled = {*seen}
+    rows = torch.arange(1, 4)
+    draws.draw(torch.zeros(3, target.vocab_size), rows, rows, state, None, is_counted=True)
+    for way in (draws.propose, draws.couple):
+        way(torch.zeros(3, head.token_ids.shape[0]), head.token_ids, rows, rows, state)
+    assert seen == compiled and len(seen) == 3
