@@ -60,6 +60,8 @@ def new_draw_kernels(torch_device: torch.device) -> DrawKernels | None:
 
 def _missing_for_kernels() -> str | None:
     """What Triton cannot do without, in words."""
+    if torch.version.hip is not None:
+        return "a device of NVIDIA's, and this PyTorch is built for AMD's"
     if importlib.util.find_spec("triton") is None:
         return "triton, which is not installed"
     import triton

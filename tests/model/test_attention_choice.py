@@ -11,9 +11,10 @@ import torch
 
 from common.errors import StartupError
 from common.model.attention import AttentionBackend
-from common.model.attention_choice import AttentionKind, new_attention
+from common.model.attention_choice import AttentionKind, new_attention, new_draw_kernels
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import TritonAttention
+from common.model.sampling_triton import TritonDraws
 
 A100, GEFORCE = 166912, 101376
 """Bytes of shared memory that a program may have."""
@@ -76,6 +77,18 @@ def test_a_cc_that_is_not_there_is_named(programs: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CC", "nonesuch")
     with pytest.raises(StartupError, match=r"^attention: .*CC names nonesuch"):
         choose()
+
+
+def test_a_build_for_other_devices_that_are_called_cuda_is_named(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(programs / "gcc")
+    assert isinstance(new_draw_kernels(torch.device("cuda")), TritonDraws)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    with pytest.raises(StartupError, match=r"^attention: .*NVIDIA.*AMD"):
+        choose()
+    assert isinstance(choose("torch"), TorchAttention)
+    assert new_draw_kernels(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(
