@@ -26,6 +26,10 @@ _LIBRARIES_BYTES = 512 << 20
 """Of a GPU, for what is loaded or taken there later and not counted by anybody."""
 _ACTIVATION_BYTES = 128
 """Of each token and value of the hidden state, from above: states of a layer and its MLP, some of them in float32."""
+SPLIT_BYTES = 256
+"""Of the same on a GPU, where rows have few new tokens: 32 parts of what is attended, in float32, of heads that are
+twice as wide as the hidden state.
+"""
 LOGIT_BYTES = 4
 _SAMPLED_LOGIT_BYTES = 32
 """Logits as the model gives them, and while rows sample: in float32, shaped, sorted, their order, probabilities."""

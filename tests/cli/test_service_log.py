@@ -40,6 +40,7 @@ def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_hel
         line("cannot_start", "critical", error="device: no"),
         line("preparing_model", stage="converting"),
         line("preparing_model"),
+        line("pool_sized", max_rows=32, max_kv_tokens=32768),
         "[]",
         '"text"',
     ]
@@ -48,6 +49,7 @@ def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_hel
         "prefill replica p:1 cannot serve: fingerprints differ",
         "cannot_start: device: no",
         "converting",
+        "has room for the KV of 32768 tokens in 32 rows",
     ]
 
 

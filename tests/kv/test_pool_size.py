@@ -71,7 +71,7 @@ def sized(
     [
         (beside(PrefillSettings), 400_000),
         (beside(DecodeSettings), 400_000),
-        (beside(DecodeSettings, spec_info=SpecInfo.chain(4)), 350_000),
+        (beside(DecodeSettings, spec_info=SpecInfo.chain(4)), 300_000),
     ],
     ids=["prefill", "decode", "with drafts"],
 )
