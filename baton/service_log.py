@@ -14,7 +14,6 @@ _PROGRESS: Mapping[str, str] = {
     "loading_draft": "loads the draft head",
     "pool_sized": "has room for {max_rows} requests with {max_kv_tokens} tokens of KV in all",
     "no_draft_head": "has no draft head: tokens come one a forward",
-    "pool_sized": "has room for the KV of {max_kv_tokens} tokens in {max_rows} rows",
     "forwards_recorded": "recorded {num_graphs} forwards in {seconds} s",
     "compiling_kernels": "compiles kernels, once on this machine; it serves meanwhile, slower",
     "fused_forward_unavailable": "serves by operators: {reason}",

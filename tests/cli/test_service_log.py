@@ -49,7 +49,7 @@ def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_hel
         "prefill replica p:1 cannot serve: fingerprints differ",
         "cannot_start: device: no",
         "converting",
-        "has room for the KV of 32768 tokens in 32 rows",
+        "has room for 32 requests with 32768 tokens of KV in all",
     ]
 
 
