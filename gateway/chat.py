@@ -18,7 +18,7 @@ from gateway.logprobs import chat_logprobs
 from gateway.plan import ChatPrompt, Plan
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MESSAGE_FIELDS = {"role", "content", "name"}
+_MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
 _MAX_NAME_CHARS = 64
 MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
 """Each is two fields at least of those that the decode service takes."""
@@ -137,27 +137,44 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
         raise not_served(f"{place}.role")
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"{place}.role", f"is none of {', '.join(_ROLES)}")
-    return ChatMessage(_ROLES[role], _content(f"{place}.content", message.get("content")))
+    if role == "assistant":
+        return ChatMessage(role, _said_by_assistant(place, message))
+    if message.get("refusal") is not None:
+        raise not_served(f"{place}.refusal")
+    return ChatMessage(_ROLES[role], _content(f"{place}.content", message.get("content"), ("text",)))
 
 
-def _content(place: str, content: Any) -> str:
+def _said_by_assistant(place: str, message: dict[str, Any]) -> str:
+    """A refusal is what it said instead of a content. A content that is null says nothing."""
+    refusal = message.get("refusal")
+    if refusal is not None and not isinstance(refusal, str):
+        raise invalid(f"{place}.refusal", "must be a string")
+    content = message.get("content")
+    if content is None and ("content" in message or refusal is not None):
+        content = ""
+    return _content(f"{place}.content", content, ("text", "refusal")) + (refusal or "")
+
+
+def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
+    """`kinds` of parts are joined as they are."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise invalid(place, "must be a string or a list of text parts")
-    return "".join(_part(f"{place}[{number}]", part) for number, part in enumerate(content))
+    return "".join(_part(f"{place}[{number}]", part, kinds) for number, part in enumerate(content))
 
 
-def _part(place: str, part: Any) -> str:
+def _part(place: str, part: Any, kinds: Sequence[str]) -> str:
+    """A part of kind `text` has its words in the field `text`, and so on."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise invalid(place, "must be a text part")
-    if kind != "text":
+    if kind not in kinds:
         raise _part_not_served(place, kind)
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise invalid(f"{place}.text", "must be a string")
-    return text
+    words = part.get(kind)
+    if not isinstance(words, str):
+        raise invalid(f"{place}.{kind}", "must be a string")
+    return words
 
 
 def _part_not_served(place: str, kind: str) -> ApiError:

@@ -1,7 +1,8 @@
 """Log-probabilities in the shapes of the two endpoints.
 
 A token whose bytes are no text by themselves is written with them: `\\xe2\\x80` in chats, `bytes:\\xe2\\x80` in
-completions.
+completions. Completions have the most likely tokens as an object by text: of several with the same text the chosen one,
+else the most likely, has it as its name, and each of the others `token_id:` and its id.
 """
 
 from __future__ import annotations
@@ -57,9 +58,16 @@ class CompletionLogprobs:
 
 
 def _top(position: PositionLogprobs) -> dict[str, float]:
-    """The most likely tokens and the chosen one."""
-    entries = (*position.top, position.chosen)
-    return {_text(entry.token, "bytes:"): _finite(entry.logprob) for entry in entries}
+    """The most likely tokens, best first, and the chosen one, which has the name that it has in `tokens`."""
+    entries = {entry.token_id: entry for entry in (*position.top, position.chosen)}
+    chosen = _text(position.chosen.token, "bytes:")
+    named: dict[str, float] = {}
+    for token_id, entry in entries.items():
+        name = _text(entry.token, "bytes:")
+        if name in named or (name == chosen and token_id != position.chosen.token_id):
+            name = f"token_id:{token_id}"
+        named[name] = _finite(entry.logprob)
+    return named
 
 
 def _text(token: bytes, prefix: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from baton import ChatMessage, Client
+from gateway.chat import parse_chat
+from gateway.plan import ChatPrompt
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import GatewayHere
 
@@ -115,6 +118,36 @@ async def test_an_answer_may_be_sent_back_as_the_package_gives_it(caller: Caller
     second = await caller.chat(**{**GREEDY, "messages": messages})
     chat = [*CHAT, ChatMessage("assistant", first.content), ChatMessage("user", "and then")]
     assert second.choices[0].message.content == pair.complete(chat=chat, temperature=0.0, max_tokens=24).text
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"refusal": "no"}, "no"),
+        ({"content": "", "refusal": "no"}, "no"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        (
+            {"content": [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "won't"}], "refusal": None},
+            "I won't",
+        ),
+        ({"content": None}, ""),
+        ({"content": None, "refusal": None, "tool_calls": [], "function_call": None, "audio": None}, ""),
+        ({"content": "yes", "refusal": ""}, "yes"),
+    ],
+)
+def test_what_an_assistant_refused_with_is_what_it_said(message: dict[str, Any], said: str) -> None:
+    body = {"model": "tiny", "messages": [*MESSAGES, {"role": "assistant", **message}, MESSAGES[-1]]}
+    (prompt,) = parse_chat(json.dumps(body).encode()).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[len(MESSAGES)] == ChatMessage("assistant", said)
+
+
+async def test_a_history_may_hold_a_refusal(caller: Caller, pair: Client) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "refusal": "no"}, {"role": "user", "content": "why?"}]
+    answer = await caller.chat(**{**GREEDY, "messages": messages})
+    chat = [*CHAT, ChatMessage("assistant", "no"), ChatMessage("user", "why?")]
+    assert answer.choices[0].message.content == pair.complete(chat=chat, temperature=0.0, max_tokens=24).text
 
 
 async def test_max_completion_tokens_is_the_other_name_of_max_tokens(caller: Caller) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from baton import ChatMessage, Client
-from baton.events import PositionLogprobs
+from baton.events import PositionLogprobs, TokenLogprob
+from gateway.logprobs import CompletionLogprobs
 from tests.gateway.callers import Caller
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
@@ -94,3 +95,47 @@ async def test_a_streamed_completions_offsets_go_on_from_chunk_to_chunk(caller: 
     parts = [chunk.choices[0].logprobs for chunk in await caller.completion_chunks(**options)]
     assert [offset for part in parts if part for offset in part.text_offset] == whole.text_offset
     assert [token for part in parts if part for token in part.tokens] == whole.tokens
+
+
+def position(chosen: tuple[int, bytes, float], *top: tuple[int, bytes, float]) -> PositionLogprobs:
+    entry, *entries = (TokenLogprob(token_id=i, token=token, logprob=logprob) for i, token, logprob in (chosen, *top))
+    return PositionLogprobs(chosen=entry, top=tuple(entries))
+
+
+@pytest.mark.parametrize(
+    ("positions", "named"),
+    [
+        pytest.param(
+            position((5, b"a", -1.0), (5, b"a", -1.0), (6, b"b", -2.0)), {"a": -1.0, "b": -2.0}, id="no text twice"
+        ),
+        pytest.param(
+            position((5, b"a", -1.0), (5, b"a", -1.0), (6, b"a", -2.0), (7, b"a", -3.0)),
+            {"a": -1.0, "token_id:6": -2.0, "token_id:7": -3.0},
+            id="the chosen one is the most likely",
+        ),
+        pytest.param(
+            position((7, b"a", -3.0), (5, b"a", -1.0), (6, b"b", -2.0)),
+            {"token_id:5": -1.0, "b": -2.0, "a": -3.0},
+            id="the chosen one is not among them",
+        ),
+        pytest.param(
+            position((6, b"b", -2.0), (5, b"", -1.0), (6, b"b", -2.0), (9, b"", -4.0)),
+            {"": -1.0, "b": -2.0, "token_id:9": -4.0},
+            id="ids without text",
+        ),
+        pytest.param(
+            position((5, b"\xe2", -1.0), (5, b"\xe2", -1.0), (300, rb"bytes:\xe2", -2.0), (8, b"\xe2", -3.0)),
+            {"bytes:\\xe2": -1.0, "token_id:300": -2.0, "token_id:8": -3.0},
+            id="bytes",
+        ),
+        pytest.param(position((5, b"a", -1.0)), {"a": -1.0}, id="the chosen one alone"),
+    ],
+)
+def test_a_completion_s_tokens_of_one_text_have_names_of_their_own(
+    positions: PositionLogprobs, named: dict[str, float]
+) -> None:
+    columns = CompletionLogprobs().of([positions])
+    assert columns is not None
+    (top,) = columns["top_logprobs"]
+    assert list(top.items()) == list(named.items())
+    assert top[columns["tokens"][0]] == columns["token_logprobs"][0]
