@@ -273,8 +273,10 @@ def _starcoder2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
 
 def _gpt2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
     num_heads = keys.count("attention.head_count")
-    if keys.count("attention.head_count_kv", num_heads) != num_heads:
-        raise keys.refuse("gpt2.attention.head_count_kv", f"of {num_heads} heads")
+    head_dim = keys.count("embedding_length") // num_heads
+    for name, size in (("head_count_kv", num_heads), ("key_length", head_dim), ("value_length", head_dim)):
+        if keys.count(f"attention.{name}", size) != size:
+            raise keys.refuse(f"gpt2.attention.{name}", f"where {size} is all that is supported")
     return {
         "model_type": "gpt2",
         "n_inner": keys.count("feed_forward_length"),

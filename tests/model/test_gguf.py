@@ -161,7 +161,8 @@ def test_each_architecture_computes_what_its_source_does(tmp_path: Path, model_t
             for model_type in ("llama", "qwen2", "qwen3_moe")
             for betas in ({}, {"beta_fast": 16.0, "beta_slow": 2.0})
         ),
-        ("qwen2", {"head_dim": 32}, {}),
+        *((model_type, {"head_dim": 32}, {}) for model_type in ("mixtral", "qwen2", "qwen2_moe", "phi3", "starcoder2")),
+        ("gpt2", {}, {"{arch}.attention.key_length": 16, "{arch}.attention.value_length": 16}),
         ("qwen3", {"attention_bias": True}, {}),
         ("qwen3_moe", {"norm_topk_prob": False}, {"{arch}.expert_weights_norm": False}),
         ("qwen2_moe", {"norm_topk_prob": True}, {"{arch}.expert_weights_norm": True}),
@@ -241,6 +242,8 @@ REFUSED_EVERYWHERE: dict[str, Any] = {
     "{arch}.block_count": 3,
     "{arch}.vocab_size": VOCAB_SIZE + 1,
     "{arch}.attention.head_count": [4, 2],
+    "{arch}.attention.head_count_kv": 3,
+    "{arch}.attention.value_length": 24,
     "general.type": "adapter",
     "general.something_new": 1,
     "split.count": 2,
@@ -270,8 +273,6 @@ REFUSED_WITH_ROTATION: dict[str, Any] = {
     "{arch}.rope.scaling.attn_factor": 1.2,
     "{arch}.rope.scaling.yarn_log_multiplier": 0.1,
     "{arch}.rope.dimension_sections": [2, 2, 4],
-    "{arch}.attention.value_length": 24,
-    "{arch}.attention.head_count_kv": 3,
 }
 
 
