@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
+import structlog
 
 from common.errors import ConfigError, Unauthenticated
 from common.rpc_errors import abort_with
@@ -16,22 +20,68 @@ from common.wire.grpc_options import Metadata
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _SCHEME = "Bearer "
+_MAX_FILE_BYTES = 1 << 20
+_MIN_TOKEN_CHARS = 8
+
+_log = structlog.get_logger(__name__)
 
 
 def read_tokens(setting: str, path: Path) -> tuple[str, ...]:
-    """The tokens in a file, one a line. Raises ConfigError naming `setting`, and never quotes what was read."""
+    """The tokens in a file, one a line, each once. Raises ConfigError naming `setting`, and never quotes what was read.
+
+    A file that others may read is warned about: where secrets are mounted, the group often may. One that everybody may
+    write to is refused.
+    """
+
+    def wrong(reason: str | None) -> ConfigError:
+        return ConfigError(f"{setting}: {path}: {reason}")
+
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not text"
-        raise ConfigError(f"{setting}: {path}: {reason}") from None
-    tokens = tuple(line.strip() for line in lines if line.strip())
-    if not tokens:
-        raise ConfigError(f"{setting}: {path}: holds no token")
-    for number, token in enumerate(tokens, start=1):
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(_MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise wrong(error.strerror) from None
+    except UnicodeDecodeError:
+        raise wrong("is not text") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise wrong("is too large for a file of tokens")
+    if mode & stat.S_IWOTH and stat.S_ISREG(mode):
+        raise wrong("everybody may write to it: chmod 600")
+    if mode & (stat.S_IRWXG | stat.S_IRWXO) and stat.S_ISREG(mode):
+        _log.warning("token_file_open_to_others", setting=setting, path=str(path), mode=f"{stat.S_IMODE(mode):o}")
+    tokens: dict[str, None] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not (token := line.strip(" \t\r")):
+            continue
         if not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError(f"{setting}: {path}: token {number} has characters other than printable ASCII")
-    return tokens
+            raise wrong(f"line {number} has spaces, or characters other than printable ASCII")
+        if len(token) < _MIN_TOKEN_CHARS:
+            raise wrong(f"line {number} is shorter than {_MIN_TOKEN_CHARS} characters: it can be guessed")
+        tokens[token] = None
+    if not tokens:
+        raise wrong("holds no token")
+    return tuple(tokens)
+
+
+def token_in(header: str) -> str:
+    """What `authorization: Bearer TOKEN` shows, or the password of `Basic`, which browsers ask people for; or ""."""
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def is_known(token: str, tokens: Sequence[str]) -> bool:
+    """Takes the same time whichever token it is, and however much of one is right."""
+    matches = [hmac.compare_digest(token.encode(), known.encode()) for known in tokens]
+    return any(matches)
 
 
 def authorization(token: str) -> Metadata:

@@ -16,6 +16,7 @@ import structlog
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
+from common.bearer_tokens import read_tokens
 from common.config.load import load_settings
 from common.config.settings import ServiceSettings
 from common.descriptors import raise_descriptor_limit
@@ -84,7 +85,7 @@ def run_service(
             runtime, registry = open_runtime(settings), CollectorRegistry()
             with (
                 contextlib.closing(runtime),
-                MetricsServer(settings.metrics_listen, registry),
+                MetricsServer(settings.metrics_listen, registry, tokens=_metrics_tokens(settings)),
                 process_tracer(settings, service=program, instance_id=instance_id) as tracer,
             ):
                 process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
@@ -96,6 +97,11 @@ def run_service(
             return exit_status_of(error)
     _log.info("stopped")
     return EXIT_OK
+
+
+def _metrics_tokens(settings: ServiceSettings) -> tuple[str, ...]:
+    file = settings.metrics_token_file
+    return () if file is None else read_tokens("metrics_token_file", file)
 
 
 async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process) -> None:

@@ -67,13 +67,16 @@ class ServiceServer:
         *,
         service_name: str,
         credentials: grpc.ServerCredentials | None = None,
+        checks_certificates: bool = False,
         tokens: Sequence[str] = (),
         limits: ServerLimits | None = None,
         timeline: TimelineServicer | None = None,
     ) -> None:
+        """`checks_certificates`: whether `credentials` let only clients in that show a certificate."""
         limits = limits or ServerLimits()
         self._service_name = service_name
         self._credentials = credentials
+        self._checks_certificates = checks_certificates
         self._has_tokens = bool(tokens)
         self.client_of = clients_told_apart(tokens)
         self._health = HealthServicer()
@@ -104,8 +107,11 @@ class ServiceServer:
 
         Raises ConfigError when the address cannot be had.
         """
-        if self._has_tokens and self._credentials is None and not is_loopback(address):
-            _log.warning("tokens_in_plain_text", listen=address)
+        if not is_loopback(address):
+            if self._has_tokens and self._credentials is None:
+                _log.warning("tokens_in_plain_text", listen=address)
+            if not self._has_tokens and not self._checks_certificates:
+                _log.warning("open_to_all", listen=address, what="everything")
         try:
             if self._credentials is None:
                 port = self.grpc_server.add_insecure_port(address)

@@ -137,6 +137,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     server = ServiceServer(
         service_name=INFERENCE_SERVICE,
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
+        checks_certificates=settings.tls_ca is not None,
         tokens=server_tokens(settings),
         limits=ServerLimits(
             max_message_bytes=settings.max_request_bytes,

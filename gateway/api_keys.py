@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
+from common.bearer_tokens import is_known, token_in
 from gateway.errors import ApiError
 
 _SCHEME = b"bearer "
+_PASSWORD = 'Basic realm="Baton"'
 
 
 class ApiKeys:
@@ -31,6 +33,15 @@ class ApiKeys:
         if len(shown) != 1 or not any(matches):
             raise _unknown("authorization: the API key is not known here", code="invalid_api_key")
         return f"key {matches.index(True)}" if len(self._keys) > 1 else ""
+
+    def check_viewer(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Of who looks at the status or metrics, and may give the key as a password too. Raises ApiError 401."""
+        shown = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
+        keys = [key.decode() for key in self._keys]
+        if len(shown) != 1 or not is_known(token_in(shown[0]), keys):
+            raise ApiError(
+                401, "authorization: show an API key, or give it as password", headers={"www-authenticate": _PASSWORD}
+            )
 
 
 def _unknown(message: str, *, code: str | None = None) -> ApiError:

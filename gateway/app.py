@@ -46,6 +46,7 @@ def build_app(
     status: StatusCollector | None,
     tracer: Tracer,
     cors_origins: Sequence[str] = (),
+    status_needs_key: bool = False,
 ) -> ASGIApp:
     """The whole gateway as an ASGI application; needs a running event loop."""
     metrics = GatewayMetrics(registry)
@@ -98,7 +99,7 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False
-    checked: ASGIApp = KeyCheck(TracedApp(app, tracer=tracer), api_keys=api_keys)
+    checked: ASGIApp = KeyCheck(TracedApp(app, tracer=tracer), api_keys=api_keys, covers_status=status_needs_key)
     return Edge(_for_origins(checked, cors_origins) if cors_origins else checked, metrics=metrics)
 
 

@@ -16,6 +16,7 @@ from gateway.request_record import RequestRecord
 from gateway.responses import send_error
 
 _MAX_LOGGED_CHARS = 256
+_STATUS_PATHS = ("/", "/metrics", "/status.json")
 
 _log = structlog.get_logger(__name__)
 
@@ -61,19 +62,23 @@ class Edge:
 
 
 class KeyCheck:
-    """An ASGI application around another, for those who show a key. It is inside the Edge, and inside what answers
-    other origins' questions: a browser asks those without a key.
+    """An ASGI application around another, for those who show a key: under /v1, and with `covers_status` at the status
+    and metrics. It is inside the Edge, and inside what answers other origins' questions: a browser asks those without a
+    key.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, covers_status: bool) -> None:
         self._app = app
         self._api_keys = api_keys
+        self._covered = _STATUS_PATHS if covers_status else ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = scope["state"]["record"]
         try:
             if is_api(scope):
                 record.client = self._api_keys.check(scope["headers"]) or record.client
+            elif scope["path"] in self._covered:
+                self._api_keys.check_viewer(scope["headers"])
             record.take_id(scope["headers"])
         except ApiError as error:
             await send_error(error, scope, receive, send)

@@ -84,7 +84,9 @@ def context_exceeded(
 
     `prompt`: what the request calls its prompt.
     """
-    if num_prompt_tokens is None:
+    if num_prompt_tokens is None and param == prompt:
+        what = f"your {prompt} resulted in more than {max_context_tokens} tokens"  # nobody counts further
+    elif num_prompt_tokens is None:
         what = message
     elif max_tokens is None:
         what = f"your {prompt} resulted in {num_prompt_tokens} tokens"

@@ -51,6 +51,8 @@ class GatewayServer:
         api_keys = () if settings.api_key_file is None else read_tokens("api_key_file", settings.api_key_file)
         if api_keys and settings.tls_cert is None and not is_loopback(settings.listen):
             _log.warning("tokens_in_plain_text", listen=settings.listen)
+        if not is_loopback(settings.listen) and not (api_keys and settings.status_needs_key):
+            _log.warning("open_to_all", listen=settings.listen, what="status and metrics" if api_keys else "everything")
         tls = _server_tls(settings)
         self._client = open_decode_client(settings)
         self.open_requests = OpenRequests(
@@ -69,6 +71,7 @@ class GatewayServer:
             status=self._status,
             tracer=tracer,
             cors_origins=settings.cors_origins,
+            status_needs_key=settings.status_needs_key,
         )
         wanted = max(MAX_CONNECTIONS, 2 * settings.max_open_requests)
         self._connections = OpenConnections(max_connections=max_connections(wanted))
@@ -137,8 +140,10 @@ class _HttpServer(uvicorn.Server):
 def _status_collector(settings: GatewaySettings) -> StatusCollector | None:
     if not settings.status_page:
         return None
+    token_file = settings.metrics_token_file
     return StatusCollector(
         metrics_targets=settings.metrics_targets,
+        metrics_token="" if token_file is None else read_tokens("metrics_token_file", token_file)[0],
         decode_targets=settings.decode,
         open_client=open_clients(tls=decode_tls(settings), token=decode_token(settings)),
     )

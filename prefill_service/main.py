@@ -94,6 +94,7 @@ async def _serve(settings: PrefillSettings, process: Process, size: PoolSize, le
     server = PrefillServer(
         servicer=servicer,
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
+        checks_certificates=settings.tls_ca is not None,
         tokens=server_tokens(settings),
         limits=ServerLimits(max_streams=settings.max_streams, max_connections=max_connections()),
         timeline=TimelineServicer(timeline=runtime.timeline, service=PREFILL_SERVICE, instance_id=process.instance_id),

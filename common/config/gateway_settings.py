@@ -31,12 +31,16 @@ class GatewaySettings(ProcessSettings):
     resume_timeout_s: Seconds = 60.0
     client_stall_timeout_s: Seconds = 30.0
     status_page: bool = True
+    status_needs_key: bool = False
     metrics_targets: Addresses = ()
+    metrics_token_file: Path | None = None
 
     @model_validator(mode="after")
     def _check_decode(self) -> Self:
         if not self.decode:
             raise ValueError("decode names no address")
+        if self.status_needs_key and self.api_key_file is None:
+            raise ValueError("status_needs_key needs api_key_file")
         if len(self.decode) > 1 and any(target.startswith("dns:") for target in self.decode):
             raise ValueError("decode is one dns:///NAME:PORT, or any number of HOST:PORT")
         return self

@@ -47,6 +47,7 @@ class ServiceSettings(ProcessSettings):
         return self.fused_forward and self.attention == "kernels"
 
     metrics_listen: OptionalAddress = ""
+    metrics_token_file: Path | None = None
     model: str = DEMO_MODEL
     draft: Annotated[str, Field(validate_default=True)] = ""
     """Resolved: the head that is used, or "" without one."""

@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import io
+import socket
+import socketserver
+import sys
 import threading
+import time
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
-from wsgiref.simple_server import WSGIServer
+from typing import Any, ClassVar, Self
 
-from prometheus_client import CollectorRegistry, start_http_server
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import MetricsHandler
 
+from common.addresses import host_and_port, is_loopback
+from common.bearer_tokens import is_known, token_in
 from common.errors import ConfigError
+
+_HEAD_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 10.0
+_MAX_HEAD_BYTES = 16 << 10
+_MAX_CONNECTIONS = 32
+_FAILED_ACCEPT_S = 0.1
+_STOP_POLL_S = 0.05
+
+_log = structlog.get_logger(__name__)
 
 
 class MetricsServer:
-    """Serves `registry` at `http://{listen}/metrics` from entering to leaving; with an empty `listen`, nothing."""
+    """Serves `registry` at `http://{listen}/metrics` from entering to leaving; with an empty `listen`, nothing.
 
-    def __init__(self, listen: str, registry: CollectorRegistry) -> None:
+    With `tokens`, to those who show one. A client has 5 s to send its request's head and 10 s to take the answer; of
+    more than 32 at a time the oldest is left.
+    """
+
+    def __init__(self, listen: str, registry: CollectorRegistry, *, tokens: Sequence[str] = ()) -> None:
         self._listen = listen
-        self._registry = registry
-        self._running: tuple[WSGIServer, threading.Thread] | None = None
+        self._handler = type("Handler", (_Handler,), {"registry": registry, "tokens": tuple(tokens)})
+        self._has_tokens = bool(tokens)
+        self._running: tuple[_Server, threading.Thread] | None = None
 
     @property
     def port(self) -> int | None:
-        return None if self._running is None else self._running[0].server_port
+        return None if self._running is None else int(self._running[0].server_address[1])
 
     def __enter__(self) -> Self:
         if self._listen:
-            host, _, port = self._listen.rpartition(":")
             try:
-                self._running = start_http_server(int(port), addr=host.strip("[]"), registry=self._registry)
-            except OSError as error:
+                server = _Server(self._listen, self._handler)
+            except (OSError, UnicodeError) as error:
                 raise ConfigError(f"metrics_listen: cannot listen on {self._listen}: {error}") from error
+            if not self._has_tokens and not is_loopback(self._listen):
+                _log.warning("open_to_all", listen=self._listen, what="metrics")
+            thread = threading.Thread(target=server.serve_forever, args=(_STOP_POLL_S,), name="metrics", daemon=True)
+            thread.start()
+            self._running = server, thread
         return self
 
     def __exit__(
@@ -41,3 +68,82 @@ class MetricsServer:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, listen: str, handler: type[_Handler]) -> None:
+        host, port = host_and_port(listen)
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self.address_family = info[0]
+        self._lock = threading.Lock()
+        self._open: dict[Any, None] = {}  # the oldest first
+        super().__init__(info[4][:2], handler)  # type: ignore[arg-type]
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_FAILED_ACCEPT_S)  # out of descriptors: it would be tried again at once
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= _MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                _shut_down(oldest)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # its client left, or took nothing
+            _log.exception("metrics_failed")
+
+
+class _Handler(MetricsHandler):
+    """One request of one connection."""
+
+    tokens: ClassVar[tuple[str, ...]] = ()
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BytesIO(self._head())
+        self.connection.settimeout(_ANSWER_TIMEOUT_S)
+
+    def do_GET(self) -> None:
+        if self.tokens and not is_known(token_in(self.headers.get("authorization", "")), self.tokens):
+            self.send_response(401)
+            self.send_header("www-authenticate", 'Basic realm="Baton"')
+            self.end_headers()
+            return
+        super().do_GET()
+
+    def _head(self) -> bytes:
+        """Nothing when it does not come in time."""
+        head, until_s = b"", time.monotonic() + _HEAD_TIMEOUT_S
+        while b"\r\n\r\n" not in head:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or len(head) > _MAX_HEAD_BYTES:
+                return b""
+            self.connection.settimeout(left_s)
+            part = self.connection.recv(4096)
+            if not part:
+                return b""
+            head += part
+        return head
+
+
+def _shut_down(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads or writes it
+    except OSError:
+        return  # it has ended by itself

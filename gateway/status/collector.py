@@ -21,8 +21,9 @@ class StatusCollector:
     """Everyone who looks shares one sampling: a round every `interval_s`, never two at a time.
 
     It begins with a look and ends `idle_timeout_s` after the last one, with its connections and samples. `targets` are
-    HOST:PORT or dns:///HOST:PORT, and stand for every address behind their names; `timeout_s` bounds each look-up and
-    each answer. Needs a running event loop; close it before the loop ends.
+    HOST:PORT or dns:///HOST:PORT, and stand for every address behind their names; those of metrics are shown
+    `metrics_token`; `timeout_s` bounds each look-up and each answer. Needs a running event loop; close it before the
+    loop ends.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class StatusCollector:
         metrics_targets: Sequence[str],
         decode_targets: Sequence[str],
         open_client: OpenClient,
+        metrics_token: str = "",
         look_up: LookUp = look_up,
         interval_s: float = INTERVAL_S,
         window_s: float = WINDOW_S,
@@ -42,6 +44,7 @@ class StatusCollector:
         self._metrics_targets = tuple(metrics_targets)
         self._decode_targets = tuple(decode_targets)
         self._open_client = open_client
+        self._metrics_token = metrics_token
         self._look_up = look_up
         self._interval_s = interval_s
         self._window_s = window_s
@@ -94,6 +97,7 @@ class StatusCollector:
             metrics_targets=self._metrics_targets,
             decode_targets=self._decode_targets,
             open_client=self._open_client,
+            metrics_token=self._metrics_token,
             look_up=self._look_up,
             interval_s=self._interval_s,
             window_s=self._window_s,

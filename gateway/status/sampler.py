@@ -30,10 +30,11 @@ class Sampler:
         window_s: float,
         timeout_s: float,
         clock: Callable[[], float],
+        metrics_token: str = "",
     ) -> None:
         self._interval_s = interval_s
         self._clock = clock
-        self._scraper = Scraper(timeout_s=timeout_s)
+        self._scraper = Scraper(timeout_s=timeout_s, token=metrics_token)
         self._services = Members(
             metrics_targets,
             join=partial(WatchedService, scraper=self._scraper, window_s=window_s),

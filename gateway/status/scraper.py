@@ -8,6 +8,7 @@ from typing import Self
 
 import httpx2
 
+from common.bearer_tokens import authorization
 from gateway.status.exposition import Exposition, parse_exposition
 
 MAX_BYTES = 256 << 10
@@ -22,16 +23,17 @@ class ScrapeFailed(Exception):
 class Scraper:
     """GETs /metrics. Ignores the environment's proxies and follows no redirect: a target is who answers there."""
 
-    def __init__(self, *, timeout_s: float, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, *, timeout_s: float, max_bytes: int = MAX_BYTES, token: str = "") -> None:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
+        shown = dict(authorization(token)) if token else {}
         self._client = httpx2.AsyncClient(
             timeout=timeout_s,
             limits=httpx2.Limits(max_connections=MAX_CONNECTIONS),
             trust_env=False,
             follow_redirects=False,
             # Packed, a small answer could become a huge one.
-            headers={"accept": "text/plain", "accept-encoding": "identity"},
+            headers={"accept": "text/plain", "accept-encoding": "identity", **shown},
         )
 
     async def scrape(self, address: str) -> Exposition:

@@ -20,12 +20,18 @@ class PrefillServer(ServiceServer):
         *,
         servicer: PrefillServicer,
         credentials: grpc.ServerCredentials | None = None,
+        checks_certificates: bool = False,
         tokens: Sequence[str] = (),
         limits: ServerLimits | None = None,
         timeline: TimelineServicer | None = None,
     ) -> None:
         super().__init__(
-            service_name=PREFILL_SERVICE, credentials=credentials, tokens=tokens, limits=limits, timeline=timeline
+            service_name=PREFILL_SERVICE,
+            credentials=credentials,
+            checks_certificates=checks_certificates,
+            tokens=tokens,
+            limits=limits,
+            timeline=timeline,
         )
         self.grpc_server.add_generic_rpc_handlers((_prefill_handlers(servicer),))
 

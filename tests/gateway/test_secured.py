@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import openai
 import pytest
+from pydantic import ValidationError
+from structlog.testing import capture_logs
 
 import gateway.server
 from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from gateway.server import GatewayServer
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import gateway_here
+from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.security.certificates import Authority
 from tests.support.loop_thread import LoopThread
 
@@ -111,3 +115,63 @@ def test_hosts_that_nobody_knows_end_the_start(loop: LoopThread) -> None:
 
     with pytest.raises(StartupError, match=r"^decode: "):
         loop.run(build())
+
+
+@pytest.mark.parametrize(
+    ("listen", "settings", "expected"),
+    [
+        ("0.0.0.0:0", {}, ["everything"]),
+        ("0.0.0.0:0", {"api_key_file": "keys"}, ["status and metrics"]),
+        ("[::]:0", {"api_key_file": "keys"}, ["status and metrics"]),
+        ("0.0.0.0:0", {"api_key_file": "keys", "status_needs_key": True}, []),
+        ("127.0.0.1:0", {}, []),
+    ],
+)
+def test_what_is_open_beyond_this_machine_is_warned_about(
+    loop: LoopThread, listen: str, settings: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("some-long-key\n")
+    files = {name: tmp_path / value if name.endswith("_file") else value for name, value in settings.items()}
+
+    async def build() -> None:
+        await GatewayServer(GatewaySettings(listen=listen, **files)).stop()
+
+    with capture_logs() as log:
+        loop.run(build())
+    assert [line["what"] for line in log if line["event"] == "open_to_all"] == expected
+
+
+@pytest.fixture
+def closed(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
+    """Its status and metrics need a key too."""
+    (tmp_path / "keys").write_text("some-long-key\nother-long-key\n")
+    with gateway_here(loop, scripted.address, api_key_file=tmp_path / "keys", status_needs_key=True) as gateway:
+        yield gateway
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics"])
+def test_status_and_metrics_can_need_a_key(closed: GatewayHere, path: str) -> None:
+    for shown in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": basic("wrong")},
+        {"authorization": "Basic ?"},
+    ):
+        refused = closed.ask("GET", path, **shown)
+        assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Basic realm="Baton"')
+    for known in ("Bearer some-long-key", basic("other-long-key")):
+        assert closed.ask("GET", path, authorization=known).status == 200
+
+
+def test_health_needs_none_and_the_api_takes_no_password(closed: GatewayHere) -> None:
+    assert closed.ask("GET", "/health/live").status == 200
+    assert closed.ask("GET", "/v1/models", authorization=basic("some-long-key")).status == 401
+
+
+def test_a_key_for_the_status_must_be_there() -> None:
+    with pytest.raises(ValidationError, match="status_needs_key needs api_key_file"):
+        GatewaySettings(status_needs_key=True)

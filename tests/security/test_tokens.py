@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -137,7 +138,27 @@ def written(path: Path, text: str | bytes) -> Path:
 
 
 def test_a_file_holds_one_token_a_line(tmp_path: Path) -> None:
-    assert read_tokens("auth_token_file", written(tmp_path / "tokens", f"{OLD}\n\n  {NEW}  \n")) == (OLD, NEW)
+    text = f"\ufeff{OLD}\r\n\r\n  {NEW}\t\n{OLD}\n{NEW}"
+    assert read_tokens("auth_token_file", written(tmp_path / "tokens", text)) == (OLD, NEW)
+
+
+@pytest.mark.parametrize(
+    ("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True), (0o644, True), (0o664, True)]
+)
+def test_a_file_that_others_may_read_is_warned_about(tmp_path: Path, mode: int, warns: bool) -> None:
+    path = written(tmp_path / "tokens", OLD)
+    path.chmod(mode)
+    with capture_logs() as log:
+        assert read_tokens("auth_token_file", path) == (OLD,)
+    assert [(line["event"], line["mode"]) for line in log] == [("token_file_open_to_others", f"{mode:o}")] * warns
+    assert OLD not in str(log)
+
+
+def test_a_file_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "tokens", OLD)
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="everybody may write to it"):
+        read_tokens("auth_token_file", path)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +170,29 @@ def test_a_file_holds_one_token_a_line(tmp_path: Path) -> None:
         lambda path: written(path / "blank", " \n\n"),
         lambda path: written(path / "binary", b"\xff\xfe"),
         lambda path: written(path / "spaced", "top secret\n"),
-        lambda path: written(path / "accented", "sécret\n"),
+        lambda path: written(path / "accented", "sécret-sécret\n"),
+        lambda path: written(path / "short", "secret\n"),
+        lambda path: written(path / "controlled", "top\x0csecret-secret\n"),
+        lambda path: written(path / "separated", "top\u2028secret-secret\n"),
+        lambda path: written(path / "marked", "secret-\ufeffsecret\n"),
+        lambda path: written(path / "huge", "secret-secret\n" * 100_000),
+        lambda path: Path("/dev/zero"),
     ],
-    ids=["absent", "a directory", "empty", "blank", "not text", "a space", "not ASCII"],
+    ids=[
+        "absent",
+        "a directory",
+        "empty",
+        "blank",
+        "not text",
+        "a space",
+        "not ASCII",
+        "short",
+        "a form feed",
+        "a line separator",
+        "a mark inside",
+        "huge",
+        "endless",
+    ],
 )
 def test_a_file_without_tokens_is_refused_by_its_key_and_never_quoted(
     tmp_path: Path, make: Callable[[Path], Path]
@@ -203,12 +244,23 @@ def test_what_is_loopback(address: str, expected: bool) -> None:
 
 
 # The other address is nobody's (RFC 5737): listening there fails, which is no matter here.
-@pytest.mark.parametrize(("host", "num_warnings"), [("192.0.2.1", 1), ("127.0.0.1", 0)])
-async def test_tokens_in_plain_text_beyond_loopback_are_warned_about_once(host: str, num_warnings: int) -> None:
-    server = ServiceServer(service_name="baton.v1.Nothing", tokens=(OLD,))
+@pytest.mark.parametrize(
+    ("host", "protection", "expected"),
+    [
+        ("192.0.2.1", {"tokens": (OLD,)}, ["tokens_in_plain_text"]),
+        ("192.0.2.1", {}, ["open_to_all"]),
+        ("192.0.2.1", {"checks_certificates": True}, []),
+        ("127.0.0.1", {"tokens": (OLD,)}, []),
+        ("127.0.0.1", {}, []),
+        ("localhost", {}, []),
+    ],
+)
+async def test_a_service_that_is_open_beyond_this_machine_says_so_once(
+    host: str, protection: dict[str, Any], expected: list[str]
+) -> None:
+    server = ServiceServer(service_name="baton.v1.Nothing", **protection)
     with capture_logs() as log, suppress(ConfigError):
         await server.start(f"{host}:0")
     await server.stop(0)
-    warnings = [line for line in log if line["event"] == "tokens_in_plain_text"]
-    assert [line["log_level"] for line in warnings] == ["warning"] * num_warnings
+    assert [line["event"] for line in log if line["log_level"] == "warning"] == expected
     assert OLD not in str(log)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import base64
+import socket
+import urllib.error
 import urllib.request
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from common.errors import ConfigError, RowFailure
 from common.load import EngineLoad, PoolCounts
+from common.telemetry import exposition
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.handoff_metrics import HandoffMetrics
@@ -151,6 +157,45 @@ def test_the_endpoint_serves_the_registry_it_was_given(registry: CollectorRegist
         text = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5).read().decode()
 
     assert 'baton_rows{state="transferring"} 3.0' in text
+
+
+def test_the_endpoint_asks_for_a_token(registry: CollectorRegistry) -> None:
+    with MetricsServer("127.0.0.1:0", registry, tokens=("some-long-token", "another-token")) as server:
+
+        def ask(**headers: str) -> int:
+            request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
+            try:
+                return int(urllib.request.urlopen(request, timeout=5).status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        assert (ask(), ask(authorization="Bearer some"), ask(authorization="some-long-token")) == (401, 401, 401)
+        assert (ask(authorization="Bearer another-token"), ask(authorization="Bearer some-long-token")) == (200, 200)
+        assert ask(authorization="Basic " + base64.b64encode(b"me:another-token").decode()) == 200
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /metrics HTTP/1.1\r\nx: "], ids=["nothing", "half a head"])
+def test_clients_that_send_no_request_keep_nobody_out(
+    registry: CollectorRegistry, begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than may be open at a time; each is left after its time, or for a later one."""
+    monkeypatch.setattr(exposition, "_HEAD_TIMEOUT_S", 1.0)
+    with MetricsServer("127.0.0.1:0", registry) as server, ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 5)) for _ in range(100)]
+        for each in slow:
+            each.sendall(begun)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5).status == 200
+        assert [each.recv(1) for each in slow] == [b""] * 100
+
+
+def test_a_listener_that_is_open_to_all_says_so(registry: CollectorRegistry) -> None:
+    for listen, tokens, expected in (
+        ("0.0.0.0:0", (), ["metrics"]),
+        ("0.0.0.0:0", ("some-long-token",), []),
+        ("[::1]:0", (), []),
+    ):
+        with capture_logs() as log, MetricsServer(listen, registry, tokens=tokens):
+            assert [line["what"] for line in log if line["event"] == "open_to_all"] == expected
 
 
 def test_an_address_in_use_is_a_wrong_configuration(registry: CollectorRegistry) -> None:

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
+from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
 from gateway.status.exposition import parse_exposition
 from gateway.status.increase import Increase
 from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
-from tests.gateway.status.scene import LOAD, Clock, Decode, ExposedDecode, Names, numeric, sampler
+from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, Names, numeric, sampler
 
 NUM_POOL_THREADS = 32
 """That an event loop's own pool has at most."""
@@ -235,3 +236,14 @@ async def test_an_endpoint_of_somebody_else_is_no_service() -> None:
         async with Scraper(timeout_s=5) as scraper:
             with pytest.raises(ScrapeFailed, match="no metric begins"):
                 await scraper.scrape(f"127.0.0.1:{server.port}")
+
+
+async def test_an_endpoint_that_wants_a_token_is_shown_it() -> None:
+    registry = CollectorRegistry()
+    EngineMetrics(registry).watch(lambda: IDLE, is_ready=lambda: True)
+    with MetricsServer("127.0.0.1:0", registry, tokens=("some-long-token",)) as server:
+        address = f"127.0.0.1:{server.port}"
+        async with Scraper(timeout_s=5) as stranger, Scraper(timeout_s=5, token="some-long-token") as known:
+            with pytest.raises(ScrapeFailed, match="answered 401"):
+                await stranger.scrape(address)
+            await known.scrape(address)
