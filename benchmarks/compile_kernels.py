@@ -24,13 +24,14 @@ import triton
 from torch import Tensor
 
 from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.kernel_variants import Variant
 from common.errors import StartupError
 from common.model.attention import ForwardInput, KernelShape
 from common.model.attention_triton import HeadShape, Tiles, TritonAttention
 from common.model.sampling_state import SamplingState
 from common.model.sampling_triton import TritonDraws, draw
 from common.model.triton_kernels import attend
-from common.model.triton_launch import Launch, Variant
+from common.model.triton_launch import Launch
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 """By compute capability: the most that a program may have of a multiprocessor's shared memory."""
@@ -153,7 +154,7 @@ def attention_kernels(
     except StartupError as error:
         yield error
         return
-    for variant in dict.fromkeys(launch.variant() for launch in launches):
+    for variant in dict.fromkeys(Variant.of(launch) for launch in launches):
         yield compiled(variant, capability, heads.dtype, heads.head_dim)
 
 
@@ -172,7 +173,7 @@ def sampling_launches(vocab_size: int, draft_vocab_size: int) -> list[Launch]:
 
 def sampling_kernels(capability: int) -> Iterator[Compiled]:
     for launch in sampling_launches(128256, 32000):
-        yield compiled(launch.variant(), capability, torch.float32, 0)
+        yield compiled(Variant.of(launch), capability, torch.float32, 0)
 
 
 def few() -> Iterator[Compiled | StartupError]:

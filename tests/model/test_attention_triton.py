@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.compile_kernels import attention_launches
+from benchmarks.kernel_variants import Variant
 from common.model.attention import KernelShape
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import NO_LIMIT, HeadShape
-from common.model.triton_launch import Variant
 from tests.model.attention_rows import LAYER, Rows
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -88,7 +88,7 @@ def variants(forwards: Iterable[Rows]) -> set[Variant]:
     """What would be compiled for these forwards."""
     seen: set[Variant] = set()
     for rows in forwards:
-        rows.attend(rows.triton(lambda launch: seen.add(launch.variant())))
+        rows.attend(rows.triton(lambda launch: seen.add(Variant.of(launch))))
     return seen
 
 
@@ -161,13 +161,12 @@ def test_addresses_have_64_bits_however_large_the_pool_is(shape: KernelShape) ->
     """So one pool needs no other kernels than another, and none of more than 2^31 numbers wraps around."""
     heads = HeadShape(32, 8, 128, torch.bfloat16)
     small, large = (
-        [launch.variant() for launch in attention_launches(heads, shape, NO_LIMIT, num_slots=num_slots)]
+        [Variant.of(launch) for launch in attention_launches(heads, shape, NO_LIMIT, num_slots=num_slots)]
         for num_slots in (4096, 1 << 24)
     )
     assert small == large
     for variant in small:
-        names = [parameter.name for parameter in variant.kernel.definition.params]
-        strides = {kind for name, kind in zip(names, variant.types, strict=True) if name.endswith("_stride")}
+        strides = {kind for name, kind in variant.argument_types.items() if name.endswith("_stride")}
         assert strides <= {"i64"}
 
 

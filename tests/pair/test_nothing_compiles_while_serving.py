@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_variants import Variant
 from common.draft.paged_head import PagedHead
 from common.kv.pool import KvPool
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
@@ -20,7 +21,6 @@ from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import SamplingState
 from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
-from common.model.triton_launch import Variant
 from common.warm_kernels import warm_kernels
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, load_drafted
 from tests.support.pair import InProcessPair, PairOptions
@@ -42,7 +42,7 @@ class NotedAttention(AttentionBackend):
     follows_lengths = True
 
     def __init__(self, heads: HeadShape, seen: set[Variant]) -> None:
-        self._noted = TritonAttention(heads, launch=lambda launch: seen.add(launch.variant()))
+        self._noted = TritonAttention(heads, launch=lambda launch: seen.add(Variant.of(launch)))
         self._computed = TorchAttention()
 
     def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
@@ -133,7 +133,7 @@ def test_plain_decoding_launches_nothing_that_is_not_compiled(
 def test_what_draws_tokens_is_compiled_too(leaning: Drafted) -> None:
     target, head = leaning.target, leaning.head
     seen: set[Variant] = set()
-    draws = TritonDraws(lambda launch: seen.add(launch.variant()))
+    draws = TritonDraws(lambda launch: seen.add(Variant.of(launch)))
     device = RecordingCpuDevice()
     pool = KvPool(
         groups=[target.layer_group, head.layer_group],

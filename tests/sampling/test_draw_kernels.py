@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kernel_variants import Variant
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling import Ancestors, Sampled, draw, propose, propose_branches, sample
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import DrawKernels, RowSeed, SamplingBatch, SamplingState
 from common.model.sampling_triton import TritonDraws
-from common.model.triton_launch import Launch, Variant
+from common.model.triton_launch import Launch
 
 VOCAB = 5000  # more than a program takes at once
 CPU = torch.device("cpu")
@@ -235,7 +236,7 @@ def test_no_batch_needs_a_kernel_of_its_own() -> None:
     seen: dict[str, set[Variant]] = {"draw": set(), "propose": set(), "couple": set()}
 
     def noted(name: str) -> TritonDraws:
-        return TritonDraws(lambda launch: seen[name].add(launch.variant()))
+        return TritonDraws(lambda launch: seen[name].add(Variant.of(launch)))
 
     for num_rows in range(1, 10):
         for offset in (0, 1):
