@@ -14,11 +14,12 @@ from common.answering import DONE
 from common.asked_process import AskedProcess, ChildFailed
 from common.chat_template import ChatRefused, TextTooLong
 
-RENDER_TIMEOUT_S = 5.0
+RENDER_TIMEOUT_S = 2.0  # a long conversation takes some 10 ms
 _START_TIMEOUT_S = 20.0
-_MAX_PROCESSES = 4
-_MEMORY_BYTES = 512 << 20  # of a process's addresses: Python and Jinja take some 50 MiB
+_MAX_PROCESSES = 8
+_MEMORY_BYTES = 256 << 20  # of a process's addresses: Python and Jinja take some 50 MiB
 _MEMORY_PER_CHAR = 16
+_MAX_ROOMY_CHARS = 64 << 20
 
 _log = structlog.get_logger(__name__)
 
@@ -102,7 +103,7 @@ class ChatRendering:
             "parts_roles": self._parts_roles,
             "max_chars": self._max_chars,
         }
-        memory_bytes = _MEMORY_BYTES + _MEMORY_PER_CHAR * self._max_chars
+        memory_bytes = _MEMORY_BYTES + _MEMORY_PER_CHAR * min(self._max_chars, _MAX_ROOMY_CHARS)
         try:
             process = await AskedProcess.spawn(
                 protocol.__name__, str(2 * _START_TIMEOUT_S), str(memory_bytes), timeout_s=_START_TIMEOUT_S
