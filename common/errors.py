@@ -227,6 +227,7 @@ class RowFailure(StrEnum):
     DRAINING = "DRAINING"
     COMPUTE = "COMPUTE"
     STALLED = "STALLED"
+    CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 
 
 ROW_FAILURE_ERRORS: dict[RowFailure, type[BatonError]] = {
@@ -238,6 +239,7 @@ ROW_FAILURE_ERRORS: dict[RowFailure, type[BatonError]] = {
     RowFailure.DRAINING: PrefillUnavailable,
     RowFailure.COMPUTE: EngineFault,
     RowFailure.STALLED: PrefillUnavailable,
+    RowFailure.CONTEXT_EXCEEDED: ContextExceeded,
 }
 
 
@@ -246,4 +248,6 @@ def error_for_row_failure(reason: RowFailure, message: str) -> BatonError:
     kind = ROW_FAILURE_ERRORS[reason]
     if kind is FingerprintMismatch:
         return FingerprintMismatch(message or "fingerprint", "one value", "another")
+    if kind is ContextExceeded:
+        return ContextExceeded("prompt", message or "is longer than the prefill service takes")
     return kind(message or reason.value)

@@ -35,6 +35,7 @@ class _RowFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowFailure
     ROW_FAILURE_DRAINING: _RowFailure.ValueType  # 6
     ROW_FAILURE_COMPUTE: _RowFailure.ValueType  # 7
     ROW_FAILURE_STALLED: _RowFailure.ValueType  # 8
+    ROW_FAILURE_CONTEXT_EXCEEDED: _RowFailure.ValueType  # 9
 
 class RowFailure(_RowFailure, metaclass=_RowFailureEnumTypeWrapper): ...
 
@@ -47,6 +48,7 @@ ROW_FAILURE_DEADLINE: RowFailure.ValueType  # 5
 ROW_FAILURE_DRAINING: RowFailure.ValueType  # 6
 ROW_FAILURE_COMPUTE: RowFailure.ValueType  # 7
 ROW_FAILURE_STALLED: RowFailure.ValueType  # 8
+ROW_FAILURE_CONTEXT_EXCEEDED: RowFailure.ValueType  # 9
 Global___RowFailure: _TypeAlias = RowFailure  # noqa: Y015
 
 @_typing.final

@@ -20,6 +20,7 @@ import re
 import secrets
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ DIRECTORY = Path("/dev/shm")
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 _PAGE_BYTES = 4096
-_SEAL = fcntl.F_SEAL_SHRINK
+_SEAL = getattr(fcntl, "F_SEAL_SHRINK", 0)  # of Linux, as all here
 """Who has mapped memory that is made smaller dies when it reads there."""
 _ANSWER_TIMEOUT_S = 2.0
 _ACCEPT_RETRY_S = 0.1
@@ -88,8 +89,8 @@ class SharedPool:
         """`directory` has the socket; None: without one. Raises OSError when there is no room for the memory, or where
         the system has no such memory.
         """
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no memory without a name to share")
+        if sys.platform != "linux":
+            raise OSError(errno.ENOSYS, f"not known of {sys.platform}")
         self.file = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._door: _Door | None = None
         try:
@@ -239,6 +240,8 @@ class MappedPool:
         """
         if not _NAME.fullmatch(name):
             raise PoolUnusable(f"{peer_text(name)!r} is not the name of a pool")
+        if sys.platform != "linux":
+            raise PoolUnusable(f"{name} cannot be mapped: not known of {sys.platform}")
         try:
             file = _asked_for(name, directory)
             try:
@@ -268,6 +271,8 @@ class MappedPool:
 def sweep(directory: Path = DIRECTORY) -> int:
     """Remove the sockets of this user whose processes were killed. Returns their number."""
     num_removed = 0
+    if sys.platform != "linux":
+        return num_removed
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             if not path.is_socket() or path.stat().st_uid != os.geteuid():

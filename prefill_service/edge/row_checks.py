@@ -20,10 +20,13 @@ class ModelLimits:
 
 
 def check_row(index: int, row: HandoffRow, limits: ModelLimits) -> HandoffRow | RowFailed:
-    """The row, or why this model cannot compute it. No other replica of the model could either."""
+    """The row, or why this model cannot compute it. No other replica of the model could either, but for its length: a
+    pool is as large as its replica's memory allows.
+    """
     num_tokens = len(row.token_ids)
     if num_tokens > limits.max_context_tokens:
-        return _invalid(index, f"token_ids: {num_tokens} tokens exceed the context of {limits.max_context_tokens}")
+        message = f"{num_tokens} tokens exceed the {limits.max_context_tokens} that this prefill service takes"
+        return RowFailed(row=index, reason=RowFailure.CONTEXT_EXCEEDED, retryable=True, message=message)
     ids = (*row.token_ids, *row.sampling.stop_token_ids, *row.sampling.eos_token_ids)
     largest = max((*ids, *(token_id for token_id, _ in row.sampling.logit_bias)))
     if largest >= limits.vocab_size:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from common.errors import RowFailure
+from common.errors import ContextExceeded, RowFailure, error_for_row_failure
 from common.load import EngineLoad, PoolCounts
 from common.serving import ServerLimits
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
@@ -180,7 +180,6 @@ async def test_an_oversized_command_fails_its_call_only() -> None:
 
 
 INVALID_ROWS = {
-    "token_ids: 257 tokens exceed the context of 256": row(num_tokens=257),
     f"token id {VOCAB_SIZE} is not below": replace(row(), token_ids=(0, VOCAB_SIZE), prompt_len=1),
     "token id 999 is not below": replace(row(), sampling=replace(row().sampling, stop_token_ids=(999,))),
     "token id 998 is not below": replace(row(), sampling=replace(row().sampling, eos_token_ids=(998,))),
@@ -188,6 +187,20 @@ INVALID_ROWS = {
     "token_ids: is empty": replace(row(), token_ids=()),
     "prompt_len: 129 is not in": replace(row(), prompt_len=129),
 }
+
+
+async def test_a_row_that_is_too_long_for_this_replica_may_go_to_another(edge: Edge) -> None:
+    rows = (row(num_tokens=257),)
+    call = await edge.open(*rows)
+    assert isinstance(await read(call, rows), Accepted)
+    failure = await read(call, rows)
+    assert isinstance(failure, RowFailed)
+    assert (failure.row, failure.reason, failure.retryable) == (0, RowFailure.CONTEXT_EXCEEDED, True)
+    assert failure.message == "257 tokens exceed the 256 that this prefill service takes"
+    error = error_for_row_failure(failure.reason, failure.message)
+    assert isinstance(error, ContextExceeded) and error.field == "prompt"
+    assert await bounded(call.read()) is grpc.aio.EOF
+    assert edge.prefill.commands.all() == []
 
 
 @pytest.mark.parametrize("message", INVALID_ROWS)

@@ -20,7 +20,7 @@ from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, SeedColumnSpe
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (7, "41e86526beb83010")
+CONTRACT = (8, "2c16a059865cbbdc")
 """The protocol version, and the digest of its fields."""
 CHECKSUMS = {
     "prefill_batch": 0x4AFB2542,
