@@ -6,7 +6,7 @@ gRPC server ─▶ PrefillServicer ─post─▶ EngineThread(PrefillEngine) ─
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import structlog
@@ -63,7 +63,6 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
 async def _serve(settings: PrefillSettings, process: Process, size: PoolSize, lent: LentMemory) -> None:
     runtime = process.runtime
     engine_metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
-    engine = _engine(settings, process, size, lent.pool, on_step=engine_metrics.on_step)
 
     def deliver(events: Sequence[Event]) -> None:
         handoff_metrics.on_frames(event.frame for event in events if isinstance(event, FrameReady))
@@ -71,6 +70,8 @@ async def _serve(settings: PrefillSettings, process: Process, size: PoolSize, le
 
     def on_death(error: BaseException) -> None:
         servicer.engine_died(error)
+
+    engine = _engine(settings, process, size, lent.pool, on_step=engine_metrics.on_step, deliver=deliver)
 
     thread: EngineThread[Command] = EngineThread(
         engine=engine,
@@ -149,7 +150,12 @@ async def _serve(settings: PrefillSettings, process: Process, size: PoolSize, le
 
 
 def _engine(
-    settings: PrefillSettings, process: Process, size: PoolSize, shared_pool: SharedPool | None, on_step: OnStep
+    settings: PrefillSettings,
+    process: Process,
+    size: PoolSize,
+    shared_pool: SharedPool | None,
+    on_step: OnStep,
+    deliver: Callable[[Sequence[Event]], None] | None = None,
 ) -> PrefillEngine:
     runtime = process.runtime
     return PrefillEngine(
@@ -168,6 +174,7 @@ def _engine(
         early_sending=settings.early_sending,
         overlap=settings.overlap,
         on_step=on_step,
+        deliver=deliver,
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
         shared_pool=shared_pool,

@@ -15,6 +15,7 @@ from functools import partial
 
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Device, Scope, raise_if_device_failed
+from common.device.stream import Event as StreamEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
@@ -44,9 +45,9 @@ from prefill_service.messages import (
     SegmentsReturned,
 )
 from prefill_service.prompt import Prompt, PromptPhase
-from prefill_service.sender import KvSender
+from prefill_service.sender import KvSender, SentPiece
 from prefill_service.step_in_flight import StepInFlight
-from prefill_service.worker import PrefillWorker
+from prefill_service.worker import Meanwhile, PrefillWorker
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -60,6 +61,7 @@ class PrefillEngine:
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
+    `deliver` takes news for the edge where a launch takes long; else steps return them.
     `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
     `new_payload`: for what leaves as copies, where none of the device's own is to be taken.
     """
@@ -84,6 +86,7 @@ class PrefillEngine:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         on_step: OnStep = lambda stats: None,
+        deliver: Callable[[Sequence[Event]], None] | None = None,
         timeline: Timeline | None = None,
         debug_checks: bool = False,
         shared_pool: SharedPool | None = None,
@@ -102,6 +105,7 @@ class PrefillEngine:
         self._clock = clock
         self._wall_clock = wall_clock
         self._on_step = on_step
+        self._deliver = deliver
         self.track = (timeline or Timeline()).track(ENGINE)
         self._debug_checks = debug_checks
         self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
@@ -145,6 +149,7 @@ class PrefillEngine:
         self._sending: dict[Prompt, None] = {}
         self._unseeded: dict[Prompt, None] = {}
         self._in_flight: deque[StepInFlight] = deque()
+        self._failed_copies: list[SentPiece] = []
         self._outbox: list[Event] = []
         self._is_draining = False
         self._has_freed = False  # at the last step's end: a queued prompt is not to wait for it
@@ -162,8 +167,9 @@ class PrefillEngine:
             self._apply(command)
         self.pool.reclaim()
         self._admit()
-        while len(self._in_flight) < self._max_in_flight and (launched := self._launch()) is not None:
-            self._in_flight.append(launched)
+        for _ in range(self._max_in_flight - len(self._in_flight)):  # some may end while others are launched
+            if (launched := self._launch()) is not None:
+                self._in_flight.append(launched)
         self._finish_done()
         self._send()
         self._has_freed = self.pool.reclaim() > 0
@@ -294,14 +300,34 @@ class PrefillEngine:
             stream.enqueue(partial(self._sampling_state.reset, [prompt.row_seed for prompt in unseeded]), scope)
             for prompt in unseeded:
                 del self._unseeded[prompt]
-        launched = self._worker.forward(batch, scope, layers_per_event=self._layers_per_event(chunks))
+        layers_per_event = self._layers_per_event(chunks)
+        meanwhile = _Sending(partial(self._sender.queue_layers, chunks, self._layer_group), self._send_while_launching)
+        launched = self._worker.forward(batch, scope, layers_per_event=layers_per_event, meanwhile=meanwhile)
         step = StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
         for chunk in chunks:
             assert chunk.prompt.lease is not None
             chunk.prompt.lease.use_until(step.end, stream)
             chunk.prompt.num_launched_tokens = chunk.stop
-        self._sender.queue(chunks, step.end, layers_written={self._layer_group.name: launched.layers_written})
+        layers_written = launched.layers_written[meanwhile.num_queued :]
+        self._sender.queue(
+            chunks, step.end, layers_written={self._layer_group.name: layers_written} if layers_per_event else {}
+        )
+        if meanwhile.error is not None:
+            raise meanwhile.error
         return step
+
+    def _send_while_launching(self) -> None:
+        """Between a forward's layers: once the driver's queue of launches is full, they come no faster than the device
+        computes. Of what failed nothing is ended here, as the forward may be about the same prompt.
+        """
+        while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
+            self._finish(self._in_flight.popleft())
+            self._num_steps += 1
+        self._sender.start_copies()
+        self._post_segments()
+        if self._deliver is not None and self._outbox:
+            events, self._outbox = self._outbox, []
+            self._deliver(events)
 
     def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
         """So many that those of the longest chunk fill a segment; 0: nobody asks before the forward's end."""
@@ -364,15 +390,22 @@ class PrefillEngine:
     @recorded("send")
     def _send(self) -> None:
         self._sender.start_copies()
-        for sent in self._sender.poll():
-            if sent.segment is not None:
-                self._outbox.append(FrameReady(sent.prompt.call_id, sent.segment))
-            elif sent.prompt.phase is not PromptPhase.ENDED:
+        self._post_segments()
+        failed, self._failed_copies = self._failed_copies, []
+        for sent in failed:
+            if sent.prompt.phase is not PromptPhase.ENDED:
                 self._fail(sent.prompt, RowFailure.COMPUTE, f"copying KV failed: {sent.error}", retryable=True)
                 self._end_call_if_done(sent.prompt.call_id)
         for prompt in [prompt for prompt in self._sending if not self._sender.num_pieces(prompt)]:
             self._end(prompt)
             self._end_call_if_done(prompt.call_id)
+
+    def _post_segments(self) -> None:
+        for sent in self._sender.poll():
+            if sent.segment is not None:
+                self._outbox.append(FrameReady(sent.prompt.call_id, sent.segment))
+            else:
+                self._failed_copies.append(sent)
 
     # ---- endings ------------------------------------------------------------------------------------------------
 
@@ -401,3 +434,24 @@ class PrefillEngine:
             del self._calls[call_id]
             self._sender.end_call(call_id)
             self._outbox.append(CallDone(call_id))
+
+
+class _Sending(Meanwhile):
+    """Goes on sending while a forward is launched, its own first layers too. `num_queued`: ranges of layers so far."""
+
+    def __init__(self, queue: Callable[[range, StreamEvent], None], send: Callable[[], None]) -> None:
+        self._queue = queue
+        self._send = send
+        self.num_queued = 0
+        self.error: BaseException | None = None
+
+    def layers_written(self, layers: range, event: StreamEvent) -> None:
+        self._queue(layers, event)
+        self.num_queued += 1
+
+    def layer_launched(self) -> None:
+        if self.error is None:
+            try:
+                self._send()
+            except Exception as error:  # the engine's own, and no failure of this forward
+                self.error = error

@@ -168,13 +168,18 @@ class KvSender:
         writes them.
 
         Of the groups in `layers_written` each range of layers is sent once its own event is done: of all chunks before
-        the next, or one chunk's last layers would keep the next one's first ones.
+        the next, or one chunk's last layers would keep the next one's first ones. None of those that `queue_layers` was
+        told of are among them.
         """
         for name, group in self._pool.groups.items():
-            for layers, written in layers_written.get(name) or [(range(group.num_layers), computed)]:
-                for chunk in chunks:
-                    self._queue_part(chunk, group, layers, written)
+            for layers, written in layers_written.get(name, [(range(group.num_layers), computed)]):
+                self.queue_layers(chunks, group, layers, written)
         self._num_forwards += 1
+
+    def queue_layers(self, chunks: Sequence[Chunk], group: LayerGroupSpec, layers: range, written: Event) -> None:
+        """Some of a forward's KV, while the forward that `queue` will be told of is still launched."""
+        for chunk in chunks:
+            self._queue_part(chunk, group, layers, written)
 
     def forward_ended(self) -> None:
         """The oldest of those queued that had not."""

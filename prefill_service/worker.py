@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +43,16 @@ class LaunchedChunks:
     layers_written: Sequence[tuple[range, Event]]
 
 
+class Meanwhile(Protocol):
+    """Called inside a forward's piece while it is launched. Nothing here may raise: it would fail the forward."""
+
+    def layers_written(self, layers: range, event: Event) -> None:
+        """Of the target: their KV is in the pool behind `event`. In the order of the layers."""
+
+    def layer_launched(self) -> None:
+        """One more, behind which the driver's queue may be full."""
+
+
 class PrefillWorker:
     """`forward` runs on the engine thread and only enqueues. `draft_topk`: the best first drafts that are kept."""
 
@@ -76,14 +88,24 @@ class PrefillWorker:
             timeout_s=timeout_s,
         )
 
-    def forward(self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0) -> LaunchedChunks:
-        """KV of target and head goes to the pool; an event tells of every `layers_per_event` layers of the target."""
+    def forward(
+        self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0, meanwhile: Meanwhile | None = None
+    ) -> LaunchedChunks:
+        """KV of target and head goes to the pool; an event tells of every `layers_per_event` layers of the target.
+
+        `meanwhile`: what the engine does between the layers where it launches them itself.
+        """
         computed: Cell[Computed] = Cell()
         layers = _ranges(self._model.layer_group.num_layers, layers_per_event) if layers_per_event else []
 
         @torch.inference_mode()
         def forward(milestones: Sequence[Callable[[], None]]) -> None:
             reached = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
+            if meanwhile is not None and not self._device.runs_pieces_beside:
+                reached = {
+                    layer: partial(_each, [*([reached[layer]] if layer in reached else ()), meanwhile.layer_launched])
+                    for layer in range(self._model.layer_group.num_layers)
+                }
             output = self._model.forward(batch.forward_input, on_layer_kv=reached)
             first = sample(
                 output.logits,
@@ -102,7 +124,12 @@ class PrefillWorker:
 
         num_attended = sum(chunk.num_attended for chunk in batch.chunks)
         figures = {"chunks": len(batch.chunks), "tokens": batch.num_tokens, "attended": num_attended}
-        events = self._stream.enqueue_with_milestones(Measured(forward, figures), len(layers), scope)
+        events = self._stream.enqueue_with_milestones(
+            Measured(forward, figures),
+            len(layers),
+            scope,
+            None if meanwhile is None else lambda number, event: meanwhile.layers_written(layers[number], event),
+        )
         return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
@@ -126,6 +153,11 @@ class PrefillWorker:
             batch=batch.sampling,
             topk=self._draft_topk,
         )
+
+
+def _each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _ranges(num_layers: int, size: int) -> list[range]:

@@ -23,6 +23,7 @@ from common.device.stream import (
     Event,
     MilestoneWork,
     OnEvent,
+    OnMilestone,
     Scope,
     Stream,
     StreamKind,
@@ -139,7 +140,11 @@ class CpuStream(Stream):
         self._put(_Piece(work, scope))
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
         events = [CpuEvent(self._scope, scope) for _ in range(num_milestones)]
         self.enqueue(partial(work, [partial(self._reach, event) for event in events]), scope)

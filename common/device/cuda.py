@@ -27,6 +27,7 @@ from common.device.stream import (
     Event,
     MilestoneWork,
     OnEvent,
+    OnMilestone,
     Scope,
     Stream,
     StreamKind,
@@ -127,12 +128,18 @@ class CudaStream(Stream):
                 run_piece(work, scope, self._scope, self._failure_for)
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
         reached: dict[int, CudaEvent] = {}
 
         def reach(number: int) -> None:
-            reached.setdefault(number, self._record(scope))
+            event = reached.setdefault(number, self._record(scope))
+            if on_milestone is not None:
+                on_milestone(number, event)
 
         self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
         return [reached.get(number) or self._record(scope) for number in range(num_milestones)]

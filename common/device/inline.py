@@ -9,7 +9,7 @@ from functools import partial
 
 from common.device.errors import PieceFailed, StreamClosed
 from common.device.piece import event_name, failure_of, raise_failure, run_piece
-from common.device.stream import Event, MilestoneWork, Scope, Stream, StreamKind, StreamProgress, Work
+from common.device.stream import Event, MilestoneWork, OnMilestone, Scope, Stream, StreamKind, StreamProgress, Work
 
 
 class InlineEvent(Event):
@@ -56,13 +56,19 @@ class InlineStream(Stream):
         run_piece(work, scope, self._scope)
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
         """Nobody can ask before the piece has ended: its milestones are made then, but for those it came to."""
         reached: dict[int, Event] = {}
 
         def reach(number: int) -> None:
-            reached.setdefault(number, self.record(scope))
+            event = reached.setdefault(number, self.record(scope))
+            if on_milestone is not None:
+                on_milestone(number, event)
 
         self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
         return [reached.get(number) or self.record(scope) for number in range(num_milestones)]

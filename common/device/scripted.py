@@ -33,6 +33,7 @@ from common.device.stream import (
     Event,
     MilestoneWork,
     OnEvent,
+    OnMilestone,
     Scope,
     Stream,
     StreamKind,
@@ -148,14 +149,20 @@ class ScriptedStream(Stream):
         self._put_launched(work)
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
         if not self.runs_beside:
             reached: dict[int, Event] = {}
 
             def reach(number: int) -> None:
                 self._put_launched(work)
-                reached.setdefault(number, self.record(scope))
+                event = reached.setdefault(number, self.record(scope))
+                if on_milestone is not None:
+                    on_milestone(number, event)
 
             self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
             return [reached.get(number) or self.record(scope) for number in range(num_milestones)]

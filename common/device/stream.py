@@ -27,6 +27,9 @@ Work = Callable[[], object]
 
 OnEvent = Callable[[], None]
 
+OnMilestone = Callable[[int, "Event"], None]
+"""Told of a milestone, by its number."""
+
 MilestoneWork = Callable[[Sequence[Callable[[], None]]], object]
 """A piece that says how far it is, by calling each of these once, in order. What it returns is dropped."""
 
@@ -149,13 +152,20 @@ class Stream(Protocol):
         """
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
         """Enqueue a piece of which others need not await the end. Returns the milestones' events, in order.
 
         One is done once what the piece did (on CUDA: enqueued) before it called the milestone has run; those that it
         never called are done when the piece has ended, failed or been skipped. A failure behind a milestone does not
         show in its event: it shows in the scope.
+
+        `on_milestone`: where pieces' Python runs when they are enqueued, called inside the piece with each milestone
+        that it comes to: the caller, who gets the events only when the piece has ended, may give other streams work.
         """
 
     def record(self, scope: Scope | None = None, name: str = "") -> Event:

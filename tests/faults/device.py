@@ -16,6 +16,7 @@ from common.device.stream import (
     Event,
     MilestoneWork,
     OnEvent,
+    OnMilestone,
     Scope,
     Stream,
     StreamKind,
@@ -45,9 +46,13 @@ class FaultyStream(Stream):
         self._stream.enqueue(self._with_faults(work), scope)
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        return self._stream.enqueue_with_milestones(self._with_faults(work), num_milestones, scope)
+        return self._stream.enqueue_with_milestones(self._with_faults(work), num_milestones, scope, on_milestone)
 
     def record(self, scope: Scope | None = None, name: str = "") -> Event:
         return self._stream.record(scope, name)

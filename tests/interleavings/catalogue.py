@@ -53,7 +53,7 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     Scenario(scenarios.one_request, 1, 24, CHAIN, lags=True): 93,
     Scenario(scenarios.two_requests, 1, 16): 49,
     Scenario(scenarios.two_requests, 1, 16, lags=True): 441,
-    _at_once: 7,
+    _at_once: 4,
     _beside: 929,
     _aborted: 1463,
     Scenario(scenarios.one_stopped, 1, 16): 1463,

@@ -12,7 +12,7 @@ from typing import cast
 
 from common.device.piece import raise_failure
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
-from common.device.stream import Event, MilestoneWork, OnEvent, Scope, Stream, StreamKind, Work
+from common.device.stream import Event, MilestoneWork, OnEvent, OnMilestone, Scope, Stream, StreamKind, Work
 from tests.interleavings.footprint import HOST, Memory, Shared, Transition, Unit
 from tests.interleavings.launch_order import LaunchOrder
 from tests.interleavings.races import check_no_races
@@ -86,10 +86,14 @@ class ExploredStream(ScriptedStream):
         self.progress_units = {(self.name, "progress", self._num_enqueued)}
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
         """A piece that runs beside is one step here: a milestone is passed with its piece."""
-        events = super().enqueue_with_milestones(work, num_milestones, scope)
+        events = super().enqueue_with_milestones(work, num_milestones, scope, on_milestone)
         if self.runs_beside:
             for event in events:
                 cast(ExploredEvent, event).units = set(self.progress_units)

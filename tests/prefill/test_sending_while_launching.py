@@ -1,0 +1,226 @@
+"""Where the engine's thread launches every kernel itself, what it sends waits for no forward's launch.
+
+A driver takes some thousand launches ahead of the device. From then on a launch takes as long as the device computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+
+from common.device.errors import DeviceLost, PieceFailed
+from common.device.scripted import Observer, ScriptedDevice, ScriptedStream
+from common.errors import RowFailure
+from common.model.attention import ForwardInput
+from common.model.forward_program import OnLayerKv
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel, TargetOutput
+from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
+from prefill_service.scheduler import PrefillEngine
+from tests.support.faulty_target import FaultyTarget, ForwardFailed
+
+NUM_LAYERS = 2
+KERNELS_PER_LAYER = 1000
+DRIVERS_QUEUE = 1024
+PROMPT_TOKENS = 8
+
+
+class LaunchQueue(Observer):
+    """Of a driver. `journal`: (what was put on the device, for how many kernels the host has waited by then)."""
+
+    def __init__(self) -> None:
+        self._num_launched = 0
+        self.num_waited = 0
+        self.journal: list[tuple[str, int]] = []
+
+    def launch(self, num_kernels: int) -> None:
+        self._num_launched += num_kernels
+        self.num_waited = max(self.num_waited, self._num_launched - DRIVERS_QUEUE)
+
+    def note(self, what: str) -> None:
+        self.journal.append((what, self.num_waited))
+
+    @contextlib.contextmanager
+    def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
+        if name != "forward":
+            self.note(name)
+        yield
+
+    def waited_before(self, what: str, number: int = 0) -> int:
+        return [num_waited for name, num_waited in self.journal if name == what][number]
+
+
+class LaunchedTarget(FaultyTarget):
+    """Each layer is so many kernels. `fails_in`: the number of a forward that does not get past its first layer."""
+
+    def __init__(self, sound: TargetModel, queue: LaunchQueue) -> None:
+        super().__init__(sound)
+        self._queue = queue
+        self._num_forwards = 0
+        self.fails_in: int | None = None
+
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        number, self._num_forwards = self._num_forwards, self._num_forwards + 1
+
+        def tell(layer: int) -> None:
+            self._queue.launch(KERNELS_PER_LAYER)
+            self._queue.note(f"forward {number}, layer {layer}")
+            if on_layer_kv is not None and layer in on_layer_kv:
+                on_layer_kv[layer]()
+            if number == self.fails_in:
+                raise ForwardFailed("planted")
+
+        return super().forward(batch, on_layer_kv={layer: partial(tell, layer) for layer in range(NUM_LAYERS)})
+
+
+class Rig:
+    def __init__(self, target: TargetModel, *, early_sending: bool = True) -> None:
+        self.queue = LaunchQueue()
+        self.device = ScriptedDevice(runs_pieces_beside=False, observer=self.queue)
+        self.target = LaunchedTarget(target, self.queue)
+        self.frames: list[FrameReady] = []
+        self._sent: list[SegmentBytesSent] = []
+        self._done: set[str] = set()
+        self.engine = PrefillEngine(
+            model=self.target,
+            device=self.device,
+            max_rows=4,
+            max_kv_tokens=64,
+            max_context_tokens=64,
+            chunk_tokens=PROMPT_TOKENS,
+            max_batch_tokens=PROMPT_TOKENS,  # so each forward is of one prompt
+            max_segment_bytes=target.layer_group.layer_token_bytes * PROMPT_TOKENS,
+            early_sending=early_sending,
+            deliver=self.take,
+            debug_checks=True,
+        )
+
+    def open(self, *names: str, num_tokens: int = PROMPT_TOKENS) -> None:
+        for name in names:
+            ids = tuple(range(5, 5 + num_tokens))
+            rows = (HandoffRow(name, 0, ids, len(ids), ResolvedSampling(seed=1, max_tokens=4)),)
+            self.take(self.engine.step([OpenCall(name, rows)]))
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, CallDone):
+                self._done.add(event.call_id)
+            elif isinstance(event, FrameReady):
+                assert event.call_id not in self._done, f"the call is done, and then came {event.frame}"
+                self.frames.append(event)
+                self.queue.note(f"{type(event.frame).__name__} of {event.call_id}")
+                if isinstance(event.frame, KvSegment):
+                    self._sent.append(SegmentBytesSent(event.call_id, event.frame.num_bytes))
+
+    def run(self) -> None:
+        for _ in range(50):
+            load = self.engine.load()
+            if load.rows.free == load.rows.total and not load.unsent_bytes and not load.num_queued:
+                return
+            self.device.run_all()
+            sent, self._sent = self._sent, []
+            self.take(self.engine.step(sent))
+        raise AssertionError(f"not over: {self.engine.load()}")
+
+
+@pytest.fixture
+def make_rig(tiny_target: Callable[[str], TargetModel]) -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(**options: bool) -> Rig:
+        made.append(Rig(tiny_target("llama"), **options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.engine.close()
+
+
+def open_two(rig: Rig) -> None:
+    """Both forwards are launched in one step, on a device that has gone as far as it may whenever it is looked at."""
+    rig.engine._max_in_flight = 0
+    rig.open("x", "y")
+    rig.engine._max_in_flight = 2
+    rig.device.on_host_call = ScriptedDevice.run_all
+    rig.take(rig.engine.step([]))
+
+
+def test_a_layers_copy_starts_once_the_layer_is_launched(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    open_two(rig)
+    names = [name for name, _ in rig.queue.journal]
+    assert names[names.index("forward 0, layer 0") + 1] == "copy_out"
+    for layer in range(NUM_LAYERS):
+        waited = rig.queue.waited_before(f"forward 0, layer {layer}")
+        assert rig.queue.waited_before("copy_out", layer) == waited
+    rig.run()
+
+
+def test_frames_and_first_tokens_are_delivered_between_the_layers_of_the_next_forward(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig()
+    open_two(rig)
+    names = [name for name, _ in rig.queue.journal]
+    last = names.index("forward 1, layer 1")
+    assert names[:last].count("KvSegment of x") == NUM_LAYERS
+    assert names[:last].count("PrebuiltBatch of x") == 1
+    rig.run()
+
+
+def test_without_early_sending_a_forwards_kv_leaves_behind_it_and_during_the_next_launch(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(early_sending=False)
+    open_two(rig)
+    names = [name for name, _ in rig.queue.journal]
+    assert "copy_out" not in names[: names.index("forward 0, layer 1") + 1]
+    assert "copy_out" in names[: names.index("forward 1, layer 1")]
+    rig.run()
+
+
+@pytest.mark.parametrize("early_sending", [True, False])
+def test_all_kv_is_sent_once(early_sending: bool, make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(early_sending=early_sending)
+    rig.device.on_host_call = ScriptedDevice.run_all
+    rig.open("x", num_tokens=2 * PROMPT_TOKENS)
+    rig.open("y")
+    rig.run()
+    for call, num_tokens in (("x", 2 * PROMPT_TOKENS), ("y", PROMPT_TOKENS)):
+        times = np.zeros((NUM_LAYERS, num_tokens), dtype=np.int64)
+        for event in rig.frames:
+            if event.call_id == call and isinstance(segment := event.frame, KvSegment):
+                layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
+                times[layers, segment.token_start : segment.token_start + segment.num_tokens] += 1
+        assert (times == 1).all()
+    assert sum(isinstance(event.frame, PrebuiltBatch) for event in rig.frames) == 2
+
+
+def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_that(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """The next one is of the same prompt, whose row it still writes to."""
+    rig = make_rig()
+    rig.target.fails_in = 0
+    rig.device.on_host_call = ScriptedDevice.run_all
+    rig.open("x", num_tokens=2 * PROMPT_TOKENS)
+    rig.run()
+    (failed,) = [event.frame for event in rig.frames if isinstance(event.frame, RowFailed)]
+    assert failed.reason is RowFailure.COMPUTE and failed.retryable
+
+
+def test_a_device_that_is_lost_meanwhile_ends_the_engine(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.device.on_host_call = ScriptedDevice.run_all
+
+    def lose() -> None:
+        raise DeviceLost("the device faulted")
+
+    rig.engine._sender.start_copies = lose  # type: ignore[method-assign]
+    with pytest.raises((DeviceLost, PieceFailed)):
+        rig.open("x")
