@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
 import numpy as np
-import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
 _MISSING: Any = object()
@@ -122,10 +120,10 @@ class Metadata:
     def refuse(self, key: str, reason: str) -> RefusedFile:
         return RefusedFile(f"{key}: {_shown(self._values.get(key))} {reason}")
 
-    def refuse_unknown(self) -> None:
-        """Raises RefusedFile for the first key that is neither known nor information, unless its value is neutral."""
+    def refuse_unknown(self, prefix: str = "") -> None:
+        """Raises RefusedFile for a key with this prefix that is neither known nor information, unless it is neutral."""
         for key, value in self._values.items():
-            if key in self._known or _INFORMATION.fullmatch(key):
+            if not key.startswith(prefix) or key in self._known or _INFORMATION.fullmatch(key):
                 continue
             neutral = _NEUTRAL.get(key.removeprefix(f"{self.architecture}."), ())
             if not any(type(value) is type(one) and value == one for one in neutral):
@@ -152,6 +150,17 @@ class Tensors:
         if len(self.shapes[name]) <= dimension:
             raise RefusedFile(f"the tensor {name} has the shape {list(self.shapes[name])}")
         return self.shapes[name][dimension]
+
+
+def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
+    """A tensor's numbers in float32. Raises RefusedFile for a type that has none."""
+    kind = tensor.tensor_type.name
+    if kind in ("I8", "I16", "I32", "I64"):
+        raise RefusedFile(f"the tensor {tensor.name} is of type {kind}")
+    try:
+        return gguf.dequantize(tensor.data, tensor.tensor_type).copy()
+    except NotImplementedError as error:
+        raise RefusedFile(f"the tensor {tensor.name} is of type {kind}, which is not supported") from error
 
 
 def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarray | None) -> dict[str, Any]:
@@ -340,6 +349,10 @@ def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int
 
     Raises RefusedFile when there is none: what transformers makes of the answer is compared with the factors.
     """
+    import torch  # these take seconds to import, and few files come here
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors)) or factors.min() < 1.0:
         raise RefusedFile(f"{FREQUENCY_FACTORS}: not {head_dim // 2} factors of 1 or more")
     factors = factors.astype(np.float64)

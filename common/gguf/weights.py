@@ -1,0 +1,108 @@
+"""The weights of a GGUF file as a model of transformers computes with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from torch import Tensor
+
+from common.gguf.config import RefusedFile, read_values
+from common.gguf.tokenizer import SpecialTokens
+
+_ROTATED = re.compile(r"\.self_attn\.(q|k)_proj\.(weight|bias)$")
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+
+
+def write_model(
+    stored: Mapping[str, gguf.ReaderTensor],
+    fields: Mapping[str, Any],
+    special: SpecialTokens,
+    out_dir: Path,
+    *,
+    architecture: str,
+    dtype: torch.dtype,
+) -> None:
+    """Write config, generation config and safetensors of the model with these `fields` of a config.
+
+    Raises RefusedFile unless its parameters are what `stored` holds, all of it and nothing else.
+    """
+    config = transformers.AutoConfig.for_model(
+        **fields,
+        bos_token_id=special.bos,
+        pad_token_id=special.padding,
+        eos_token_id=special.ends[0] if special.ends else None,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(_weights(model, stored, architecture, dtype), assign=True)
+    model.tie_weights()
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=special.bos, pad_token_id=special.padding, eos_token_id=list(special.ends) or None
+    )
+    model.save_pretrained(str(out_dir))
+
+
+def _weights(
+    model: Any, stored: Mapping[str, gguf.ReaderTensor], architecture: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The model's parameters by name. Raises RefusedFile when one is not in the file, or the file has others."""
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    tied = set(model.all_tied_weights_keys)
+    left = dict(stored)
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.state_dict().items():
+        if name in tied:
+            continue
+        parts = []
+        for source in _sources(name, names):
+            if source not in left:
+                raise RefusedFile(f"the tensor {source} is missing")
+            parts.append(torch.from_numpy(read_values(left.pop(source))))
+            if parts[-1].shape != parts[0].shape:
+                raise RefusedFile(f"the tensor {source} has the shape {list(parts[-1].shape)}, its like another")
+        weight = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        weight = _as_computed(name, weight, model.config, architecture)
+        if weight.shape != parameter.shape:
+            shapes = f"{list(weight.shape)}, where its keys want {list(parameter.shape)}"
+            raise RefusedFile(f"the tensor {source} has the shape {shapes}")
+        weights[name] = weight.to(dtype)
+        if not weights[name].isfinite().all():
+            raise RefusedFile(f"the tensor {source} has numbers that are not finite in {str(dtype).split('.')[-1]}")
+    if left:
+        raise RefusedFile(f"the tensor {next(iter(left))} is not supported")
+    return weights | {name: weights[model.all_tied_weights_keys[name]] for name in tied}
+
+
+def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
+    """The file's tensors that make a parameter, in order."""
+    if experts := _EXPERTS.match(name):
+        parts = ("gate", "up") if experts[2] == "gate_up_proj" else ("down",)
+        return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts]
+    stem, _, kind = name.rpartition(".")
+    base = names.get_name(stem)
+    if base is None:
+        raise RefusedFile(f"the file has no place for {name}")
+    return [f"{base}.{kind}"]
+
+
+def _as_computed(name: str, weight: Tensor, config: Any, architecture: str) -> Tensor:
+    """A tensor of llama.cpp's as transformers computes with it."""
+    if architecture == "llama" and (rotated := _ROTATED.search(name)):
+        # llama.cpp keeps the two numbers of a rotated pair side by side, transformers half a head apart
+        num_heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
+        if weight.shape[0] % (2 * num_heads):
+            return weight  # its shape is refused
+        return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    if architecture == "gpt2" and _TRANSPOSED.search(name):
+        return weight.T
+    if name.endswith("shared_expert_gate.weight"):
+        return weight.view(1, -1)
+    return weight
