@@ -95,7 +95,8 @@ def context_exceeded(
         what = f"you requested {total} tokens ({num_prompt_tokens} in the {prompt}, {max_tokens} in the completion)"
     text = (
         f"This model's maximum context length is {max_context_tokens} tokens. However, {what}. "
-        f"Please reduce the length of the {prompt}{'' if max_tokens is None else ' or completion'}."
+        f"Please reduce the length of the {prompt}{'' if max_tokens is None else ' or completion'}. "
+        f"({_CONTEXT_LENGTH_EXCEEDED})"  # LangChain knows it by the message alone
     )
     return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
 

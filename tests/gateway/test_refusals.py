@@ -186,6 +186,7 @@ def test_what_exceeds_the_context_is_said_in_openais_words(
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", param)
     most = pair_context(gateway)
     assert answer.error["message"].startswith(f"This model's maximum context length is {most} tokens. However, {words}")
+    assert "context_length_exceeded" in answer.error["message"]
 
 
 def pair_context(gateway: GatewayHere) -> int:
