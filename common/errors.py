@@ -140,7 +140,7 @@ _ALIKE = {
     "target_weights_digest": "model",
     "tokenizer_digest": "model",
     "dtype": "dtype",
-    "layer_groups": "model and draft",
+    "layer_groups": "draft",
     "draft_weights_digest": "draft",
     "algorithm": "draft",
     "seed_columns": "draft and draft_topk",

@@ -19,7 +19,7 @@ FIELDS = {
     "no-head": "layer_groups",
     "another-topk": "seed_columns",
 }
-ALIKE = {"other-weights": "model", "no-head": "model and draft", "another-topk": "draft and draft_topk"}
+ALIKE = {"other-weights": "model", "no-head": "draft", "another-topk": "draft and draft_topk"}
 TREE = ("--draft-topk=3", "--num-draft-steps=3", "--num-draft-tokens=9")
 Arguments = tuple[str, ...]
 
