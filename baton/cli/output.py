@@ -24,7 +24,8 @@ _OWN_PACKAGES = frozenset({"baton", "common", "training"})
 
 def print_json(event: str, **fields: Any) -> None:
     """One line on standard output, written at once."""
-    print(json.dumps({"event": event, **fields}, default=_plain, ensure_ascii=False), flush=True)
+    line = json.dumps({"event": event, **fields}, default=_plain, ensure_ascii=False)
+    print(_CONTROLS.sub(lambda code: f"\\u{ord(code[0]):04x}", line), flush=True)  # those that JSON leaves as they are
 
 
 def print_event(value: Any) -> None:

@@ -15,6 +15,7 @@ from common.errors import EngineFault, PrefillUnavailable
 from common.kv.shared_kv import RemoteKv
 from common.kv.shared_pool import MappedPool
 from common.nixl.child import NixlError
+from common.peer_text import peer_text
 from common.telemetry.timeline import Track
 from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
@@ -93,7 +94,7 @@ class GrpcCall:
         except grpc.aio.AioRpcError as failure:
             raise error_of_status(self.replica, failure) from failure
         except NixlError as error:
-            raise PrefillUnavailable(f"{self.replica}: {error}") from error
+            raise PrefillUnavailable(f"{self.replica}: {peer_text(str(error))}") from error
         except ProtocolError as error:
             raise EngineFault(f"{self.replica} broke the protocol: {error}") from error
         finally:

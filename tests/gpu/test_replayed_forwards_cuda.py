@@ -67,6 +67,16 @@ def test_graphs_share_memory_and_keep_their_outputs() -> None:
     device.close(10.0)
 
 
+def test_memory_is_the_cards_and_what_this_process_holds_of_it() -> None:
+    device = CudaDevice(0)
+    before = device.memory()
+    kept = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    after = device.memory()
+    assert after.held_bytes - before.held_bytes >= kept.nbytes
+    assert after.total_bytes == before.total_bytes >= after.free_bytes + after.held_bytes
+    device.close(10.0)
+
+
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
     """Each replay of a graph appends to it."""

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cli.output import print_text
+from baton.cli.output import print_json, print_text
 from baton.codec import inference_load_from_wire, model_info_from_wire
 from baton.errors import error_from_rpc
 from baton.v1 import inference_pb2, types_pb2
@@ -113,6 +113,13 @@ def test_codes_in_a_models_text_command_no_terminal_and_stay_where_it_is_piped(
     print_text("a\tb\n\x1b[2J\x9b1mé👩‍👩‍👧\r")
     text = capsys.readouterr().out
     assert text == ("a\tb\n\\x1b[2J\\x9b1mé👩‍👩‍👧\\r" if is_terminal else "a\tb\n\x1b[2J\x9b1mé👩‍👩‍👧\r")
+
+
+def test_a_line_of_json_has_no_such_codes_and_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json("delta", text="a\n\x1b\x7f\x9b1mé")
+    line = capsys.readouterr().out
+    assert line.removesuffix("\n").isprintable()
+    assert json.loads(line) == {"event": "delta", "text": "a\n\x1b\x7f\x9b1mé"}
 
 
 # ---- the client and the gateway --------------------------------------------------------------------------------------
