@@ -30,6 +30,7 @@ GATEWAY_HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
 MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
 _MISMATCH = "FINGERPRINT_MISMATCH"
+_READ_LOGS = {"log-format": "json"}  # whatever the environment says: they are read here
 
 
 class Phase(Enum):
@@ -96,7 +97,7 @@ class LocalPair:
         self.decode_addresses = tuple(addresses[num_prefill:num_services])
         self.metrics_addresses = tuple(addresses[num_services:])
         metrics = dict(zip(addresses, self.metrics_addresses, strict=False))
-        shared = {"model": model, "draft": draft, "device": device, "dtype": dtype}
+        shared = {"model": model, "draft": draft, "device": device, "dtype": dtype, **_READ_LOGS}
         self.prefill = tuple(
             self._service(
                 "prefill",
@@ -120,7 +121,11 @@ class LocalPair:
         )
         self.gateway: ServiceProcess | None = None
         if gateway_address is not None:
-            behind = {"decode": ",".join(self.decode_addresses), "metrics-targets": ",".join(self.metrics_addresses)}
+            behind = {
+                "decode": ",".join(self.decode_addresses),
+                "metrics-targets": ",".join(self.metrics_addresses),
+                **_READ_LOGS,
+            }
             self.gateway = self._service("gateway", "gateway", gateway_address, behind)
         self._logs = {process: ServiceLog(process.log_file) for process in self.processes}
 

@@ -11,7 +11,6 @@ import typer
 from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.stream import show
-from baton.client import Client
 from baton.requests import ChatMessage
 
 _COMMAND = re.compile(r"/\w+")
@@ -45,7 +44,7 @@ def chat(
     console = text_console()
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
-    with reported_errors(as_json), Client(options.decode_address(address), tls=tls, token=token) as client:
+    with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         while (line := _read_line()) is not None and line != "/exit":
             if line == "/reset":
                 messages = list(first)

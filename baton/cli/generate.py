@@ -10,7 +10,6 @@ import typer
 from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.stream import show
-from baton.client import Client
 from baton.requests import ChatMessage
 
 
@@ -58,7 +57,7 @@ def generate(
             messages.insert(0, ChatMessage("system", system))
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
-    with reported_errors(as_json), Client(options.decode_address(address), tls=tls, token=token) as client:
+    with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         events = client.generate(
             text if messages is None else None,
             chat=messages,

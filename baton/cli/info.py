@@ -8,7 +8,6 @@ from rich.table import Table
 from baton.cli import options
 from baton.cli.load_table import pool_text
 from baton.cli.output import print_json, reported_errors
-from baton.client import Client
 from baton.server_info import InferenceLoad, ModelInfo
 
 
@@ -25,11 +24,10 @@ def info(
     """Show which model is served, by which prefill replicas, and the load."""
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
-    where = options.decode_address(address)
-    with reported_errors(as_json), Client(where, tls=tls, token=token) as client:
+    with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         model, load = client.model_info(), client.load()
     if as_json:
-        print_json("info", address=where, model=model, load=load)
+        print_json("info", address=client.address, model=model, load=load)
     else:
         _print_table(model, load)
 

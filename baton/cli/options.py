@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from baton.cli.output import text_console
-from baton.client import Tls
+from baton.client import Client, Tls
 from baton.client.channel import check_token
+from baton.errors import Unavailable
 from baton.running_pairs import running_pairs
 
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -90,16 +93,21 @@ DecodeArgs = Annotated[
 ]
 
 
-def decode_address(given: str | None) -> str:
-    """Of the service that a command is about: what was given, or the pair that `baton up` runs here."""
-    if given:
-        return given
-    if not (found := running_pairs()):
-        return _DEFAULT_ADDRESS
+@contextmanager
+def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iterator[Client]:
+    """Of the service that a command is about: the one given, or the pair that `baton up` runs here."""
+    found = [] if given else running_pairs()
+    address = given or (found[0] if found else _DEFAULT_ADDRESS)
     if len(found) > 1:
         others = ", ".join(found[1:])
         text_console().print(f"{len(found)} pairs run here: this is {found[0]}, not {others}", style="dim")
-    return found[0]
+    with Client(address, tls=tls, token=token) as client:
+        try:
+            yield client
+        except Unavailable as error:
+            if given or found or error.reason:  # a reason is a server's, which is there
+                raise
+            raise Unavailable(f"no pair of `baton up` runs here, and {address} does not answer: {error}") from error
 
 
 def tls_options(

@@ -34,9 +34,14 @@ def test_every_decode_service_knows_every_prefill_service() -> None:
                 arguments = client.model_info().model.split()
             assert f"--prefill={','.join(pair.prefill_addresses)}" in arguments
             assert f"--listen={address}" in arguments
-            assert {"--model=demo", "--draft=none", "--dtype=float32", "--no-overlap", "--metrics-listen="} <= set(
-                arguments
-            )
+            assert {
+                "--model=demo",
+                "--draft=none",
+                "--log-format=json",
+                "--dtype=float32",
+                "--no-overlap",
+                "--metrics-listen=",
+            } <= set(arguments)
             assert not any(argument.startswith(("--device", "--config")) for argument in arguments)
 
 

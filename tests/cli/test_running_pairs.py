@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from baton.cli import options
 from baton.cli.main import app
+from baton.free_ports import free_ports
 from baton.running_pairs import announced, running_pairs
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
 
@@ -86,6 +88,16 @@ def test_commands_go_to_the_pair_that_runs_here_unless_told_otherwise(
         assert run("info", "--address", "127.0.0.1:1")[0] == 1
         monkeypatch.setenv("BATON_ADDRESS", "127.0.0.1:1")
         assert run("info")[0] == 1
+
+
+def test_where_there_is_none_the_error_says_so_and_where_was_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    monkeypatch.setattr(options, "_DEFAULT_ADDRESS", nobody)
+    words = f"no pair of `baton up` runs here, and {nobody} does not answer: "
+    for arguments in (["info"], ["generate", "Hi"], ["chat"]):
+        result = CliRunner().invoke(app, arguments, input="Hi\n")
+        assert (result.exit_code, words in result.stderr) == (1, True), result.stderr
+    assert words not in CliRunner().invoke(app, ["info", "--address", nobody]).stderr
 
 
 def test_of_several_the_newest_is_taken_and_said(server: ScriptedServer) -> None:
