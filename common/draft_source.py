@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
 from common.model_cache import Progress, default_cache_dir, make_once, silent
-from common.model_source import fetch_from_hub, local_path
+from common.model_source import fetch_from_hub, local_path, require_config
 
 if TYPE_CHECKING:  # what looks for a head may do without
     from torch import Tensor
@@ -29,7 +29,7 @@ _KINDS = "a directory"
 def check_draft(spec: str) -> None:
     """Raises StartupError, at once and without the network, for what `draft` cannot name."""
     if spec != DEMO_MODEL:
-        local_path("draft", spec, kinds=_KINDS)
+        require_config("draft", spec, local_path("draft", spec, kinds=_KINDS))
 
 
 def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:

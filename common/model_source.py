@@ -36,7 +36,7 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 def check_model(spec: str) -> None:
     """Raises StartupError, at once and without the network, for what `model` cannot name."""
     if spec != DEMO_MODEL:
-        local_path("model", spec, kinds=_KINDS, suffix=_GGUF)
+        require_config("model", spec, local_path("model", spec, kinds=_KINDS, suffix=_GGUF))
 
 
 def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
@@ -52,6 +52,12 @@ def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, ca
     if path.is_dir():
         return path
     return _converted(path, dtype, progress or silent, cache_dir or default_cache_dir())
+
+
+def require_config(setting: str, spec: str, path: Path | None) -> None:
+    """Raises StartupError for a directory that holds no model; what is in it is looked at by who loads it."""
+    if path is not None and path.is_dir() and not (path / "config.json").is_file():
+        raise StartupError(f"{setting}: {spec}: is a directory without config.json")
 
 
 def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:

@@ -22,6 +22,7 @@ def fake_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for directory in ("tiny", "head"):  # looked for, never read
         (tmp_path / directory).mkdir()
+        (tmp_path / directory / "config.json").touch()
 
 
 @pytest.fixture(autouse=True)

@@ -160,6 +160,7 @@ def held() -> Iterator[str]:
             "metrics_listen: 1",
         ),
         (["--model=/no/such/model"], "model: /no/such/model: there is no such file or directory"),
+        (["--model=empty"], "model: empty: is a directory without config.json"),
         (["--model=absent.gguf"], "model: absent.gguf: there is no such file"),
         (["--draft=./absent"], "draft: ./absent: there is no such file or directory"),
         (["--decode-arg=--draft=head"], "draft: prefill has none, decode has head: give --draft alike to both kinds"),
@@ -201,7 +202,8 @@ def test_up_says_in_one_line_what_is_wrong_before_anything_starts(
     (tmp_path / "decode.yaml").write_text("dtype: float16\nnum_draft_tokens: 2\ndraft: head\n")
     monkeypatch.setattr(ChildProcess, "start", lambda process: pytest.fail(f"{process.name} was started"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
-    (tmp_path / "logs").mkdir()
+    for directory in ("logs", "empty"):
+        (tmp_path / directory).mkdir()
     model = [] if any("--model" in each for each in arguments) else ["--model=tiny"]
     result = CliRunner().invoke(app, ["up", *model, *(each.replace(HELD, held) for each in arguments)])
     assert result.exit_code == 1, result.stderr

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.free_ports import free_ports
+from common.draft_source import check_draft
 from common.errors import StartupError
 from common.model.loader import load_target
 from common.model_source import check_model, resolve_model
@@ -86,9 +87,21 @@ def test_what_cannot_be_a_model_is_refused_at_once_and_named(
             look(spec)
 
 
-@pytest.mark.parametrize("spec", ["demo", "owner/name", "gpt2", "."])
-def test_what_may_be_a_model_is_not_refused_before_it_was_looked_for(spec: str) -> None:
+@pytest.mark.parametrize("spec", ["demo", "owner/name", "gpt2", "here", "here.gguf"])
+def test_what_may_be_a_model_is_not_refused_before_it_was_looked_for(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    Path("here/config.json").touch()
+    Path("here.gguf").touch()
     check_model(spec)
+
+
+def test_a_directory_without_a_config_is_no_model_and_no_head(tmp_path: Path) -> None:
+    for setting, look in (("model", check_model), ("draft", check_draft)):
+        with pytest.raises(StartupError, match=f"^{setting}: {tmp_path}: is a directory without config.json$"):
+            look(str(tmp_path))
 
 
 class _Hub(BaseHTTPRequestHandler):
