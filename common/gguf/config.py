@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _INFORMATION = re.compile(
     r"GGUF\.(version|tensor_count|kv_count)"
     r"|general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|tags|languages"
-    r"|url|doi|uuid|repo_url|file_type|quantization_version|alignment|datasets"
+    r"|url|doi|uuid|repo_url|file_type|quantization_version|alignment|datasets|parameter_count"
     r"|license(\.(name|link))?|source\..+|base_model\..+|dataset\..+|sampling\..+)"
     r"|tokenizer\.chat_template\..+|tokenizer\.chat_templates|split\.(no|tensors\.count)|quantize\.imatrix\..+|mradermacher\..+"
 )

@@ -66,12 +66,21 @@ def special_tokens(keys: Metadata) -> SpecialTokens:
     """Raises RefusedFile for an id that is no token's."""
     num_tokens = len(keys.items(f"{_PREFIX}.tokens", str))
     ids = {role: _token_id(keys, role, num_tokens) for role in (*_ROLES, *_ENDS, *_OTHERS)}
-    ends = [ids[role] for role in _ENDS]
+    ends = [*(ids[role] for role in _ENDS), *_more_ends(keys, num_tokens)]
     return SpecialTokens(
         bos=ids["bos"],
         padding=ids["padding"],
         ends=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
     )
+
+
+def _more_ends(keys: Metadata, num_tokens: int) -> list[int]:
+    """What files of Ollama's list."""
+    key = f"{_PREFIX}.eos_token_ids"
+    ends = keys.items(key, int, [])
+    if not all(0 <= token_id < num_tokens for token_id in ends):
+        raise keys.refuse(key, f"is past the vocabulary of {num_tokens}")
+    return ends
 
 
 def _token_id(keys: Metadata, role: str, num_tokens: int) -> int | None:

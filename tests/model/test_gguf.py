@@ -257,6 +257,7 @@ REFUSED_EVERYWHERE: dict[str, Any] = {
     "tokenizer.ggml.eos_token_id": VOCAB_SIZE,
     "tokenizer.ggml.eot_token_id": 1 << 31,
     "tokenizer.ggml.eom_token_id": -1,
+    "tokenizer.ggml.eos_token_ids": [END_ID, VOCAB_SIZE],
     "tokenizer.ggml.bos_token_id": "1",
     "tokenizer.ggml.padding_token_id": VOCAB_SIZE,
     "tokenizer.ggml.token_type": [1],
@@ -561,6 +562,7 @@ def test_a_sentencepiece_tokenizer_is_the_source_models(
         ({"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 10}, (END_ID, 9, 10)),
         ({"tokenizer.ggml.eot_token_id": END_ID}, (END_ID,)),
         ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.eot_token_id": 9}, (9,)),
+        ({"tokenizer.ggml.eos_token_ids": [END_ID, 9, 10]}, (END_ID, 9, 10)),
         ({"tokenizer.ggml.eos_token_id": None}, ()),
     ],
 )
