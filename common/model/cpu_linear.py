@@ -24,6 +24,11 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = _reorder(parameters["weight"].detach())
         self._bias = parameters["bias"].detach() if "bias" in parameters else None
 
+    @property
+    def weight(self) -> Tensor:
+        """A copy of what `linear` had, for a model that reads it beside calling the layer."""
+        return self._packed.to_dense()
+
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _linear(x, self._packed, self._bias, "none", [], "")
         return output

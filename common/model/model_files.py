@@ -59,6 +59,7 @@ _OTHER_DTYPES = {
     "I64": torch.int64,
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
 
 
@@ -75,7 +76,8 @@ def model_faults(place: str) -> Iterator[None]:
         raise StartupError(f"{place}: not enough memory: {one_line(error)}") from error
     except Exception as error:
         logging.getLogger(__name__).debug("%s", place, exc_info=True)
-        raise UnsupportedModel(f"{place}: {one_line(error)}") from error
+        says = _OWN_CODE if "trust_remote_code" in str(error) else one_line(error)
+        raise UnsupportedModel(f"{place}: {says}") from error
 
 
 def one_line(error: BaseException) -> str:
@@ -161,8 +163,7 @@ def _check_type(raw: Mapping[str, Any], place: str) -> None:
     known = model_type in transformers.CONFIG_MAPPING
     if raw.get("auto_map") and not known:
         raise UnsupportedModel(
-            f"{place}: auto_map: model_type {peer_text(model_type)!r} needs code that comes with the model, which is"
-            " never run; serve a model whose type transformers knows"
+            f"{place}: auto_map: model_type {peer_text(model_type)!r} {_OWN_CODE}; serve a type that transformers knows"
         )
     if not known:
         raise UnsupportedModel(
@@ -198,7 +199,7 @@ def read_tokenizer(directory: Path) -> Any | None:
     """The tokenizer in `directory`, or None where there is none: transformers would make up an empty one."""
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
-    with model_faults(f"{directory.name}: its tokenizer cannot be loaded"):
+    with model_faults(f"{directory.name}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     return tokenizer
 
