@@ -10,9 +10,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import AutoTokenizer
-
 from common.chat_template import ChatRefused, ChatTemplate, TextTooLong
+from common.errors import UnsupportedModel
+from common.model.model_files import model_faults, read_tokenizer
 from common.token_bytes import TokenBytes
 
 _MAX_CACHED_TOKENS = 1 << 18
@@ -71,7 +71,12 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
-        return cls(AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False))
+        """Raises UnsupportedModel where there is no tokenizer, or none that can be used."""
+        pretrained = read_tokenizer(directory)
+        if pretrained is None:
+            raise UnsupportedModel(f"{directory.name}: no tokenizer, as tokenizer.json is one")
+        with model_faults(f"{directory.name}: its tokenizer"):
+            return cls(pretrained)
 
     @property
     def special_ids(self) -> frozenset[int]:

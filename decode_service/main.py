@@ -21,7 +21,7 @@ from common.config.settings import DecodeSettings
 from common.descriptors import max_connections
 from common.device.errors import PieceFailed
 from common.engine_thread import EngineThread
-from common.errors import Draining, EngineLost, EngineStalled, StartupError, UnsupportedModel
+from common.errors import Draining, EngineLost, EngineStalled, StartupError
 from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, row_bytes
 from common.name_lookup import look_up
 from common.runtime import Runtime
@@ -75,10 +75,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
     Raises EngineLost when the engine died or hangs: every request has then been failed.
     """
     runtime = process.runtime
-    try:
-        tokenizer = TextTokenizer.from_directory(runtime.directory)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{settings.model}: {error}") from error
+    tokenizer = TextTokenizer.from_directory(runtime.directory)
     if runtime.draft is None:
         _log.info("no_draft_head", model=settings.model)
     engine_metrics = EngineMetrics(process.registry)

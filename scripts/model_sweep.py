@@ -36,7 +36,7 @@ from common.model_cache import kernels_cache_dir
 from tests.model.paged_model import PagedModel
 
 EQUAL, REFUSED, NOT_BUILT, WRONG, FAILS = "equal", "refused", "could not be built", "wrong", "ready and failing"
-_TIMEOUT_S = 180.0
+_TIMEOUT_S = 90.0
 _PROMPT_LEN, _CHUNK, _NUM_DECODED = 40, 16, 6
 _TOLERANCE = 2e-3  # of the logits' size, in float32
 

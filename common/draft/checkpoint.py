@@ -51,7 +51,10 @@ class Checkpoint:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The weights under `name`. Raises DraftMismatch."""
-        return self._take(name, shape, _WEIGHT_DTYPES).to(self._device, self._dtype)
+        weights = self._take(name, shape, _WEIGHT_DTYPES).to(self._device, self._dtype)
+        if not torch.isfinite(weights).all():
+            raise self.mismatch(f"{name} has NaN or infinite numbers in {self._dtype}")
+        return weights
 
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
         return self.take(name, *shape) if name in self else None

@@ -198,7 +198,7 @@ def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
     keys.items(f"{_PREFIX}.merges", str, [])
     if keys.take(f"{_PREFIX}.pre", str, "default") != "default":
         raise keys.refuse(f"{_PREFIX}.pre", "is not supported for a SentencePiece tokenizer")
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     backend = tokenizer.backend_tokenizer
     if not keys.take(f"{_PREFIX}.add_space_prefix", bool, True):
         backend.normalizer = None

@@ -21,6 +21,7 @@ from common.model.model_files import (
     FileVersion,
     ModelFiles,
     check_finite,
+    check_vocabulary,
     load_causal_lm,
     read_config,
     read_model_files,
@@ -51,7 +52,10 @@ def load_target(
     version = FileVersion.of_config(directory)
     config = _served_config(directory)
     vocab_size = _size(config, "vocab_size", directory.name)
-    eos_token_ids = end_token_ids(directory, end_tokens, read_tokenizer(directory), vocab_size=vocab_size)
+    tokenizer = read_tokenizer(directory)
+    eos_token_ids = end_token_ids(directory, end_tokens, tokenizer, vocab_size=vocab_size)
+    if tokenizer is not None:
+        check_vocabulary(directory, tokenizer, vocab_size)
     files = read_model_files(directory, version)
     model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME)
     return target_of(

@@ -58,7 +58,16 @@ _OTHER_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
 _OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
 
@@ -202,6 +211,34 @@ def read_tokenizer(directory: Path) -> Any | None:
     with model_faults(f"{directory.name}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     return tokenizer
+
+
+def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
+    """Raises UnsupportedModel, naming the token, where one has no row in tables of `vocab_size` rows.
+
+    Tokens that no file names do not count: classes of transformers add some, and a prompt with one is refused.
+    """
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    past = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)
+    stored = _stored_tokens(directory) if past else None
+    for token_id, token in past:
+        if stored is None or token in stored:
+            raise UnsupportedModel(
+                f"{directory.name}: the tokenizer's token {peer_text(repr(token))} is {token_id}, and {CONFIG} has a"
+                f" vocab_size of {vocab_size}"
+            )
+
+
+def _stored_tokens(directory: Path) -> set[str] | None:
+    """Those of tokenizer.json; None where there is none."""
+    path = directory / _TOKENIZER_FILES[0]
+    if not path.exists():
+        return None
+    with model_faults(f"{directory.name}/{path.name}"):
+        content = read_object(path)
+        vocabulary = content["model"]["vocab"]  # by token, or pairs of token and score
+        words = set(vocabulary) if isinstance(vocabulary, dict) else {str(token) for token, _ in vocabulary}
+        return words | {added["content"] for added in content.get("added_tokens", ())}
 
 
 # -------------------------------------------------------------------------------------------------- weight files

@@ -84,6 +84,18 @@ def test_a_tensor_of_another_kind_of_number_is_named(good: tuple[dict[str, Any],
         assert name in defects.error(config, {**tensors, name: changed}), name
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_no_number_is_named(
+    number: float, good: tuple[dict[str, Any], Tensors], defects: Defects
+) -> None:
+    config, tensors = good
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            changed = tensor.clone()
+            changed.view(-1)[-1] = number
+            assert f"{name} has NaN or infinite" in defects.error(config, {**tensors, name: changed})
+
+
 @pytest.mark.parametrize(
     "key", ["hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "vocab_size"]
 )

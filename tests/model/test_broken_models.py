@@ -23,7 +23,7 @@ from torch import Tensor
 from common.errors import StartupError, UnsupportedModel
 from common.model.loader import load_target
 from tests.model.paged_model import PagedModel
-from tests.support.models import VOCAB_SIZE, save_tiny_model
+from tests.support.models import VOCAB_SIZE, make_tokenizer, save_tiny_model
 
 Tensors = dict[str, Tensor]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -139,6 +139,18 @@ def nan_at(place: int, value: float = float("nan")) -> Callable[[Tensor], Tensor
 
 def index_map(change: Callable[[dict[str, Any]], object]) -> Callable[[Model], None]:
     return sharded(lambda model: model.json(INDEX, lambda index: change(index["weight_map"]) and None))
+
+
+def token_past_the_vocabulary(model: Model) -> None:
+    token = {"id": VOCAB_SIZE, "content": "<new>", "special": True, "normalized": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    model.json("tokenizer.json", lambda tokenizer: tokenizer["added_tokens"].append({**token, **flags}))
+
+
+def tokenizer_of_a_larger_model(model: Model) -> None:
+    make_tokenizer().save_pretrained(str(model.path))
+    model.tensors(lambda tensors: tensors.update({name: tensors[name][:64].clone() for name in (HEAD, EMBEDDINGS)}))
+    model.config(vocab_size=64)
 
 
 QKV = "model.layers.1.self_attn.q_proj.weight"
@@ -311,6 +323,7 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "no-causal-model": (config(model_type="vit"), "model_type 'vit' is no causal language model|vit"),
 }
 
+OWN_TOKENIZER = {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}
 TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "no-json": (written("tokenizer.json", "{"), "tokenizer"),
     "empty": (written("tokenizer.json", ""), "tokenizer"),
@@ -320,6 +333,17 @@ TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "a-directory": (replaced_by_directory("tokenizer.json"), "tokenizer"),
     "settings-are-no-json": (written("tokenizer_config.json", "{"), "tokenizer"),
     "settings-are-a-list": (written("tokenizer_config.json", "[]"), "tokenizer"),
+    "an-id-past-the-vocabulary": (token_past_the_vocabulary, f"token '<new>' is {VOCAB_SIZE}, and config.json"),
+    "another-models": (
+        tokenizer_of_a_larger_model,
+        "token '.*' is 64, and config.json has a vocab_size of 64",
+    ),
+    "code-of-its-own": (
+        lambda m: m.json(
+            "tokenizer_config.json", lambda c: c.update(tokenizer_class="XTokenizer", auto_map=OWN_TOKENIZER)
+        ),
+        "tokenizer: needs code that comes with the model, which is never run",
+    ),
     "generation-config-is-no-json": (written("generation_config.json", "{"), "generation_config.json"),
     "generation-config-is-a-list": (written("generation_config.json", "[]"), "generation_config.json"),
     "generation-config-is-binary": (

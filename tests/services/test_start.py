@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import io
+import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from common.config.settings import DecodeSettings
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import StartupError
 from common.process_exit import EXIT_STARTUP
-from common.service_main import Serve, run_service
+from common.service_main import Process, Serve, run_service
+from tests.support.models import save_tiny_model
 
 
 def test_what_is_imported_is_never_searched_for_garbage_and_what_comes_after_it_is() -> None:
@@ -27,6 +32,60 @@ def test_what_is_imported_is_never_searched_for_garbage_and_what_comes_after_it_
         assert gc.isenabled() and gc.get_freeze_count() > num_left_out
     finally:
         gc.unfreeze()
+
+
+OWN_CODE = """
+import pathlib
+pathlib.Path(__file__).with_name("was-run").touch()
+"""
+
+
+def with_own_model(directory: Path) -> str:
+    """A model of a type that transformers does not know, with the code of one."""
+    config = json.loads((directory / "config.json").read_text())
+    classes = {"AutoConfig": "code.XConfig", "AutoModelForCausalLM": "code.XForCausalLM"}
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "x", "auto_map": classes}))
+    return "config.json: auto_map: model_type 'x' needs code that comes with the model, which is never run"
+
+
+def with_own_tokenizer(directory: Path) -> str:
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    classes = {"AutoTokenizer": ["code.XTokenizer", None]}
+    changed = {**config, "tokenizer_class": "XTokenizer", "auto_map": classes}
+    (directory / "tokenizer_config.json").write_text(json.dumps(changed))
+    return "its tokenizer: needs code that comes with the model, which is never run"
+
+
+@pytest.mark.parametrize("change", [with_own_model, with_own_tokenizer])
+@pytest.mark.parametrize(
+    ("program", "kind"), [("prefill_service", PrefillSettings), ("decode_service", DecodeSettings)]
+)
+def test_a_models_own_code_is_neither_run_nor_asked_about(
+    program: str,
+    kind: type[ServiceSettings],
+    change: Callable[[Path], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    directory = save_tiny_model(tmp_path / "model", "llama")
+    (directory / "code.py").write_text(OWN_CODE)
+    refusal = change(directory)
+    answers = io.StringIO("y\n" * 9)
+    capfd.readouterr()
+    monkeypatch.setattr(sys, "stdin", answers)
+    try:
+        assert run_service(program, kind, lambda: _never_served, [f"--model={directory}"]) == EXIT_STARTUP
+    finally:
+        gc.unfreeze()
+    *_, last = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert last["event"] == "cannot_start" and refusal in last["error"]
+    assert answers.tell() == 0, "it was asked"
+    assert not (directory / "was-run").exists()
+
+
+async def _never_served(settings: ServiceSettings, process: Process) -> None:
+    raise AssertionError("it was served")
 
 
 @pytest.mark.parametrize(("argv", "interval_s"), [([], 0.0005), (["--switch-interval-s=0.002"], 0.002)])
