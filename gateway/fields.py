@@ -66,6 +66,8 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "early_stopping": (False,),
     "ebnf": ("",),
+    "enable_thinking": (False,),
+    "extra_body": ({},),
     "grammar": ("",),
     "guided_choice": ([],),
     "guided_grammar": ("",),
@@ -84,6 +86,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "priority": (0,),
     "prompt_logprobs": (),
+    "reasoning": ({}, {"effort": "none"}, {"enabled": False}),
     "regex": ("",),
     "repeat_penalty": (1,),
     "return_hidden_states": (False,),
@@ -94,6 +97,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "stop_regex": ([], ""),
     "structured_outputs": ({},),
     "tfs_z": (1,),
+    "thinking": ({"type": "disabled"},),
     "timings_per_token": (False,),
     "top_a": (0,),
     "transforms": ([],),
@@ -109,7 +113,10 @@ _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    """A stop string that is empty asks for nothing."""
+    if isinstance(value, str):
+        return [value] if value else []
+    return value
 
 
 def _bounded(value: Any) -> Any:

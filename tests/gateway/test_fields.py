@@ -44,6 +44,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"functions": []},
         {"priority": 0, "length_penalty": 1.0, "use_beam_search": False, "early_stopping": False, "best_of": 1},
         {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+        {"reasoning": {"effort": "none"}, "thinking": {"type": "disabled"}, "enable_thinking": False},
         {"reasoning_effort": "none", "verbosity": "medium", "include_reasoning": True, "modalities": ["text"]},
         {"response_format": {"type": "text"}, "guided_json": None, "guided_choice": [], "structured_outputs": {}},
         {"echo": False, "suffix": "", "truncate_prompt_tokens": None, "prompt_logprobs": None, "bad_words": []},
@@ -58,6 +59,10 @@ def test_fields_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> N
     plain = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
     assert parse_chat(to_json({**plain, **fields})) == parse_chat(to_json(plain))
     assert completion(**fields) == completion()
+
+
+def test_an_empty_stop_string_stops_nothing() -> None:
+    assert completion(stop="").sampling["stop"] == []
 
 
 def test_special_tokens_are_added_to_prompts_and_not_to_chats() -> None:
