@@ -23,6 +23,7 @@ from common.device.errors import PieceFailed
 from common.engine_thread import EngineThread
 from common.errors import Draining, EngineLost, EngineStalled, StartupError
 from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, row_bytes
+from common.model.attention import MAX_SPLIT_BYTES
 from common.name_lookup import look_up
 from common.runtime import Runtime
 from common.service_main import Process
@@ -271,9 +272,8 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
         )
         recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
-        on_gpu = (
-            num_tokens * model.hidden_size * SPLIT_BYTES + settings.receive_budget_bytes
-        )  # what lands is copied there
+        parts = min(num_tokens * model.hidden_size * SPLIT_BYTES, MAX_SPLIT_BYTES)
+        on_gpu = parts + settings.receive_budget_bytes  # what lands is copied there
         return (num_rows + 1) * each_row + forward + (recorded if records else 0) + unread + (0 if is_host else on_gpu)
 
     return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)

@@ -24,7 +24,7 @@ from torch import Tensor
 from common.device.upload import upload
 from common.errors import StartupError
 from common.model import triton_kernels
-from common.model.attention import AttentionPlan, ForwardInput, KernelShape
+from common.model.attention import MAX_SPLIT_BYTES, AttentionPlan, ForwardInput, KernelShape
 from common.model.triton_launch import Launch, Launcher
 
 _SPLIT_TOKENS = 128  # of a part at least
@@ -108,12 +108,21 @@ class TritonAttention:
     """An AttentionBackend for CUDA: heads of any size, also where it is no power of two; float32, bfloat16, float16.
 
     Programs take no more than `shared_bytes` of a multiprocessor's shared memory. Raises StartupError where heads are
-    too large for that. `launch` is what becomes of its kernels' launches.
+    too large for that. Parts of rows that are attended side by side take no more than `split_bytes` of the device's
+    memory, but for one row's. `launch` is what becomes of its kernels' launches.
     """
 
     follows_lengths = True
 
-    def __init__(self, heads: HeadShape, *, shared_bytes: int = NO_LIMIT, launch: Launcher = Launch.run) -> None:
+    def __init__(
+        self,
+        heads: HeadShape,
+        *,
+        shared_bytes: int = NO_LIMIT,
+        split_bytes: int = MAX_SPLIT_BYTES,
+        launch: Launcher = Launch.run,
+    ) -> None:
+        self.split_bytes = split_bytes
         self._heads = heads
         self._shared_bytes = shared_bytes
         self._launch = launch
@@ -163,8 +172,25 @@ class _PagedPlan:
         self._starts = _starts(extend_lens, batch.seq_lens.device)
         is_few = self._max_new <= _MAX_SPLIT_QUERIES
         self._num_splits = min(_MAX_SPLITS, -(-batch.max_seq_len // _SPLIT_TOKENS)) if is_few else 1
+        self._groups = self._cut_rows(extend_lens, backend.split_bytes)
         mask = batch.tree_mask
         self._mask = None if mask is None else mask.contiguous().view(torch.uint8)
+
+    def _cut_rows(self, extend_lens: Sequence[int], split_bytes: int) -> list[tuple[slice, range]]:
+        """Rows whose parts fit into so many bytes, or one row, and their new tokens. All rows where none has parts.
+
+        A row is cut into parts by its own length, whatever rows it is launched with.
+        """
+        stops = [0, *itertools.accumulate(extend_lens)]
+        num_together = max(1, self._num_rows)
+        if self._num_splits > 1:
+            token_bytes = self._heads.num_heads * self._num_splits * (self._heads.head_dim + 1) * 4
+            num_together = max(1, split_bytes // (token_bytes * self._max_new))
+        return [
+            (slice(first, stop), range(stops[first], stops[stop]))
+            for first in range(0, self._num_rows, num_together)
+            for stop in (min(first + num_together, self._num_rows),)
+        ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -172,36 +198,48 @@ class _PagedPlan:
             return output
         kv = self._batch.kv[layer]
         self._write(kv, key, value)
-        num_tokens, num_heads, head_dim = query.shape
+        query = _with_adjacent_numbers(query)
+        for rows, tokens in self._groups:
+            self._attend_rows(kv, query, output, scaling, rows, tokens)
+        return output
+
+    def _attend_rows(
+        self, kv: Tensor, query: Tensor, output: Tensor, scaling: float, rows: slice, tokens: range
+    ) -> None:
+        """Of some rows, whose new tokens these are: into their place of `output` [T, heads, head_dim]."""
+        _, num_heads, head_dim = query.shape
+        num_rows = rows.stop - rows.start
         tiles, num_shared = self._tiles, self._heads.num_shared
         num_blocks = -(-self._max_new // (tiles.query_block // num_shared))
         is_split = self._num_splits > 1
         parts, log_weights = output, output
         if is_split:
-            shape = (num_tokens, num_heads, self._num_splits)
+            shape = (len(tokens), num_heads, self._num_splits)
             parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
             log_weights = torch.empty(shape, dtype=torch.float32, device=query.device)
-        query = _with_adjacent_numbers(query)
+        first_token = tokens.start if is_split else 0
+        seq_lens, starts = self._seq_lens[rows], self._starts[rows.start : rows.stop + 1]
         batch = self._batch
         cut = {"SPLIT_TOKENS": _SPLIT_TOKENS, "MAX_SPLITS": _MAX_SPLITS, "TOKEN_BLOCK": tiles.token_block}
         head = {"HEAD_DIM": head_dim, "DIM_BLOCK": self._heads.dim_block}
         self._launch(
             Launch(
                 triton_kernels.attend,
-                grid=(self._num_rows * num_blocks, self._heads.num_kv_heads, self._num_splits),
+                grid=(num_rows * num_blocks, self._heads.num_kv_heads, self._num_splits),
                 arguments={
                     "query": query,
                     "kv": kv,
                     "req_to_token": batch.req_to_token,
-                    "req_pool_indices": self._req_pool_indices,
-                    "seq_lens": self._seq_lens,
-                    "query_starts": self._starts,
+                    "req_pool_indices": self._req_pool_indices[rows],
+                    "seq_lens": seq_lens,
+                    "query_starts": starts,
                     "tree_mask": self._starts if self._mask is None else self._mask,
                     "output": parts,
                     "log_weights": log_weights,
                     "scale_log2": scaling * math.log2(math.e),
                     "mask_width": 0 if self._mask is None else self._mask.shape[1],
                     "num_blocks": num_blocks,
+                    "first_token": first_token,
                     "query_token_stride": query.stride(0),
                     "query_head_stride": query.stride(1),
                     "plane_stride": kv.stride(0),
@@ -225,20 +263,20 @@ class _PagedPlan:
             self._launch(
                 Launch(
                     triton_kernels.combine,
-                    grid=(self._num_rows * self._max_new, num_heads),
+                    grid=(num_rows * self._max_new, num_heads),
                     arguments={
                         "parts": parts,
                         "log_weights": log_weights,
-                        "seq_lens": self._seq_lens,
-                        "query_starts": self._starts,
+                        "seq_lens": seq_lens,
+                        "query_starts": starts,
                         "output": output,
                         "max_new": self._max_new,
                         "num_splits": self._num_splits,
+                        "first_token": first_token,
                     },
                     constants={**head, **cut},
                 )
             )
-        return output
 
     def _write(self, kv: Tensor, key: Tensor, value: Tensor) -> None:
         num_tokens, num_kv_heads, head_dim = key.shape

@@ -69,6 +69,7 @@ def attend(  # type: ignore[no-untyped-def]
     scale_log2,
     mask_width,
     num_blocks,
+    first_token: tl.int64,
     query_token_stride: tl.int64,
     query_head_stride: tl.int64,
     plane_stride: tl.int64,
@@ -149,7 +150,7 @@ def attend(  # type: ignore[no-untyped-def]
             largest = new_largest
         weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
         num_heads = tl.num_programs(1) * NUM_SHARED
-        where = token * num_heads + head
+        where = (token - first_token) * num_heads + head
         if IS_SPLIT:
             where = where * tl.num_programs(2) + split
             log_weight = tl.where(total == 0.0, float("-inf"), largest + tl.log2(total))
@@ -170,13 +171,16 @@ def combine(  # type: ignore[no-untyped-def]
     output,
     max_new,
     num_splits,
+    first_token: tl.int64,
     TOKEN_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Grid [B * max_new, heads]. `parts` [T, heads, num_splits, HEAD_DIM], of which those a row's length has count."""
+    """Grid [B * max_new, heads]. `parts` [T, heads, num_splits, HEAD_DIM], of which those a row's length has count: of
+    the tokens from `first_token` on.
+    """
     entry, place = tl.program_id(0) // max_new, tl.program_id(0) % max_new
     first = tl.load(query_starts + entry)
     if place < tl.load(query_starts + entry + 1) - first:
@@ -186,10 +190,12 @@ def combine(  # type: ignore[no-untyped-def]
         is_there = split < tl.cdiv(seq_len, size)
         dim = tl.arange(0, DIM_BLOCK)
         is_dim = dim < HEAD_DIM
-        where = (first + place).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        log_weight = tl.load(log_weights + where * num_splits + split, mask=is_there, other=float("-inf"))
+        token = (first + place).to(tl.int64)
+        where = token * tl.num_programs(1) + tl.program_id(1)
+        places = ((token - first_token) * tl.num_programs(1) + tl.program_id(1)) * num_splits + split
+        log_weight = tl.load(log_weights + places, mask=is_there, other=float("-inf"))
         part = tl.load(
-            parts + (where * num_splits + split)[:, None] * HEAD_DIM + dim[None, :],
+            parts + places[:, None] * HEAD_DIM + dim[None, :],
             mask=is_there[:, None] & is_dim[None, :],
             other=0.0,
         )

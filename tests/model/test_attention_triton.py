@@ -16,7 +16,8 @@ from benchmarks.compile_kernels import attention_launches
 from benchmarks.kernel_variants import Variant
 from common.model.attention import KernelShape
 from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import NO_LIMIT, HeadShape
+from common.model.attention_triton import NO_LIMIT, HeadShape, TritonAttention
+from common.model.triton_launch import Launch
 from tests.model.attention_rows import LAYER, Rows
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -69,6 +70,31 @@ def test_a_rows_numbers_are_the_same_in_any_company() -> None:
         value=crowd.value[:1],
     )
     assert torch.equal(one.attend(one.triton())[0], crowd.attend(crowd.triton())[0][:1])
+
+
+@pytest.mark.parametrize("lens", ["decode, rows of several parts", "verify", "a few tokens each"])
+@pytest.mark.parametrize("num_together", [0, 1, 2])
+def test_parts_that_take_more_than_they_may_are_made_of_fewer_rows_at_once(lens: str, num_together: int) -> None:
+    """And each row's numbers are the same."""
+    ragged = ((300, 2), (5, 9), (0, 1), (140, 4), (7, 3))
+    rows = Rows.of(ROWS.get(lens, ragged), heads=(4, 2), head_dim=20)
+    num_splits, max_new = -(-rows.batch.max_seq_len // 128), max(rows.batch.extend_lens or (1,))
+    row_bytes = max_new * 4 * num_splits * (20 + 1) * 4
+    launches: list[Launch] = []
+
+    def noted(launch: Launch) -> None:
+        launches.append(launch)
+        launch.run()
+
+    capped = TritonAttention(HeadShape(4, 2, 20, torch.float32), split_bytes=num_together * row_bytes + 1, launch=noted)
+    output, kv = rows.attend(capped)
+    expected, expected_kv = rows.attend(rows.triton())
+    assert torch.equal(output, expected) and torch.equal(kv.nan_to_num(7), expected_kv.nan_to_num(7))
+    parts = [launch.arguments["parts"] for launch in launches if "parts" in launch.arguments]
+    num_rows = rows.batch.seq_lens.shape[0]
+    assert len(parts) == -(-num_rows // max(1, num_together))
+    for tensor in parts:
+        assert isinstance(tensor, Tensor) and tensor.nbytes <= max(1, num_together) * row_bytes
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which the interpreter computes with
