@@ -177,7 +177,7 @@ def _print(figures: dict[str, float | int | bool]) -> None:
         f"{figures['tokens_per_forward']:.2f} tokens a forward; "
         f"{figures['decode_tokens_per_s_without_drafts']:.1f} without"
     )
-    console.print(f"KV handed over        {figures['kv_bytes']:8d} bytes")
+    console.print(f"KV handed over        {figures['kv_bytes']:8d} bytes, of all prompts together")
     console.print(
         f"handoff               {figures['handoff_s'] * 1e3:8.1f} ms a prompt, "
         f"of which {figures['transfer_s'] * 1e3:.1f} ms after the prefill"
