@@ -23,6 +23,10 @@ class ChildFailed(Exception):
     """The process did not answer in time, or has ended. It was killed, but may be stuck in the kernel."""
 
 
+class ChildEnded(ChildFailed):
+    """The process had ended, or did so over what it was asked."""
+
+
 class AskedProcess:
     """Event loop only, one task at a time. See `common.answering` for what it runs."""
 
@@ -83,7 +87,7 @@ class AskedProcess:
     async def _exchange(self, command: bytes, timeout_s: float) -> tuple[int, bytes]:
         """A task that is cancelled here leaves an answer that nobody takes: the process is killed."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        answer, failure = b"", ""
+        answer, failure, kind = b"", "", ChildFailed
         try:
             async with asyncio.timeout(timeout_s):
                 self._process.stdin.write(command)
@@ -93,11 +97,11 @@ class AskedProcess:
         except TimeoutError:
             failure = f"its process did not answer within {timeout_s:g} s"
         except (OSError, asyncio.IncompleteReadError):
-            failure = "its process ended"
+            failure, kind = "its process ended", ChildEnded
         finally:
             if not answer:
                 await self.close()
         if not answer:
             end = f"status {self._process.returncode}" if self.has_ended else f"process {self.pid} does not end"
-            raise ChildFailed(f"{failure} ({end})")
+            raise kind(f"{failure} ({end})")
         return answer[0], answer[1:]

@@ -11,7 +11,7 @@ import structlog
 
 from common import chat_template_process as protocol
 from common.answering import DONE
-from common.asked_process import AskedProcess, ChildFailed
+from common.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.chat_template import ChatRefused, TextTooLong
 
 RENDER_TIMEOUT_S = 2.0  # a long conversation takes some 10 ms
@@ -55,8 +55,8 @@ class ChatRendering:
     async def open(self) -> None:
         try:
             self._idle.append(await self._start())
-        except ChatRefused as error:
-            self._refusal = str(error)
+        except (ChatRefused, ChildFailed) as error:
+            self._refusal = str(error if isinstance(error, ChatRefused) else _not_rendered(error))
             _log.warning("chat_refused", reason=self._refusal)
 
     async def close(self) -> None:
@@ -82,20 +82,27 @@ class ChatRendering:
     async def _render(self, command: bytes) -> str | ValueError:
         """The error is a result, since there may be nobody to raise it to."""
         async with self._places:
-            self._idle = [process for process in self._idle if process.is_usable]
             try:
-                process = self._idle.pop() if self._idle else await self._start()
-            except ChatRefused as error:
-                return error
-            try:
-                return await self._answer(process, command, timeout_s=self._timeout_s)
+                try:
+                    return await self._render_by_one(command)
+                except ChildEnded:  # perhaps before it was asked
+                    return await self._render_by_one(command)
             except (ChatRefused, TextTooLong) as error:
                 return error
-            finally:
-                self._idle.append(process)
+            except ChildFailed as error:
+                return _not_rendered(error)
+
+    async def _render_by_one(self, command: bytes) -> str:
+        """Raises ChatRefused, TextTooLong, or ChildFailed."""
+        self._idle = [process for process in self._idle if process.is_usable]
+        process = self._idle.pop() if self._idle else await self._start()
+        try:
+            return await _answer(process, command, timeout_s=self._timeout_s)
+        finally:
+            self._idle.append(process)
 
     async def _start(self) -> AskedProcess:
-        """Raises ChatRefused."""
+        """Raises ChatRefused, or ChildFailed."""
         source, special_tokens = self._chat_template()
         asked = {
             "source": source,
@@ -104,31 +111,30 @@ class ChatRendering:
             "max_chars": self._max_chars,
         }
         memory_bytes = _MEMORY_BYTES + _MEMORY_PER_CHAR * min(self._max_chars, _MAX_ROOMY_CHARS)
+        process = await AskedProcess.spawn(
+            protocol.__name__, str(2 * _START_TIMEOUT_S), str(memory_bytes), timeout_s=_START_TIMEOUT_S
+        )
         try:
-            process = await AskedProcess.spawn(
-                protocol.__name__, str(2 * _START_TIMEOUT_S), str(memory_bytes), timeout_s=_START_TIMEOUT_S
-            )
-        except ChildFailed as error:
-            raise ChatRefused(f"the model's chat template is not rendered: {error}") from error
-        try:
-            answer = await self._answer(process, json.dumps(asked).encode(), timeout_s=_START_TIMEOUT_S)
+            answer = await _answer(process, json.dumps(asked).encode(), timeout_s=_START_TIMEOUT_S)
         except ChatRefused:
             await process.close()
             raise
         self._parts_roles = json.loads(answer)
         return process
 
-    async def _answer(self, process: AskedProcess, command: bytes, *, timeout_s: float) -> str:
-        """Raises ChatRefused, or TextTooLong. A process that did not answer has ended."""
-        try:
-            status, content = await process.ask(command, timeout_s=timeout_s)
-        except ChildFailed as error:
-            raise ChatRefused(f"the model's chat template is not rendered: {error}") from error
-        text = content.decode(errors="replace")
-        match status:
-            case _ if status == DONE:
-                return text
-            case protocol.TOO_LONG:
-                raise TextTooLong(text)
-            case _:
-                raise ChatRefused(text)
+
+async def _answer(process: AskedProcess, command: bytes, *, timeout_s: float) -> str:
+    """Raises ChatRefused, TextTooLong, or ChildFailed when the process has ended or was killed."""
+    status, content = await process.ask(command, timeout_s=timeout_s)
+    text = content.decode(errors="replace")
+    match status:
+        case _ if status == DONE:
+            return text
+        case protocol.TOO_LONG:
+            raise TextTooLong(text)
+        case _:
+            raise ChatRefused(text)
+
+
+def _not_rendered(error: ChildFailed) -> ChatRefused:
+    return ChatRefused(f"the model's chat template is not rendered: {error}")
