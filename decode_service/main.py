@@ -22,7 +22,7 @@ from common.descriptors import max_connections
 from common.device.errors import PieceFailed
 from common.engine_thread import EngineThread
 from common.errors import Draining, EngineLost, EngineStalled, StartupError
-from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, row_bytes
+from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
 from common.model.attention import MAX_SPLIT_BYTES
 from common.name_lookup import look_up
 from common.runtime import Runtime
@@ -227,25 +227,28 @@ def _engine(
 ) -> DecodeEngine:
     runtime = process.runtime
     try:
-        return DecodeEngine(
-            model=runtime.model,
-            draft=runtime.draft,
-            spec_info=within_rows(speculation_of(settings, runtime.draft), size.max_rows) if runtime.draft else None,
-            adapts_depth=settings.adaptive_depth,
-            device=runtime.device,
-            max_rows=size.max_rows,
-            max_kv_tokens=size.max_kv_tokens,
-            max_context_tokens=size.max_context_tokens,
-            overlap=settings.overlap,
-            replays_forwards=settings.cuda_graphs,
-            nontemporal_copies=settings.nontemporal_copies,
-            max_handoff_attempts=settings.max_handoff_attempts,
-            prefill_timeout_s=settings.prefill_timeout_s,
-            on_step=on_step,
-            deliver=deliver,
-            timeline=runtime.timeline,
-            debug_checks=settings.debug_checks,
-        )
+        with room_beside_pool():
+            return DecodeEngine(
+                model=runtime.model,
+                draft=runtime.draft,
+                spec_info=within_rows(speculation_of(settings, runtime.draft), size.max_rows)
+                if runtime.draft
+                else None,
+                adapts_depth=settings.adaptive_depth,
+                device=runtime.device,
+                max_rows=size.max_rows,
+                max_kv_tokens=size.max_kv_tokens,
+                max_context_tokens=size.max_context_tokens,
+                overlap=settings.overlap,
+                replays_forwards=settings.cuda_graphs,
+                nontemporal_copies=settings.nontemporal_copies,
+                max_handoff_attempts=settings.max_handoff_attempts,
+                prefill_timeout_s=settings.prefill_timeout_s,
+                on_step=on_step,
+                deliver=deliver,
+                timeline=runtime.timeline,
+                debug_checks=settings.debug_checks,
+            )
     except PieceFailed as error:  # recording is all that has run so far
         message = f"the model's forwards cannot be recorded, and run as they are with it off: {error}"
         raise StartupError(f"cuda_graphs: {message}") from error

@@ -16,7 +16,7 @@ from common.descriptors import max_connections
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
-from common.kv.pool_size import MemoryBeside, PoolSize, forward_bytes, row_bytes
+from common.kv.pool_size import MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
 from common.kv.shared_pool import SharedPool
 from common.runtime import Runtime
 from common.service_main import Process
@@ -158,28 +158,29 @@ def _engine(
     deliver: Callable[[Sequence[Event]], None] | None = None,
 ) -> PrefillEngine:
     runtime = process.runtime
-    return PrefillEngine(
-        model=runtime.model,
-        draft=runtime.draft,
-        draft_topk=settings.draft_topk,
-        device=runtime.device,
-        max_rows=size.max_rows,
-        max_kv_tokens=size.max_kv_tokens,
-        max_context_tokens=size.max_context_tokens,
-        chunk_tokens=settings.chunk_tokens,
-        max_batch_tokens=settings.max_batch_tokens,
-        send_budget_bytes=settings.send_budget_bytes,
-        max_segment_bytes=settings.max_segment_bytes,
-        max_queued_rows=settings.max_queued_rows,
-        early_sending=settings.early_sending,
-        overlap=settings.overlap,
-        on_step=on_step,
-        deliver=deliver,
-        timeline=runtime.timeline,
-        debug_checks=settings.debug_checks,
-        shared_pool=shared_pool,
-        new_payload=FramedPayload.new if settings.framed_payloads else None,
-    )
+    with room_beside_pool():
+        return PrefillEngine(
+            model=runtime.model,
+            draft=runtime.draft,
+            draft_topk=settings.draft_topk,
+            device=runtime.device,
+            max_rows=size.max_rows,
+            max_kv_tokens=size.max_kv_tokens,
+            max_context_tokens=size.max_context_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            max_batch_tokens=settings.max_batch_tokens,
+            send_budget_bytes=settings.send_budget_bytes,
+            max_segment_bytes=settings.max_segment_bytes,
+            max_queued_rows=settings.max_queued_rows,
+            early_sending=settings.early_sending,
+            overlap=settings.overlap,
+            on_step=on_step,
+            deliver=deliver,
+            timeline=runtime.timeline,
+            debug_checks=settings.debug_checks,
+            shared_pool=shared_pool,
+            new_payload=FramedPayload.new if settings.framed_payloads else None,
+        )
 
 
 def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:

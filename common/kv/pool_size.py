@@ -7,13 +7,16 @@ a CPU   half of memory_share of what is available, less what is beside the pool:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from common.device.errors import PieceFailed
 from common.device.stream import DeviceMemory
 from common.errors import StartupError
+from common.peer_text import peer_text
 
 GPU_ROWS, CPU_ROWS = 256, 32
 """The most that are taken where no setting says so."""
@@ -113,6 +116,22 @@ def size_pool(
         max_context_tokens=min(limits.context_tokens, max_kv_tokens),
         decided_by=decided_by,
     )
+
+
+@contextmanager
+def room_beside_pool() -> Iterator[None]:
+    """To make an engine in. Raises StartupError where there is not enough memory for it."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, PieceFailed) as error:
+        cause = error.__cause__ if isinstance(error, PieceFailed) else error
+        if not isinstance(cause, MemoryError | torch.OutOfMemoryError):
+            raise
+        said = peer_text(str(cause).strip() or type(cause).__name__)
+        raise StartupError(
+            f"memory_share: beside the KV pool too little memory is left: {said}. Lower it, or where they are set "
+            "max_kv_tokens or max_rows"
+        ) from error
 
 
 def row_bytes(*, vocab_size: int, num_tokens: int) -> int:

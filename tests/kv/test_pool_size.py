@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from structlog.testing import capture_logs
 
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.device.cpu import CpuDevice
+from common.device.errors import PieceFailed
 from common.device.stream import DeviceMemory
 from common.errors import StartupError
-from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolLimits, PoolSize, size_pool
+from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolLimits, PoolSize, room_beside_pool, size_pool
 from common.runtime import open_runtime
 from decode_service import main as decode_main
 from decode_service.recording import recorded_bytes
@@ -253,3 +254,33 @@ def test_a_service_says_what_it_takes_and_why(
     assert told["pool_bytes"] == (size.max_kv_tokens + 1) * told["token_bytes"]
     assert told["bytes_beside"] == service.peak_bytes(size.max_rows)
     runtime.device.close(5.0)
+
+
+@pytest.mark.parametrize("main", [prefill_main, decode_main])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 0.30 GiB"), MemoryError("0.30 GiB")],
+    ids=repr,
+)
+def test_an_engine_that_there_is_no_room_for_beside_its_pool_is_refused_by_the_setting(
+    main: ModuleType, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_too_much(**_: Any) -> None:
+        raise error
+
+    size = PoolSize(max_rows=2, max_kv_tokens=64, max_context_tokens=64, decided_by="max_kv_tokens")
+    process: Any = SimpleNamespace(runtime=SimpleNamespace(draft=None, model=None, device=None, timeline=None))
+    with pytest.raises(StartupError, match=r"^memory_share: beside the KV pool .*0\.30 GiB. Lower it"):
+        if main is prefill_main:
+            monkeypatch.setattr(prefill_main, "PrefillEngine", take_too_much)
+            prefill_main._engine(PrefillSettings(), process, size, None, lambda stats: None)
+        else:
+            monkeypatch.setattr(decode_main, "DecodeEngine", take_too_much)
+            decode_main._engine(DecodeSettings(), process, size, lambda stats: None)
+
+
+def test_memory_that_is_short_while_forwards_are_recorded_is_told_as_that() -> None:
+    with pytest.raises(StartupError, match=r"^memory_share: .*no room"), room_beside_pool():
+        raise PieceFailed("recording") from torch.OutOfMemoryError("no room")
+    with pytest.raises(PieceFailed), room_beside_pool():
+        raise PieceFailed("recording") from RuntimeError("operation not permitted")
