@@ -104,8 +104,9 @@ def context_exceeded(
 def _context_exceeded_of(error: BatonError, param: str, message: str, *, prompt: str) -> ApiError:
     names = ("max_context_tokens", "num_prompt_tokens", "max_tokens")
     tokens = {name: int(error.metadata[name]) for name in names if error.metadata.get(name, "").isdecimal()}
-    if "max_context_tokens" not in tokens:  # a decode service of another version
-        return invalid(param, message, code=_CONTEXT_LENGTH_EXCEEDED)
+    if "max_context_tokens" not in tokens:  # the prefill service's bound, or a decode service of another version
+        text = f"This model's maximum context length is exceeded: {message} ({_CONTEXT_LENGTH_EXCEEDED})"
+        return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
     return context_exceeded(param, prompt=prompt, message=message, **tokens)
 
 

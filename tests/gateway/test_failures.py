@@ -75,6 +75,17 @@ def test_a_request_that_is_not_admitted(
     assert (answer.error["code"], answer.headers.get("retry-after")) == (code, retry_after)
 
 
+def test_a_context_whose_length_is_not_told_is_exceeded_in_openais_words_too(
+    edge: GatewayHere, scripted: ScriptedServer
+) -> None:
+    scripted.inference.script = [
+        failure(code_pb2.INVALID_ARGUMENT, "prompt: is long", reason="CONTEXT_EXCEEDED", field="prompt")
+    ]
+    error = edge.ask("POST", COMPLETIONS, BODY).error
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"] == "This model's maximum context length is exceeded: is long (context_length_exceeded)"
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_an_answer_that_fails_before_its_end_is_no_answer(
     edge: GatewayHere, scripted: ScriptedServer, where: str
