@@ -39,8 +39,12 @@ def main() -> None:
                 status, content = DONE, text.encode()
             except TextTooLong as error:
                 status, content = TOO_LONG, str(error).encode()
-            except (ChatRefused, MemoryError, UnicodeError) as error:
-                status, content = FAILED, (str(error) or "it needs too much memory").encode(errors="replace")
+            except ChatRefused as error:
+                status, content = FAILED, str(error).encode(errors="replace")
+            except UnicodeError:
+                status, content = FAILED, b"the model's chat template makes what is no text of it"
+            except MemoryError:
+                status, content = FAILED, b"the model's chat template needs too much memory for it"
             del command
             asker.answer(status, content)
     except (EOFError, OSError):  # the service is gone

@@ -195,8 +195,9 @@ BIG_LIST = "{% set ns = namespace(l=[0]) %}{% for i in range(40) %}{% set ns.l =
         ("{{ '%2000000000d' % messages | length }}", "memory"),
         (BIG_LIST, "memory"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+        ("{{ '\\ud800' }}", "makes what is no text"),
     ],
-    ids=["2 GiB", "2 GiB by format", "list", "recursion"],
+    ids=["2 GiB", "2 GiB by format", "list", "recursion", "surrogate"],
 )
 async def test_what_a_conversation_makes_of_a_template_is_its_own_error(harm: str, reason: str) -> None:
     tokenizer = harming(harm)
