@@ -12,6 +12,7 @@ greedy tokens with those that follow from it. Exit status 1 when one computes so
 from __future__ import annotations
 
 import argparse
+import inspect
 import multiprocessing
 import sys
 import tempfile
@@ -28,10 +29,11 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common.errors import StartupError
+from common.errors import StartupError, UnsupportedModel
 from common.model.kernel_cache import keep_kernels
 from common.model.loader import load_target
 from common.model.model_files import one_line
+from common.model.traits import check_config
 from common.model_cache import kernels_cache_dir
 from tests.model.paged_model import PagedModel
 
@@ -124,17 +126,30 @@ class Outcome:
 def _configs(model_type: str) -> dict[str, dict[str, Any]]:
     """What a small config of this architecture is made with: with its own traits, and plain."""
     defaults = transformers.CONFIG_MAPPING[model_type]()
-    small = {name: value for name, value in _SMALL.items() if hasattr(defaults, name)}
-    plain = {name: value for name, value in _PLAIN.items() if hasattr(defaults, name)}
-    if layer_types := getattr(defaults, "layer_types", None):
-        small["layer_types"] = (list(layer_types) * 2)[:2]
-    return {"as it is": small, "plain": {**small, **plain}}
+    derived = {name for name, member in inspect.getmembers(type(defaults)) if isinstance(member, property)}
+    has = [name for name in (*_SMALL, *_PLAIN) if name not in derived and hasattr(defaults, name)]
+    small = {name: _SMALL[name] for name in has if name in _SMALL}
+    if "kv_lora_rank" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    if "layer_types" in has and defaults.layer_types:
+        small["layer_types"] = (list(defaults.layer_types) * 2)[:2]
+    return {"as it is": small, "plain": {**small, **{name: _PLAIN[name] for name in has if name in _PLAIN}}}
 
 
-def _save(model_type: str, fields: dict[str, Any], directory: Path) -> None:
+def _config(model_type: str, fields: dict[str, Any]) -> Any:
+    """With windows where it has to have some."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    try:
+        return kind(**fields)
+    except Exception:
+        if fields.get("sliding_window", 1) is not None:
+            raise
+        return kind(**{name: value for name, value in fields.items() if name != "sliding_window"})
+
+
+def _save(config: Any, directory: Path) -> None:
     """Random weights, wide enough that a wrong position or a lost token shows in the logits."""
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[model_type](**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -150,12 +165,16 @@ def _save(model_type: str, fields: dict[str, Any], directory: Path) -> None:
 
 def _try(model_type: str, fields: dict[str, Any], directory: Path) -> Outcome:
     try:
-        _save(model_type, fields, directory)
+        config = _config(model_type, fields)
+        check_config(config, name=model_type)
+        _save(config, directory)
         reference = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), dtype=torch.float32, trust_remote_code=False
         ).eval()
         prompts = [_tokens(seed, reference.config.vocab_size) for seed in (0, 1)]
         expected = [_greedy(reference, prompt) for prompt in prompts]
+    except UnsupportedModel as error:
+        return Outcome(REFUSED, str(error).removeprefix(f"{model_type}: "))
     except Exception as error:
         return Outcome(NOT_BUILT, one_line(error))
     try:

@@ -23,6 +23,7 @@ from common.model.model_files import (
     check_finite,
     check_vocabulary,
     load_causal_lm,
+    model_faults,
     read_config,
     read_model_files,
     read_tokenizer,
@@ -170,5 +171,6 @@ def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[
 
 def _served_config(directory: Path) -> Any:
     config = read_config(directory)
-    check_config(config, name=directory.name)
+    with model_faults(f"{directory.name}/config.json"):
+        check_config(config, name=directory.name)
     return config

@@ -109,7 +109,7 @@ def read_config(directory: Path) -> Any:
     _check_sizes(raw.get, place)  # before transformers computes with them
     with model_faults(place):
         config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-    _check_sizes(partial(getattr, config), place)
+        _check_sizes(partial(getattr, config), place)
     return config
 
 
@@ -140,18 +140,19 @@ def _quantized(place: str, method: object) -> UnsupportedModel:
     return UnsupportedModel(f"{place}: {kind} is not supported; serve its original weights")
 
 
-def _refuse_numbers(value: object, place: str, path: str = "") -> None:
-    """Raises for NaN and infinity, which JSON does not know and Python's reader takes."""
+def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool = False) -> None:
+    """Raises for NaN and infinity, which JSON does not know and Python reads. Lists may have infinite bounds."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            _refuse_numbers(each, place, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
+        if isinstance(written := value.get("__float__"), str):  # how transformers writes them
+            value = float(written) if written in ("NaN", "Infinity", "-Infinity") else written
+        else:
+            for key, each in value.items():
+                _refuse_numbers(each, place, f"{path}.{key}" if path else str(key))
+    if isinstance(value, list):
         for each in value:
-            _refuse_numbers(each, place, path)
-    elif (isinstance(value, float) and not math.isfinite(value)) or (
-        path.endswith("__float__") and isinstance(value, str)  # how transformers writes them
-    ):
-        raise UnsupportedModel(f"{place}: {path.removesuffix('.__float__')} is {value}")
+            _refuse_numbers(each, place, path, is_bound=True)
+    elif isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not is_bound)):
+        raise UnsupportedModel(f"{place}: {path} is {value}")
 
 
 def _refuse_counts(value: object, place: str) -> None:
@@ -377,7 +378,8 @@ def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attent
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise UnsupportedModel(f"{name}/{CONFIG}: model_type {config.model_type!r} is no causal language model")
-    _check_counts(files, config)
+    with model_faults(f"{name}/{CONFIG}"):
+        _check_counts(files, config)
 
     def load(tensors: Mapping[str, Any], device: str) -> tuple[Any, dict[str, Any]]:
         with model_faults(name), _interface_only(attention, name), _silent_transformers():

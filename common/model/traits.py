@@ -121,10 +121,12 @@ def _probe_attention(
     value: Tensor,
     attention_mask: Any,
     *,
-    attention_probe: _Probe,
+    attention_probe: _Probe | None = None,
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
+    if attention_probe is None:
+        raise ValueError("its layers are not handed what its caller hands it")
     attention_probe.observe(module, query, key, value, attention_mask, keywords)
     if attention_probe.trait is not None:
         return torch.zeros_like(query).transpose(1, 2), None
@@ -167,7 +169,8 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tup
         raise refused(probe.trait)
     num_layers = model.config.num_hidden_layers
     if [layer for layer, *_ in probe.layers] != list(range(num_layers)):
-        raise refused(f"attention in {len(probe.layers)} of {num_layers} layers")
+        order = " out of order" if len(probe.layers) == num_layers else ""
+        raise refused(f"attention in {len(probe.layers)} of {num_layers} layers{order}")
     shapes = {tuple(shape) for _, *shape in probe.layers}
     if len(shapes) != 1:
         raise refused("layers with different attention shapes")

@@ -311,7 +311,7 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
         config(rope_parameters={"rope_type": "default", "rope_theta": NAN}),
         "rope_parameters.rope_theta is nan",
     ),
-    "nan-as-transformers-writes-it": (config(rms_norm_eps={"__float__": "NaN"}), "rms_norm_eps is NaN"),
+    "nan-as-transformers-writes-it": (config(rms_norm_eps={"__float__": "NaN"}), "rms_norm_eps is nan"),
     "auto-dtype": (config(dtype="auto"), "config.json: dtype is 'auto', which is no dtype of torch"),
     "auto-dtype-of-old": (
         lambda m: m.json("config.json", lambda c: (c.pop("dtype"), c.update(torch_dtype="auto"))[1]),
@@ -416,6 +416,7 @@ SOUND: dict[str, Callable[[Model], object]] = {
     ),
     "no-quantisation": config(quantization_config=None),
     "its-own-code-that-is-not-needed": config(auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "c.C"}),
+    "an-infinite-bound": config(time_step_limit=[0.0, INF]),
     "no-architectures": config(architectures=None),
     "wider-weights": lambda model: model.tensors(
         lambda tensors: tensors.update({name: tensor.double() for name, tensor in tensors.items()})
