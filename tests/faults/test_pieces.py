@@ -10,7 +10,7 @@ import pytest
 
 from common.device.cpu import CpuDevice
 from common.device.piece import piece_name
-from common.device.stream import Event, MilestoneWork, OnEvent, Scope, Stream, StreamKind, Work
+from common.device.stream import Event, MilestoneWork, OnEvent, OnMilestone, Scope, Stream, StreamKind, Work
 from common.draft.load import load_draft
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
@@ -31,10 +31,14 @@ class _WatchedStream(FaultyStream):
         super().enqueue(work, scope)
 
     def enqueue_with_milestones(
-        self, work: MilestoneWork, num_milestones: int, scope: Scope | None = None
+        self,
+        work: MilestoneWork,
+        num_milestones: int,
+        scope: Scope | None = None,
+        on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
         self._pieces.add(piece_name(work))
-        return super().enqueue_with_milestones(work, num_milestones, scope)
+        return super().enqueue_with_milestones(work, num_milestones, scope, on_milestone)
 
 
 class _WatchedDevice(FaultyDevice):
