@@ -79,6 +79,18 @@ def test_a_cc_that_is_not_there_is_named(programs: Path, monkeypatch: pytest.Mon
         choose()
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "dtype"), [(512, 4, torch.bfloat16), (256, 4, torch.float16), (256, 4, torch.float32)]
+)
+def test_tiles_are_smaller_where_there_is_less_shared_memory(head_dim: int, num_heads: int, dtype: torch.dtype) -> None:
+    small, large = (
+        choose(head_dim=head_dim, num_heads=num_heads, dtype=dtype, shared_bytes=limit) for limit in (81920, A100)
+    )
+    assert isinstance(small, TritonAttention) and isinstance(large, TritonAttention)
+    sizes = [backend.tiles(64).shared_bytes(head_dim, dtype.itemsize) for backend in (small, large)]
+    assert sizes[0] <= 81920 < sizes[1]
+
+
 def test_a_build_for_other_devices_that_are_called_cuda_is_named(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
