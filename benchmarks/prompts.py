@@ -25,7 +25,7 @@ class ChatTokens:
     """The ids of texts, as the model at `model_dir` takes them."""
 
     def __init__(self, model_dir: Path) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
 
     def of_chat(self, text: str) -> list[int]:
         """The first message of a chat, the model to answer."""

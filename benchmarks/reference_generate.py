@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.model_dir, dtype=getattr(torch, args.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model_dir, trust_remote_code=False, dtype=getattr(torch, args.dtype)
+    ).eval()
     generate(model, [1, 2, 3], 4)
     runs = [generate(model, prompt, args.new_tokens) for prompt in json.loads(args.prompts.read_text())]
     decode_s = sum(run.times_s[-1] - run.times_s[0] for run in runs)

@@ -33,6 +33,7 @@ CONFIG = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _QUANTIZED_BY = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_ADAPTER = "adapter_config.json"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -102,7 +103,7 @@ def read_config(directory: Path) -> Any:
     """The configuration in `directory` as transformers knows it. Raises UnsupportedModel, naming file and field."""
     place = f"{directory.name}/{CONFIG}"
     raw = read_object(directory / CONFIG)
-    _refuse_quantized(directory, raw)
+    _refuse_changed_weights(directory, raw)
     _refuse_numbers(raw, place)
     _check_type(raw, place)
     _refuse_counts(raw, place)
@@ -125,7 +126,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _refuse_quantized(directory: Path, raw: Mapping[str, Any]) -> None:
+def _refuse_changed_weights(directory: Path, raw: Mapping[str, Any]) -> None:
     for key in _QUANTIZED_BY:
         if raw.get(key):
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else None
@@ -133,6 +134,8 @@ def _refuse_quantized(directory: Path, raw: Mapping[str, Any]) -> None:
     for name in _QUANTIZATION_FILES:
         if (directory / name).exists():
             raise _quantized(f"{directory.name}/{name}", None)
+    if (directory / _ADAPTER).exists():
+        raise UnsupportedModel(f"{directory.name}/{_ADAPTER}: an adapter is not supported; merge it into its model")
 
 
 def _quantized(place: str, method: object) -> UnsupportedModel:

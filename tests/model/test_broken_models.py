@@ -262,6 +262,7 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "compressed-tensors-of-old": (config(compression_config={"format": "int"}), "compression_config"),
     "gptq-of-old": (written("quantize_config.json", "{}"), "quantize_config.json: a quantised model"),
     "modelopt": (written("hf_quant_config.json", "{}"), "hf_quant_config.json"),
+    "an-adapter-beside-it": (written("adapter_config.json", "{}"), "adapter_config.json: an adapter is not supported"),
     "ten-million-layers": (config(num_hidden_layers=MANY), f"config.json: num_hidden_layers is {MANY}"),
     "ten-thousand-layers": (config(num_hidden_layers=10_000), "config.json: num_hidden_layers is 10000"),
     "a-thousand-layers": (config(num_hidden_layers=1000), "num_hidden_layers is 1000, and the weight files have 21"),
