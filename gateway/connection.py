@@ -129,6 +129,7 @@ class _BoundedConnection(H11Protocol):
     def _see_head(self) -> None:
         if self._has_request:
             self._head_alarm.stop()
+        if self._has_request and not self.cycle.more_body:
             self.open_connections.is_not_idle(self)
         else:
             self.open_connections.is_idle(self)

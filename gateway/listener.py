@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 class IdleConnection(Protocol):
     def close_idle(self) -> None:
-        """At once: it has no request."""
+        """At once: it has no whole request."""
 
 
 class Room(Enum):
@@ -35,7 +35,7 @@ class Room(Enum):
 
 
 class OpenConnections:
-    """How many connections of one listener are open, and which of them have no request. Event loop only."""
+    """How many connections of one listener are open, and which of them have no whole request. Event loop only."""
 
     def __init__(self, *, max_connections: int) -> None:
         self._max_connections = max_connections
@@ -48,7 +48,7 @@ class OpenConnections:
         self._idle.setdefault(connection)
 
     def is_not_idle(self, connection: IdleConnection) -> None:
-        """It has a request, or is closed."""
+        """It has a whole request, or is closed."""
         self._idle.pop(connection, None)
 
     def add(self) -> Room:
