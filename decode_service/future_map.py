@@ -100,6 +100,10 @@ class FutureMap:
         """The step that is launched now grows each of its rows by one token, as the batch says already."""
         self.publish_ready = None
 
+    def lengths_to_come(self) -> Event | None:
+        """What `resolve_seq_lens` would have to wait for; None where it need not. Schedule side."""
+        return None if self.publish_ready is None or self.publish_ready.is_done() else self.publish_ready
+
     def stash(self, req_pool_indices: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
         """Write what only the next forward reads. Shapes: [B, ...]. Enqueues on the forward stream; B == 0 writes
         nothing.

@@ -292,7 +292,7 @@ class DecodeEngine:
         running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
         if self._in_flight is not None and self._in_flight.batch.has_drafts:  # it publishes its lengths
             self._outbox.hand_over()
-            if (publish_ready := self.future_map.publish_ready) is not None and not publish_ready.is_done():
+            if (publish_ready := self.future_map.lengths_to_come()) is not None:
                 self._landing.start_copies(publish_ready)
         with self.track.span("resolve_seq_lens"):
             are_news = self.future_map.resolve_seq_lens(running)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from common.engine_thread import EngineThread
 from common.errors import ConfigError, StartupError
 from common.load import EngineLoad, PoolCounts
 from common.watchdog import Watchdog
-from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda
+from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda, FakeStream
 from tests.device.rigs import BOUND_S
 
 FAULT = "an illegal memory access was encountered"
@@ -84,6 +85,26 @@ def test_a_piece_runs_on_its_streams_device_whatever_its_thread_has_entered(cuda
     stream.enqueue(lambda: cuda.ask("kernel"))
     assert cuda.asked == [("kernel", 2)]
     assert cuda.current_device == 0
+
+
+def test_a_graph_is_recorded_and_weighed_on_its_streams_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def graph(graph: object, *, stream: FakeStream, **options: object) -> Iterator[None]:
+        cuda.ask(f"record on cuda:{stream.device.index}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.ask("empty the cache"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: device.index)
+    device = CudaDeviceOnFake(cuda, 2)
+    recorder = device.graphs
+    assert recorder is not None
+    torch.cuda.set_device(0)
+    device.new_stream("forward").enqueue(lambda: recorder.new_graph().record(lambda: ()))
+    assert recorder.held_bytes() == 2
+    assert cuda.asked == [("record on cuda:2", 2), ("empty the cache", 2)]
 
 
 @pytest.mark.parametrize("how", ["host_buffer", "upload"])

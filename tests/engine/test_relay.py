@@ -79,7 +79,15 @@ def check_the_wait_for_publish_ready_is_bounded() -> None:
 # ---- I4: nobody but the next forward reads what is stashed ------------------------------------------------------
 
 
-CALLS = {"publish", "publish_nothing", "stash", "resolve_seq_lens", "resolve_forward_inputs", "bootstrap"}
+CALLS = {
+    "publish",
+    "publish_nothing",
+    "lengths_to_come",
+    "stash",
+    "resolve_seq_lens",
+    "resolve_forward_inputs",
+    "bootstrap",
+}
 
 
 def check_only_the_relay_reads_what_is_stashed(planted: str = "") -> None:
