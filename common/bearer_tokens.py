@@ -49,8 +49,7 @@ def read_tokens(setting: str, path: Path) -> tuple[str, ...]:
         raise wrong("is too large for a file of tokens")
     if mode & stat.S_IWOTH and stat.S_ISREG(mode):
         raise wrong("everybody may write to it: chmod 600")
-    if mode & (stat.S_IRWXG | stat.S_IRWXO) and stat.S_ISREG(mode):
-        _log.warning("token_file_open_to_others", setting=setting, path=str(path), mode=f"{stat.S_IMODE(mode):o}")
+    warn_if_open(setting, path, mode)
     tokens: dict[str, None] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not (token := line.strip(" \t\r")):
@@ -63,6 +62,12 @@ def read_tokens(setting: str, path: Path) -> tuple[str, ...]:
     if not tokens:
         raise wrong("holds no token")
     return tuple(tokens)
+
+
+def warn_if_open(setting: str, path: Path, mode: int) -> None:
+    """Of a file with a secret, whose mode this is."""
+    if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        _log.warning("secret_open_to_others", setting=setting, path=str(path), mode=f"{stat.S_IMODE(mode):o}")
 
 
 def token_in(header: str) -> str:

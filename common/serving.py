@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.v1 import timeline_pb2_grpc
 from common.addresses import is_loopback, why_not_listen
-from common.bearer_tokens import TokenCheck, read_tokens
+from common.bearer_tokens import TokenCheck, read_tokens, warn_if_open
 from common.config.settings import ServiceSettings
 from common.descriptors import MAX_CONNECTIONS
 from common.errors import ConfigError, NotServed
@@ -212,9 +213,15 @@ def server_tokens(settings: ServiceSettings) -> tuple[str, ...]:
 def server_credentials(
     certificate: Path | None, key: Path | None, client_ca: Path | None
 ) -> grpc.ServerCredentials | None:
-    """None without a certificate. With `client_ca`, clients must present a certificate that it signed."""
+    """None without a certificate. With `client_ca`, clients must present a certificate that it signed.
+
+    Raises ConfigError for files that are none of these.
+    """
     if certificate is None or key is None:
         return None
+    server_tls(certificate, key)  # gRPC would only say that it cannot listen
+    if client_ca is not None:
+        _check_authority("tls_ca", client_ca)
     return grpc.ssl_server_credentials(
         [(_read("tls_key", key), _read("tls_cert", certificate))],
         root_certificates=None if client_ca is None else _read("tls_ca", client_ca),
@@ -222,8 +229,32 @@ def server_credentials(
     )
 
 
+def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, password="")  # rather than ask for one on a terminal
+        mode = key.stat().st_mode
+    except (OSError, ValueError) as error:  # an SSLError too
+        raise ConfigError(f"tls_cert: {certificate} with tls_key {key}: {error}") from error
+    warn_if_open("tls_key", key, mode)
+    return context
+
+
+def _check_authority(setting: str, path: Path) -> None:
+    try:
+        ssl.create_default_context().load_verify_locations(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: {path}: {error}") from error
+
+
 def channel_credentials(ca: Path | None, certificate: Path | None, key: Path | None) -> grpc.ChannelCredentials:
-    """What a client needs: whom it trusts (None: the system's authorities), and its own certificate where asked for."""
+    """What a client needs: whom it trusts (None: the system's authorities), and its own certificate where asked for.
+
+    Raises ConfigError for files that are none of these.
+    """
+    if ca is not None:
+        _check_authority("prefill_tls_ca", ca)
     return grpc.ssl_channel_credentials(
         root_certificates=None if ca is None else _read("prefill_tls_ca", ca),
         private_key=None if key is None else _read("tls_key", key),

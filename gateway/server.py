@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -19,6 +18,7 @@ from common.bearer_tokens import read_tokens
 from common.config.gateway_settings import GatewaySettings
 from common.descriptors import MAX_CONNECTIONS, max_connections
 from common.errors import ConfigError
+from common.serving import server_tls
 from common.telemetry.tracing import NO_TRACER
 from gateway.api_keys import ApiKeys
 from gateway.app import build_app
@@ -53,7 +53,7 @@ class GatewayServer:
             _log.warning("tokens_in_plain_text", listen=settings.listen)
         if not is_loopback(settings.listen) and not (api_keys and settings.status_needs_key):
             _log.warning("open_to_all", listen=settings.listen, what="status and metrics" if api_keys else "everything")
-        tls = _server_tls(settings)
+        tls = server_tls(settings.tls_cert, settings.tls_key) if settings.tls_cert and settings.tls_key else None
         self._client = open_decode_client(settings)
         self.open_requests = OpenRequests(
             max_open=settings.max_open_requests,
@@ -147,17 +147,6 @@ def _status_collector(settings: GatewaySettings) -> StatusCollector | None:
         decode_targets=settings.decode,
         open_client=open_clients(tls=decode_tls(settings), token=decode_token(settings)),
     )
-
-
-def _server_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
-    if settings.tls_cert is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except OSError as error:  # an SSLError too
-        raise ConfigError(f"tls_cert: {error}") from error
-    return context
 
 
 def _listen(address: str) -> socket.socket:

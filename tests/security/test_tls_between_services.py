@@ -9,9 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from baton import Client, Tls, errors
-from common.errors import PrefillUnavailable
+from common.errors import ConfigError, PrefillUnavailable
 from common.serving import channel_credentials, server_credentials
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
@@ -174,3 +175,26 @@ def test_a_server_that_cannot_be_trusted_is_given_nothing_and_the_reason_is_name
 
     with Client(address, tls=Tls(ca_file=ours.ca)) as user, pytest.raises(errors.Unavailable, match=FAULTS[fault]):
         user.health()
+
+
+@pytest.mark.parametrize("text", ["", "garbage\n", "-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"])
+def test_a_file_that_is_no_certificate_key_or_authority_is_named(tmp_path: Path, text: str) -> None:
+    files = Authority(tmp_path, "site").issue("server")
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text(text)
+    for certificate, key in ((wrong, files.key), (files.certificate, wrong)):
+        with pytest.raises(ConfigError, match=r"^tls_cert: .*wrong\.pem"):
+            server_credentials(certificate, key, None)
+    with pytest.raises(ConfigError, match=r"^tls_ca: .*wrong\.pem"):
+        server_credentials(files.certificate, files.key, wrong)
+    with pytest.raises(ConfigError, match=r"^prefill_tls_ca: .*wrong\.pem"):
+        channel_credentials(wrong, None, None)
+
+
+def test_a_private_key_that_others_may_read_is_warned_about(tmp_path: Path) -> None:
+    files = Authority(tmp_path, "site").issue("server")
+    for mode, expected in ((0o600, []), (0o644, ["tls_key"])):
+        files.key.chmod(mode)
+        with capture_logs() as log:
+            server_credentials(files.certificate, files.key, None)
+        assert [line["setting"] for line in log if line["event"] == "secret_open_to_others"] == expected

@@ -150,7 +150,7 @@ def test_a_file_that_others_may_read_is_warned_about(tmp_path: Path, mode: int, 
     path.chmod(mode)
     with capture_logs() as log:
         assert read_tokens("auth_token_file", path) == (OLD,)
-    assert [(line["event"], line["mode"]) for line in log] == [("token_file_open_to_others", f"{mode:o}")] * warns
+    assert [(line["event"], line["mode"]) for line in log] == [("secret_open_to_others", f"{mode:o}")] * warns
     assert OLD not in str(log)
 
 
