@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -180,7 +180,7 @@ def few() -> Iterator[Compiled | StartupError]:
     """A dozen: of each target the kernels of decoding, of prompts and of trees, in each dtype."""
     llama, narrow = HeadShape(32, 8, 128, torch.bfloat16), HeadShape(32, 8, 64, torch.float32)
     wide = HeadShape(16, 8, 256, torch.float16)
-    decode, prompt, tree = KernelShape(1, 900), KernelShape(64, 64), KernelShape(8, 900, has_mask=True)
+    decode, prompt, tree = KernelShape(1, 900), KernelShape(64, 64), KernelShape(16, 900, has_mask=True)
     for capability, heads, shape in ((80, llama, decode), (90, llama, tree), (100, llama, decode)):
         yield from attention_kernels(capability, heads, [shape])
         yield next(sampling_kernels(capability))
@@ -188,20 +188,23 @@ def few() -> Iterator[Compiled | StartupError]:
         yield list(attention_kernels(capability, heads, [prompt]))[-1]
 
 
-def every() -> Iterator[Compiled | StartupError]:
+def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
+    """Of heads of these sizes."""
     for capability in SHARED_BYTES:
         yield from sampling_kernels(capability)
     for capability, dtype, heads in itertools.product(SHARED_BYTES, DTYPES, HEADS):
-        yield from attention_kernels(capability, HeadShape(*heads, dtype))
+        if heads[2] in head_sizes:
+            yield from attention_kernels(capability, HeadShape(*heads, dtype))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="a dozen that differ most, as lines of JSON")
+    parser.add_argument("--head-sizes", type=int, nargs="+", metavar="SIZE", help="only these; all take an hour or so")
     args = parser.parse_args()
     rows: list[Compiled] = []
     refused: list[str] = []
-    for each in few() if args.few else every():
+    for each in few() if args.few else every(args.head_sizes or [size for _, _, size in HEADS]):
         if isinstance(each, StartupError):
             refused.append(str(each))
             continue

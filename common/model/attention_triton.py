@@ -48,9 +48,12 @@ class Tiles:
     num_warps: int
 
     def shared_bytes(self, dim_block: int, itemsize: int) -> int:
-        """What a program takes of a multiprocessor's shared memory, at most: queries, K and V, and weights or sums."""
+        """What a program takes of a multiprocessor's shared memory, at most: queries, K and V; weights or sums; and
+        scores, which a tree mask is put on.
+        """
         loaded = (self.query_block + self.num_stages * self.token_block) * dim_block * itemsize
-        return loaded + self.query_block * max(self.token_block * itemsize, dim_block * 4) + _KEPT_BYTES
+        sums = self.query_block * max(self.token_block * itemsize, dim_block * 4)
+        return loaded + sums + self.query_block * self.token_block * 4 + _KEPT_BYTES
 
     @classmethod
     def of(cls, num_pairs: int, num_shared: int, dim_block: int, itemsize: int, shared_bytes: int) -> Tiles | None:
