@@ -121,6 +121,7 @@ class StepInFlight:
         accept_lens = relayed_lens.numpy()
         if self.batch.undrafted:
             accept_lens = np.delete(accept_lens, self.batch.undrafted)
+        accept_lens = accept_lens[(accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)]  # else its row fails
         return SpeculationStats(
             num_levels=self.batch.spec_info.num_steps,
             accept_lens=tuple(accept_lens.tolist()),
@@ -141,6 +142,7 @@ class StepInFlight:
             accept_lens = host.accept_lens.numpy()
             are_accepted = np.arange(width) < accept_lens[:, None]
             are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
+            are_unusable |= (accept_lens < 1) | (accept_lens > width)
         logprobs = None
         if self.batch.sampling.with_logprobs.size:
             logprobs = unpack_logprobs(host.sampled, self.batch.sampling, width=width)

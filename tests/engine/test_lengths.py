@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,9 +101,10 @@ class LyingWorker:
 
     relays_lengths = True
 
-    def __init__(self, worker: Worker, lie: int) -> None:
+    def __init__(self, worker: Worker, lie: int, *, is_accepted: bool) -> None:
         self._worker = worker
         self._lie = lie
+        self._is_accepted = is_accepted
         self._num_published = 0
 
     @property
@@ -114,15 +116,21 @@ class LyingWorker:
     ) -> WorkerOutput:
         def publish(lengths: Cell[Tensor]) -> None:
             self._num_published += 1
-            on_publish(LyingCell(lengths, self._lie) if self._num_published == 3 else lengths)
+            is_lie = self._num_published == 3 and not self._is_accepted
+            on_publish(LyingCell(lengths, self._lie) if is_lie else lengths)
 
-        return self._worker.forward(batch, future_map=future_map, scope=scope, on_publish=publish)
+        output = self._worker.forward(batch, future_map=future_map, scope=scope, on_publish=publish)
+        if self._num_published == 3 and self._is_accepted:
+            output = replace(output, accept_lens=LyingCell(output.accept_lens, self._lie))
+        return output
 
 
-def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True) -> list[str]:
-    """Of three requests, the first of which has a step publish `lie`; all run at once. What each failed with."""
+def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True, is_accepted: bool = False) -> list[str]:
+    """What each of three requests that run at once failed with. For the first a step publishes `lie`, or says that it
+    accepted so many tokens.
+    """
     scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, overlap=overlap)
-    scripted.engine._worker = LyingWorker(scripted.engine._worker, lie)
+    scripted.engine._worker = LyingWorker(scripted.engine._worker, lie, is_accepted=is_accepted)
     outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
     scripted.run()
     return [
@@ -257,6 +265,12 @@ def test_holds(check: Check) -> None:
 )
 def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     see_it_fail(check, mutant, symptom, monkeypatch)
+
+
+@pytest.mark.parametrize("lie", [0, -1, CHAIN.max_accept_len + 1, 1 << 40])
+def test_a_number_of_accepted_tokens_that_cannot_be_fails_its_row_alone(lie: int) -> None:
+    errors = errors_beside_a_wrong_length(lie, is_accepted=True)
+    assert errors == ["a decode step relayed or produced no valid token", "", ""]
 
 
 def test_lengths_are_looked_at_without_assertions_too() -> None:
