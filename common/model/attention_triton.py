@@ -71,7 +71,7 @@ class Tiles:
             token_block, num_stages = (64 if row_bytes <= 256 else 32), (2 if row_bytes <= 512 else 1)
             is_large = row_bytes > 512 or query_block * dim_block > 64 * 64
         else:
-            is_large = query_block > _MIN_BLOCK or row_bytes > 512
+            is_large = query_block > _MIN_BLOCK or row_bytes > 256
             token_block = 32 if row_bytes <= 512 or (row_bytes <= 1024 and query_block == _MIN_BLOCK) else _MIN_BLOCK
             num_stages = 2 if query_block == _MIN_BLOCK and row_bytes <= 1024 else 1
         while True:
