@@ -27,7 +27,10 @@ from common.model.target import TargetModel
 from common.model_cache import default_cache_dir
 from common.wire.fingerprint import Fingerprint
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+)
 _WITHOUT_EFFECT_ON_KV = frozenset(
     {
         "_name_or_path",
@@ -96,10 +99,12 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def _rope_types(rope: object) -> set[object]:
-    """Of parameters that may be nested, by kind of layer."""
+    """Of parameters that may be nested, by kind of layer. The limit is llama3's original length where none is told."""
     if not isinstance(rope, dict):
         return set()
     own = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    if "llama3" in own and rope.get("original_max_position_embeddings") is None:
+        own.add("llama3 of no length")
     return own.union(*map(_rope_types, rope.values()))
 
 

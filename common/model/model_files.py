@@ -7,6 +7,7 @@ loads the weights. Whatever the libraries that do the work raise is the model's 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import logging
@@ -44,7 +45,25 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_percent")
+ROTATED_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_percent")
+_ROPES = ("rope_scaling", "rope_parameters")
+_ROPE_SCALES = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
+    "beta_fast",
+    "beta_slow",
+)
+_COMPUTES = (
+    *("attention_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier", "residual_multiplier"),
+    *("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_soft_cap", "query_pre_attn_scalar"),
+    *("scale_depth", "scale_emb", "scale_embedding", "clip_qkv", "qk_layernorm", "use_qk_norm", "no_rope_layers"),
+    *("attn_temperature_tuning", "parallel_attn", "rope_interleaved", "use_bidirectional_attention"),
+    "use_parallel_residual",
+)
+"""Fields with which some architectures compute something else; the others would drop them unseen."""
 _COUNT = re.compile(r"(num|n)_\w*(layer|expert)")
 _MAX_COUNT = 1 << 16
 _MAX_SIZE = 1 << 32
@@ -107,10 +126,13 @@ def read_config(directory: Path) -> Any:
     _refuse_numbers(raw, place)
     _check_type(raw, place)
     _refuse_counts(raw, place)
+    _refuse_ropes(raw, place)
     _check_sizes(raw.get, place)  # before transformers computes with them
     with model_faults(place):
         config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
         _check_sizes(partial(getattr, config), place)
+        _refuse_unread(raw, config, place)
+    config.return_dict = True  # how a forward answers who asks for nothing
     return config
 
 
@@ -164,9 +186,53 @@ def _refuse_counts(value: object, place: str) -> None:
         for key, each in value.items():
             if _COUNT.match(key) and isinstance(each, int) and each > _MAX_COUNT:
                 raise UnsupportedModel(f"{place}: {key} is {each}, and has to be at most {_MAX_COUNT}")
-            if key in _SHARES and isinstance(each, int | float) and not 0 < each <= 1:
+            if key in ROTATED_SHARES and isinstance(each, int | float) and not 0 < each <= 1:
                 raise UnsupportedModel(f"{place}: {key} is {each}, and is a share: above 0, at most 1")
             _refuse_counts(each, place)
+
+
+def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
+    """Raises where one spelling of how positions rotate contradicts another, of which transformers drops one."""
+    old, new = (rope if isinstance(rope := raw.get(key), dict) else {} for key in _ROPES)
+    for key, rope in zip(_ROPES, (old, new), strict=True):
+        for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            kinds = {str(each[name]): f"{name} {each[name]!r}" for name in ("type", "rope_type") if each.get(name)}
+            if len(kinds) > 1:
+                raise UnsupportedModel(f"{place}: {key} has the {' and the '.join(kinds.values())}; remove one")
+            scale = next((name for name in _ROPE_SCALES if not _asks_for_nothing(each.get(name))), None)
+            if scale is not None and kinds.keys() <= {"default"}:
+                says = "has no rope_type" if not kinds else "is of the rope_type 'default'"
+                raise UnsupportedModel(f"{place}: {key} {says}, and its {scale} would be dropped")
+    told = [(f"{_ROPES[0]}.{key}", "rope_type" if key == "type" else key, value) for key, value in old.items() if new]
+    if "rope_theta" in new:
+        told.append(("rope_theta", "rope_theta", raw.get("rope_theta")))
+    for name, key, value in told:
+        other = new.get(key, new.get("type", "default") if key == "rope_type" else None)
+        if value != other and not _asks_for_nothing(value):
+            raise UnsupportedModel(f"{place}: {name} is {value!r}, and {_ROPES[1]}.{key} is {other!r}; remove one")
+
+
+def _asks_for_nothing(value: object) -> bool:
+    if isinstance(value, list):
+        return all(each == 1 for each in value)
+    return not value or (value == 1 and not isinstance(value, bool))
+
+
+def _refuse_unread(raw: Mapping[str, Any], config: Any, place: str) -> None:
+    """Raises for a field that changes what is computed, where transformers' code of the architecture does not name it.
+
+    That code is what would read it.
+    """
+    asked = [key for key in _COMPUTES if not _asks_for_nothing(raw.get(key))]
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) if asked else None
+    if model_class is None:
+        return
+    code = "".join(inspect.getsource(inspect.getmodule(each)) for each in (type(config), model_class))  # type: ignore[arg-type]
+    for key in asked:
+        if key not in code:
+            raise UnsupportedModel(
+                f"{place}: {key} is {peer_text(repr(raw[key]))}, which {model_class.__name__} does not compute with"
+            )
 
 
 def _check_type(raw: Mapping[str, Any], place: str) -> None:
@@ -459,7 +525,8 @@ def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> N
         raise UnsupportedModel(
             f"{_place(files, tensor)}: {tensor} is {list(stored)}, which {CONFIG} says is {list(expected)}"
         )
-    if unexpected := sorted(report["unexpected_keys"]):
+    unexpected = [key for key in sorted(report["unexpected_keys"]) if not _is_old_buffer(key, tensors.get(key))]
+    if unexpected:
         raise UnsupportedModel(
             f"{_place(files, unexpected[0])}: not known in {type(model).__name__}: {_some(unexpected)}"
         )
@@ -469,10 +536,23 @@ def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> N
         if tensor not in state and (twin := tensors.get(prefix + tensor)) is not None:
             raise UnsupportedModel(f"{name}/{stored.file.name}: {tensor} is {prefix}{tensor} of {twin.file.name} again")
         target = state.get(tensor, state.get(prefix + tensor))
-        if stored.dtype not in _WEIGHT_DTYPES and (target is None or target.is_floating_point()):
+        is_computed_with = not _is_old_buffer(tensor, stored) if target is None else target.is_floating_point()
+        if stored.dtype not in _WEIGHT_DTYPES and is_computed_with:
             raise UnsupportedModel(
                 f"{name}/{stored.file.name}: {tensor} is of {stored.dtype}, and weights are of floats"
             )
+
+
+def _is_old_buffer(tensor: str, stored: StoredTensor | None) -> bool:
+    """Whether it is what earlier versions of transformers saved beside the weights, which follows from the config."""
+    if stored is None:
+        return False
+    is_mask = len(stored.shape) == 4 and stored.shape[:2] == (1, 1) and stored.shape[2] == stored.shape[3]
+    return (
+        (tensor.endswith((".attn.bias", ".attention.bias")) and is_mask)
+        or (tensor.endswith(".masked_bias") and math.prod(stored.shape) == 1)
+        or tensor.endswith("position_ids")
+    )
 
 
 def _place(files: ModelFiles, tensor: str) -> str:

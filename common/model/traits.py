@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UnsupportedModel
 from common.model.forward_probe import Unsplit, probe_tokens
-from common.model.model_files import CONFIG, one_line
+from common.model.model_files import CONFIG, ROTATED_SHARES, one_line
 
 PROBE_NAME = "baton_probe"
 _ALIBI_MODEL_TYPES = ("bloom", "mpt")
@@ -64,11 +64,12 @@ def _unsupported_trait(config: Any) -> str | None:
     if value("attn_logit_softcapping") is not None:
         return "attention logit softcapping"
     rope = value("rope_parameters") or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-        return f"rope of the unknown type {rope_type!r}"
-    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-        return f"rope of type {rope['rope_type']}, which rotates by the longest sequence of a forward,"
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of all layers, or by their type
+        rope_type = each.get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            return f"rope of the unknown type {rope_type!r}"
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            return f"rope of type {rope_type}, which rotates by the longest sequence of a forward,"
     return None
 
 
@@ -174,6 +175,8 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tup
     shapes = {tuple(shape) for _, *shape in probe.layers}
     if len(shapes) != 1:
         raise refused("layers with different attention shapes")
+    shape = AttentionShape(num_layers, *shapes.pop())
+    _check_rotated_share(model, shape.head_dim, name)
     model.set_attn_implementation("eager")
     logits = forward(tokens)
     if not bool(torch.isfinite(logits).all()):
@@ -182,4 +185,18 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tup
         )
     if logits.shape[-1] != model.config.vocab_size:
         raise refused(f"logits of {logits.shape[-1]} tokens, and vocab_size {model.config.vocab_size},")
-    return AttentionShape(num_layers, *shapes.pop()), Unsplit(tokens, torch.stack(probe.kv), logits)
+    return shape, Unsplit(tokens, torch.stack(probe.kv), logits)
+
+
+def _check_rotated_share(model: Any, head_dim: int, name: str) -> None:
+    """Raises UnsupportedModel where the config has a share of a head that rotates, and another share does."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    shares = {key: rope.get(key, getattr(model.config, key, None)) for key in ROTATED_SHARES}
+    rotated = {2 * buffer.numel() for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("inv_freq")}
+    for key, share in shares.items():
+        expected = 0 if share is None else int(head_dim * share)
+        if share is not None and rotated and rotated != {expected + expected % 2}:
+            raise UnsupportedModel(
+                f"{name}/{CONFIG}: {key} is {share}, and {type(model).__name__} rotates {max(rotated)} of a head's"
+                f" {head_dim} numbers"
+            )

@@ -19,11 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GPT2Config
 
 from common.errors import StartupError, UnsupportedModel
 from common.model.loader import load_target
 from tests.model.paged_model import PagedModel
-from tests.support.models import VOCAB_SIZE, make_tokenizer, save_tiny_model
+from tests.support.models import VOCAB_SIZE, make_tokenizer, random_model, save_tiny_model
 
 Tensors = dict[str, Tensor]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -305,6 +306,40 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "rope-as-text": (config(rope_parameters="linear"), "config.json"),
     "rope-theta-zero": (config(rope_parameters={"rope_type": "default", "rope_theta": 0.0}), "."),
     "rope-theta-as-text": (config(rope_parameters={"rope_type": "default", "rope_theta": "many"}), "."),
+    "rope-of-two-types": (
+        config(
+            rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "dynamic", "rope_type": "linear", "factor": 2.0}
+        ),
+        "config.json: rope_scaling has the type 'dynamic' and the rope_type 'linear'",
+    ),
+    "rope-scaled-without-a-type": (
+        config(rope_parameters=None, rope_theta=1e4, rope_scaling={"factor": 4.0}),
+        "config.json: rope_scaling has no rope_type, and its factor would be dropped",
+    ),
+    "rope-scaled-by-default": (
+        config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "factor": 4.0}),
+        "config.json: rope_parameters is of the rope_type 'default', and its factor would be dropped",
+    ),
+    "rope-told-twice": (
+        config(rope_scaling={"type": "linear", "factor": 4.0}),
+        "config.json: rope_scaling.type is 'linear', and rope_parameters.rope_type is 'default'; remove one",
+    ),
+    "theta-told-twice": (config(rope_theta=77.0), "rope_theta is 77.0, and rope_parameters.rope_theta is 10000.0"),
+    "rope-by-kind-of-layer": (
+        config(rope_parameters={"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+        "rope of type dynamic",
+    ),
+    "a-part-of-a-head-that-llama-rotates-whole": (
+        config(partial_rotary_factor=0.5),
+        "config.json: partial_rotary_factor is 0.5, and LlamaForCausalLM rotates 16 of a head's 16",
+    ),
+    "scaled-logits-of-another-architecture": (
+        config(logits_scaling=9.0),
+        "config.json: logits_scaling is 9.0, which LlamaForCausalLM does not compute with",
+    ),
+    "softcapped-logits-of-another-architecture": (config(final_logit_softcapping=30.0), "final_logit_softcapping"),
+    "layers-without-rope-of-another-architecture": (config(no_rope_layers=[1, 0]), "no_rope_layers"),
+    "interleaved-rope": (config(rope_interleaved=True), "rope_interleaved is True"),
     "nan-epsilon": (config(rms_norm_eps=NAN), "config.json: rms_norm_eps is nan"),
     "infinite-epsilon": (config(rms_norm_eps=INF), "config.json: rms_norm_eps is inf"),
     "negative-epsilon": (config(rms_norm_eps=-1e9), "logits"),
@@ -419,6 +454,11 @@ SOUND: dict[str, Callable[[Model], object]] = {
     "its-own-code-that-is-not-needed": config(auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "c.C"}),
     "an-infinite-bound": config(time_step_limit=[0.0, INF]),
     "no-architectures": config(architectures=None),
+    "fields-of-other-architectures-that-ask-for-nothing": config(
+        rope_interleaved=False, logits_scaling=1.0, final_logit_softcapping=None, no_rope_layers=[1, 1]
+    ),
+    "theta-told-twice-alike": config(rope_theta=10000.0, rope_scaling={"type": "default", "factor": 1.0}),
+    "answers-as-tuples": config(return_dict=False),
     "wider-weights": lambda model: model.tensors(
         lambda tensors: tensors.update({name: tensor.double() for name, tensor in tensors.items()})
     ),
@@ -436,3 +476,20 @@ def test_what_real_checkpoints_have_is_served_with_the_same_logits(change: str, 
     logits = PagedModel(load_target(model.path, device="cpu", dtype="float32"), num_rows=1).extend({1: prompt})
     if expected is not None:
         torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+def test_masks_of_old_checkpoints_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Transformers saved two buffers of each layer of GPT-2, and no longer names one of them."""
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
+    )
+    random_model(config).save_pretrained(str(tmp_path))
+    model, mask = Model(tmp_path), torch.ones(1, 1, 32, 32).tril().to(dtype)
+    for layer in range(2):
+        buffers = {"bias": mask.clone(), "masked_bias": torch.tensor(-1e4)}
+        added(**{f"transformer.h.{layer}.attn.{name}": tensor for name, tensor in buffers.items()})(model)
+    load_target(tmp_path, device="cpu", dtype="float32")
+    added(**{"transformer.h.0.attn.masked_bias": mask[0, 0, 0].clone()})(model)
+    with pytest.raises(UnsupportedModel, match=r"not known in GPT2LMHeadModel: transformer\.h\.0\.attn\.masked_bias"):
+        load_target(tmp_path, device="cpu", dtype="float32")

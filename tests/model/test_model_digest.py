@@ -19,6 +19,15 @@ from common.model_digest import compute_fingerprint, weights_digest
 from common.wire.fingerprint import Fingerprint, first_difference
 from tests.support.models import save_tiny_model
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+LLAMA3_WITHOUT_ITS_LENGTH = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "rope_theta": 10000.0,
+}
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
@@ -100,8 +109,8 @@ def test_another_context_limit_is_not_a_difference(directory: Path) -> None:
     assert first_difference(before, fingerprint(directory)) is None
 
 
-def test_a_context_limit_that_the_rotation_follows_is_a_difference(directory: Path) -> None:
-    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+@pytest.mark.parametrize("rope", [YARN, LLAMA3_WITHOUT_ITS_LENGTH], ids=["yarn", "llama3"])
+def test_a_context_limit_that_the_rotation_follows_is_a_difference(rope: dict[str, object], directory: Path) -> None:
     change_json(directory / "config.json", lambda config: config.update(rope_parameters=rope))
     before = fingerprint(directory)
     change_json(directory / "config.json", lambda config: config.update(max_position_embeddings=128))
@@ -118,9 +127,13 @@ def test_another_transformers_is_seen_and_named(directory: Path, monkeypatch: py
     assert difference[0] == "config_digest" and "5.0.1" in difference[2]
 
 
-def test_another_tokenizer_is_seen(directory: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model", "vocab.txt", "added_tokens.json"])
+def test_another_tokenizer_is_seen(name: str, directory: Path) -> None:
     before = fingerprint(directory)
-    change_json(directory / "tokenizer.json", lambda tokenizer: tokenizer["model"]["merges"].pop())
+    if name == "tokenizer.json":
+        change_json(directory / name, lambda tokenizer: tokenizer["model"]["merges"].pop())
+    else:
+        (directory / name).write_bytes(b"{}")
     difference = first_difference(before, fingerprint(directory))
     assert difference is not None
     assert difference[0] == "tokenizer_digest"
