@@ -48,8 +48,8 @@ class _Tolerance:
 
 _TOLERANCES = {
     torch.float32: _Tolerance(1e-4, 1e-5, 1e-3),
-    torch.float16: _Tolerance(0.01, 0.003, 0.2),
-    torch.bfloat16: _Tolerance(0.03, 0.02, 0.5),
+    torch.float16: _Tolerance(0.003, 0.003, 0.2),
+    torch.bfloat16: _Tolerance(0.015, 0.02, 0.5),
 }
 _TF32_TOLERANCE = _TOLERANCES[torch.float16]
 
