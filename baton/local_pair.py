@@ -21,7 +21,7 @@ from baton.errors import BatonError, InvalidArgument, PairMismatch, StartTimedOu
 from baton.free_ports import LOOPBACK, free_ports
 from baton.server_info import HealthStatus
 from baton.service_log import ServiceLog
-from baton.service_process import READY_SERVICE, Role, ServiceProcess
+from baton.service_process import READY_SERVICE, TLS_SETTINGS, Role, ServiceProcess
 from common.addresses import address_of, host_and_port, why_not_listen
 
 POLL_INTERVAL_S = 0.1
@@ -98,23 +98,27 @@ class LocalPair:
         self.metrics_addresses = tuple(addresses[num_services:])
         metrics = dict(zip(addresses, self.metrics_addresses, strict=False))
         shared = {"model": model, "draft": draft, "device": device, "dtype": dtype, **_READ_LOGS}
+        peers = {"prefill": ",".join(self.prefill_addresses), "config": decode_config}
+        shares = _memory_shares(
+            ("prefill", num_prefill, [*_flags({**shared, "config": prefill_config}), *prefill_args]),
+            ("decode", num_decode, [*_flags({**shared, **peers}), *decode_args]),
+        )
         self.prefill = tuple(
             self._service(
                 "prefill",
                 f"prefill-{index}",
                 address,
-                {**shared, "config": prefill_config, "metrics-listen": metrics.get(address, "")},
+                {**shared, "config": prefill_config, "metrics-listen": metrics.get(address, ""), **shares["prefill"]},
                 prefill_args,
             )
             for index, address in enumerate(self.prefill_addresses)
         )
-        peers = {"prefill": ",".join(self.prefill_addresses), "config": decode_config}
         self.decode = tuple(
             self._service(
                 "decode",
                 f"decode-{index}",
                 address,
-                {**shared, **peers, "metrics-listen": metrics.get(address, "")},
+                {**shared, **peers, "metrics-listen": metrics.get(address, ""), **shares["decode"]},
                 decode_args,
             )
             for index, address in enumerate(self.decode_addresses)
@@ -210,7 +214,6 @@ class LocalPair:
     def _service(
         self, role: Role, name: str, address: str, options: Mapping[str, object], arguments: Sequence[str] = ()
     ) -> ServiceProcess:
-        flags = {"listen": address, **options}
         return self._new_service(
             name=name,
             role=role,
@@ -218,7 +221,7 @@ class LocalPair:
             arguments=(
                 "-m",
                 self._modules[role],
-                *(f"--{flag}={value}" for flag, value in flags.items() if value is not None),
+                *_flags({"listen": address, **options}),
                 *arguments,
             ),
             log_file=self.log_dir / f"{name}.log",
@@ -343,6 +346,39 @@ class _HttpHealth:
 
     def close(self) -> None:
         self._opener.close()
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mapping[str, object]]:
+    """The flag for each kind, of which so many start with such arguments: services that are told no `memory_share`
+    divide what they would take alone. A GPU's is of all its memory; a CPU's is by itself divided for two.
+    """
+    from common.config.load import load_settings
+    from common.config.settings import DecodeSettings, PrefillSettings
+    from common.errors import ConfigError
+
+    shares: dict[Role, Mapping[str, object]] = {role: {} for role, *_ in kinds}
+    settings = {}
+    try:
+        for role, _, arguments in kinds:
+            kind = PrefillSettings if role == "prefill" else DecodeSettings
+            settings[role] = load_settings(kind, arguments, program=role, without=TLS_SETTINGS)
+    except ConfigError:
+        return shares  # the checks before a start, or the service itself, say what is wrong
+    for device in dict.fromkeys(each.device_key for each in settings.values()):
+        here = {role: num for role, num, _ in kinds if settings[role].device_key == device}
+        untold = [role for role in here if "memory_share" not in settings[role].model_fields_set]
+        told = sum(num * settings[role].memory_share for role, num in here.items() if role not in untold)
+        num_untold = sum(here[role] for role in untold)
+        for role in untold:
+            alone = settings[role].memory_share
+            whole = 2 * alone if device == "cpu" else alone
+            if 0 < (share := (whole - told) / num_untold) < alone:
+                shares[role] = {"memory-share": f"{share:.4f}"}
+    return shares
 
 
 def _url_address(listen: str) -> str:

@@ -45,6 +45,7 @@ def check_pair(pair: LocalPair) -> PairSettings:
         raise _wrong("prefill", "which prefill services there are is said by how many are started")
     _check_agreement(prefill, decode)
     _check_tokens(prefill, decode, gateway)
+    _check_memory(prefill, len(pair.prefill), decode, len(pair.decode))
     for settings in (prefill, decode):
         try:
             check_model(settings.model)
@@ -102,6 +103,23 @@ def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: Gat
         raise _wrong("prefill_token_file", "the prefill services want a token, and decode services have none to show")
     if gateway and decode.auth_token_file and not gateway.decode_token_file:
         raise _wrong("decode_token_file", "the decode services want a token, and the gateway has none to show")
+
+
+def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSettings, num_decode: int) -> None:
+    """Of a GPU, whose memory two pools cannot have at once. A pool whose tokens are told takes no share."""
+    for device in {prefill.device_key, decode.device_key} - {"cpu"}:
+        parts = [
+            (num, name, settings.memory_share)
+            for num, name, settings in ((num_prefill, "prefill", prefill), (num_decode, "decode", decode))
+            if settings.device_key == device and settings.max_kv_tokens is None
+        ]
+        if sum(num * share for num, _, share in parts) > 1:
+            said = " and ".join(
+                f"{num} {name} {'service' if num == 1 else 'services'} of {share:g}" for num, name, share in parts
+            )
+            raise _wrong(
+                "memory_share", f"{said} are more than all of {device}: together at most 1, or unset to divide it"
+            )
 
 
 def _check_device(device: str) -> None:

@@ -46,6 +46,11 @@ class ServiceSettings(ProcessSettings):
         """Whether one kernel may compute a whole forward; it attends by itself."""
         return self.fused_forward and self.attention == "kernels"
 
+    @property
+    def device_key(self) -> str:
+        """The same for two names of one device."""
+        return "cuda:0" if self.device == "cuda" else self.device
+
     metrics_listen: OptionalAddress = ""
     metrics_token_file: Path | None = None
     model: str = DEMO_MODEL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,40 @@ def test_the_first_decode_service_has_the_port_that_is_wanted_where_that_is_free
     assert f"127.0.0.1:{port}" not in taken.decode_addresses
     assert free.decode_addresses[0] == f"127.0.0.1:{port}"
     assert f"--listen=127.0.0.1:{port}" in free.decode[0].arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({"device": "cuda"}, [0.45, 0.45]),
+        ({"device": "cuda", "num_prefill": 2, "num_decode": 2}, [0.225] * 4),
+        ({"device": "cuda", "decode_args": ["--device=cuda:0"]}, [0.45, 0.45]),
+        ({"device": "cuda", "decode_args": ["--device=cuda:1"]}, [None, None]),
+        ({"device": "cuda", "decode_args": ["--device=cuda:1"], "num_decode": 3}, [None, 0.3, 0.3, 0.3]),
+        ({"device": "cuda", "decode_args": ["--memory-share=0.6"]}, [0.3, None]),
+        ({"device": "cuda", "prefill_args": ["--memory-share", "0.2"], "num_decode": 2}, [None, 0.35, 0.35]),
+        ({}, [None, None]),
+        ({"num_prefill": 2, "num_decode": 2}, [0.45] * 4),
+        ({"decode_args": ["--device=cuda"]}, [None, None]),
+    ],
+)
+def test_services_on_one_device_divide_its_memory_where_they_are_told_nothing(
+    options: dict[str, Any], shares: list[float | None], tmp_path: Path
+) -> None:
+    pair = LocalPair(log_dir=tmp_path, **options)
+    given = [
+        next((argument for argument in service.arguments if argument.startswith("--memory-share=0.")), None)
+        for service in pair.services
+    ]
+    told = options.get("decode_args", [""])[0]
+    found = [None if flag in (None, told) else float(flag.partition("=")[2]) for flag in given]
+    assert found == shares
+
+
+def test_a_memory_share_in_the_environment_is_not_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATON_MEMORY_SHARE", "0.5")
+    pair = LocalPair(log_dir=tmp_path, device="cuda")
+    assert not any("memory-share" in argument for service in pair.services for argument in service.arguments)
 
 
 def test_a_service_that_dies_at_start_is_named_with_its_last_lines(tmp_path: Path) -> None:

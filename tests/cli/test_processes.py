@@ -183,6 +183,14 @@ def held() -> Iterator[str]:
         (["--device=gpu"], "prefill: device: 'gpu' is neither cpu, cuda nor cuda:<index>"),
         (["--max-rows=0"], "prefill: max_rows: "),
         (["--device=cuda:99"], "device: 'cuda:99' is not there; "),
+        (
+            ["--device=cuda", "--prefill-arg=--memory-share=0.6", "--decode-arg=--memory-share=0.5"],
+            "memory_share: 1 prefill service of 0.6 and 1 decode service of 0.5 are more than all of cuda:0",
+        ),
+        (
+            ["--device=cuda", "--decode=2", "--prefill-arg=--max-kv-tokens=9", "--decode-arg=--memory-share=0.6"],
+            "memory_share: 2 decode services of 0.6 are more than all of cuda:0",
+        ),
         (["--decode-arg=--warp=9"], "decode: unrecognized arguments: --warp=9"),
         (["--decode-arg=--listen=127.0.0.1:1"], "listen: decode services started here listen where they are told"),
         (["--decode-arg=--prefill=127.0.0.1:1"], "prefill: which prefill services there are is said by how many"),
