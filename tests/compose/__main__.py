@@ -44,11 +44,10 @@ def _run(report: Report) -> None:
         name=NAME,
         directory=ROOT,
         files=("compose.cpu.yaml",),
-        # Four engines share this machine; a draft head makes the panels of speculation speak. Answers are compared: in
-        # bfloat16 two logits are often the same, and which comes first changes with the batch.
+        # Four engines share this machine. Answers are compared: in bfloat16 two logits are often the same, and which
+        # comes first changes with the batch.
         environment={
             "GATEWAY_PORT": str(free_port()),
-            "BATON_DRAFT": "demo",
             "BATON_DTYPE": "float32",
             "BATON_NUM_THREADS": "1",
         },
@@ -63,10 +62,15 @@ def _run(report: Report) -> None:
         pair.bring_up(project, services, report)
         pair.check_rights(project, report)
         pair.chat(project, report)
+        pair.check_handoff(project, report)
         two_hosts.run_beside(project, ROOT, report)
         pair.scale(project, services, report)
+        pair.have_all_serve(project, report)
+        pair.check_handoff(project, report)
         prometheus = live_metrics.find_targets(project, {"prefill": 2, "decode": 2, "gateway": 1}, report)
         pair.kill_a_prefill(project, report)
+        pair.have_all_serve(project, report)
+        pair.check_handoff(project, report)
         live_metrics.list_panels(prometheus, ROOT / "deploy/grafana/dashboards", report)
         pair.stop(project, report)
     except StepFailed:

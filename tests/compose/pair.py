@@ -1,4 +1,4 @@
-"""A project of the pair from its start to its end: order, rights, doors, replicas, one that is killed."""
+"""A project of the pair from its start to its end: order, rights, doors, handoff, replicas, one that is killed."""
 
 from __future__ import annotations
 
@@ -62,13 +62,32 @@ def chat(project: Project, report: Report) -> None:
         report.expect(not differing, f"the same tokens through both, for each question {differing or ''}".strip())
 
 
+def check_handoff(project: Project, report: Report) -> None:
+    """After chats: each prefill replica's KV was read in its pool, drafts were accepted, and no dead socket is left."""
+    with report.step("KV through shared memory, drafts accepted"):
+        replicas = project.containers("prefill")
+        for container in replicas:
+            lent, handed = (_counter(container, f"baton_handoff_{name}_total") for name in ("lent_bytes", "bytes"))
+            report.expect(lent == handed > 0, f"{lent:,} of {handed:,} bytes through shared memory")
+        for container in project.containers("decode"):
+            drafted, accepted = (_counter(container, f"baton_{name}_tokens_total") for name in ("drafted", "accepted"))
+            report.expect(0 < accepted <= drafted, f"{accepted:,} of {drafted:,} drafts accepted")
+            left = container.execute("ls", "-A", "/dev/shm").split()
+            pools = [name for name in left if name.startswith("baton-kv-")]
+            report.expect(len(pools) == len(replicas), f"a socket of each prefill replica in /dev/shm: {left}")
+
+
 def scale(project: Project, services: Sequence[str], report: Report) -> None:
     with report.step("--scale prefill=2 --scale decode=2"):
         scales = ("--scale", "prefill=2", "--scale", "decode=2")
         project.compose("up", "--detach", "--no-build", "--no-recreate", *scales, *services, timeout_s=UP_TIMEOUT_S)
         project.wait_healthy(services, timeout_s=UP_TIMEOUT_S)
+    replicas = [project.containers(name) for name in ("prefill", "decode")]
+    report.expect(all(len(containers) == 2 for containers in replicas), "two of each, healthy")
+
+
+def have_all_serve(project: Project, report: Report) -> None:
     replicas = {name: project.containers(name) for name in ("prefill", "decode")}
-    report.expect(all(len(containers) == 2 for containers in replicas.values()), "two of each, healthy")
     with report.step("every replica serves what comes through the gateway"):
 
         def all_served() -> bool:

@@ -15,6 +15,7 @@ from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
 from common.config.process_settings import ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
+from common.kv.shared_pool import DIRECTORY
 
 ROOT = Path(__file__).parents[2]
 PAIR = ("compose.yaml", "compose.cpu.yaml")
@@ -167,9 +168,30 @@ def test_a_gpu_replica_differs_in_gpu_and_port_and_answers_to_the_same_name(serv
     assert first == second
 
 
-def test_the_cpu_file_differs_in_image_and_device_only() -> None:
+def test_services_on_cpus_share_the_memory_that_kv_pools_are_found_in_and_nobody_else_sees_it() -> None:
+    """A pool's socket answers its own user alone, and is bound by one who has no rights."""
+    name = "compose.cpu.yaml"
+    on_it = {
+        service: [volume for volume in definition.get("volumes", []) if volume.split(":")[1] == str(DIRECTORY)]
+        for service, definition in services(name).items()
+    }
+    # Docker would give the volume the owner and the mode of the image's directory, but for nocopy.
+    assert {service: found for service, found in on_it.items() if found} == {
+        service: [f"shm:{DIRECTORY}:nocopy"] for service in ("prefill", "decode")
+    }
+    volume = document(name)["volumes"]["shm"]["driver_opts"]
+    assert (volume["type"], volume["device"]) == ("tmpfs", "tmpfs")
+    assert {"mode=1777", "nosuid", "nodev", "noexec"} < set(volume["o"].split(","))
+    assert not any({"user", "ipc", "shm_size"} & set(definition) for definition in our_services(name).values())
+
+
+def test_the_cpu_file_differs_in_image_device_and_shared_memory_only() -> None:
     gpu, cpu = document("compose.yaml"), document("compose.cpu.yaml")
+    del cpu["volumes"]["shm"]
     for service in ("prefill", "decode"):
+        cpu["services"][service]["volumes"] = [
+            volume for volume in cpu["services"][service]["volumes"] if not volume.startswith("shm:")
+        ]
         del gpu["services"][f"{service}-2"]
         del gpu["services"][service]["deploy"]
         for file, device, tag in ((gpu, "cuda", "cuda"), (cpu, "cpu", "cpu")):
