@@ -20,7 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 class ChildFailed(Exception):
-    """The process did not answer in time, or has ended. It was killed, but may be stuck in the kernel."""
+    """The process did not answer in time, or has ended. It was killed, but may be stuck in the kernel.
+
+    `returncode` is the process's, or None where it did not start or does not end.
+    """
+
+    def __init__(self, message: str, returncode: int | None = None) -> None:
+        super().__init__(message)
+        self.returncode = returncode
 
 
 class ChildEnded(ChildFailed):
@@ -103,5 +110,5 @@ class AskedProcess:
                 await self.close()
         if not answer:
             end = f"status {self._process.returncode}" if self.has_ended else f"process {self.pid} does not end"
-            raise kind(f"{failure} ({end})")
+            raise kind(f"{failure} ({end})", self._process.returncode)
         return answer[0], answer[1:]

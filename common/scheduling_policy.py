@@ -29,6 +29,12 @@ def compute() -> None:
         _change(os.SCHED_BATCH, os.SCHED_OTHER)
 
 
+def leave_service() -> None:
+    """A process that the service began computes for itself, as any other: by the system's policy, not its service's."""
+    if sys.platform == "linux":
+        _change(os.SCHED_BATCH, os.SCHED_OTHER)
+
+
 def _change(before: int, after: int) -> bool:
     """Of the calling thread, if it is `before`. A sandbox may refuse, which costs some speed."""
     with suppress(OSError):

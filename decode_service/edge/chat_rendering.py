@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,21 @@ from common import chat_template_process as protocol
 from common.answering import DONE
 from common.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.chat_template import ChatRefused, TextTooLong
+from common.errors import Overloaded
+from decode_service.edge.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
 
-RENDER_TIMEOUT_S = 2.0  # a long conversation takes some 10 ms
-_START_TIMEOUT_S = 20.0
-_MAX_PROCESSES = 8
-_MEMORY_BYTES = 256 << 20  # of a process's addresses: Python and Jinja take some 50 MiB
+RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
+_TIMEOUT_S = 60.0  # by the clock: only a machine that is overloaded, or stops the process, lets it come to that
+_PLACES = (4, 2, 2)
+"""Processes at a time for conversations of each lane."""
+_MEMORY_BYTES = 256 << 20  # beyond what Python has mapped
 _MEMORY_PER_CHAR = 16
 _MAX_ROOMY_CHARS = 64 << 20
+_BYTES_PER_MESSAGE = 64
+"""Rendering a message without a word takes about as long as so much text."""
+_MAX_SPARE = 2
+SPARE_S = 60.0
+_RETRY_AFTER_S = 1
 
 _log = structlog.get_logger(__name__)
 
@@ -29,6 +38,10 @@ class ChatRendering:
 
     `chat_template` returns source and special tokens, or raises ChatRefused. What the template makes of a probe decides
     at the start how contents are given to it; a template that fails there refuses every conversation, by that reason.
+    Where there was no process to ask it, the first conversations try again.
+
+    As texts of another length do in TextThreads, conversations of each lane wait for none of another, and have bytes
+    of their own that may wait. Of processes that had nothing to do for `spare_s`, two are kept.
     """
 
     def __init__(
@@ -36,96 +49,145 @@ class ChatRendering:
         chat_template: Callable[[], tuple[str, dict[str, Any]]],
         *,
         max_chars: int,
-        timeout_s: float = RENDER_TIMEOUT_S,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        cpu_s: float = RENDER_CPU_S,
+        spare_s: float = SPARE_S,
     ) -> None:
         self._chat_template = chat_template
         self._max_chars = max_chars
-        self._timeout_s = timeout_s
+        self._cpu_s = cpu_s
+        self._spare_s = spare_s
         self._parts_roles: list[str] | None = None
-        self._refusal = "its processes have not started"
-        self._places = asyncio.Semaphore(_MAX_PROCESSES)
+        self._refusal: str | None = None
+        self._lanes = [
+            (largest, asyncio.Semaphore(num_places), WaitingBytes(max_waiting_bytes, purpose="rendered"))
+            for (largest, _), num_places in zip(LANES, _PLACES, strict=True)
+        ]
         self._idle: list[AskedProcess] = []
-        self._renderings: set[asyncio.Task[str | ValueError]] = set()
-
-    @property
-    def refusal(self) -> str | None:
-        """Why no conversation is rendered, or None."""
-        return self._refusal if self._parts_roles is None else None
+        self._least_idle = 0  # since the spare ones were ended
+        self._ending: asyncio.TimerHandle | None = None
+        self._renderings: set[asyncio.Task[str | Exception]] = set()
 
     async def open(self) -> None:
         try:
             self._idle.append(await self._start())
-        except (ChatRefused, ChildFailed) as error:
-            self._refusal = str(error if isinstance(error, ChatRefused) else _not_rendered(error))
-            _log.warning("chat_refused", reason=self._refusal)
+        except ChatRefused:
+            pass  # kept, and said
+        except ChildFailed as error:
+            _log.warning("chat_not_probed", reason=str(error))
 
     async def close(self) -> None:
         """Ends every process. Nobody waits for a rendering any more."""
+        if self._ending is not None:
+            self._ending.cancel()
         renderings = tuple(self._renderings)
         for rendering in renderings:
             rendering.cancel()
         await asyncio.gather(*renderings, return_exceptions=True)
         await asyncio.gather(*(process.close() for process in self._idle))
 
-    async def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Raises ChatRefused, or TextTooLong. A caller that is cancelled leaves the process to its work."""
-        if self.refusal is not None:
-            raise ChatRefused(self.refusal)
+    async def render(self, messages: Sequence[tuple[str, str]], *, num_bytes: int) -> str:
+        """`num_bytes` are those of the contents. Raises ChatRefused, TextTooLong, or Overloaded.
+
+        A caller that is cancelled takes its conversation back, unless a process has it: that one goes on, and place
+        and bytes still count.
+        """
+        if self._refusal is not None:
+            raise ChatRefused(self._refusal)
+        num_bytes += _BYTES_PER_MESSAGE * len(messages)
+        places, waiting = next(
+            (places, waiting) for largest, places, waiting in self._lanes if largest is None or num_bytes <= largest
+        )
+        waiting.take(num_bytes)
+        try:
+            await places.acquire()
+        except asyncio.CancelledError:
+            waiting.give_back(num_bytes)
+            raise
         rendering = asyncio.create_task(self._render(json.dumps(messages).encode()), name="render_chat")
         self._renderings.add(rendering)
-        rendering.add_done_callback(self._renderings.discard)
+
+        def over(task: asyncio.Task[str | Exception]) -> None:
+            self._renderings.discard(task)
+            places.release()
+            waiting.give_back(num_bytes)
+
+        rendering.add_done_callback(over)
         result = await asyncio.shield(rendering)
-        if isinstance(result, ValueError):
+        if isinstance(result, Exception):
             raise result
         return result
 
-    async def _render(self, command: bytes) -> str | ValueError:
+    async def _render(self, command: bytes) -> str | Exception:
         """The error is a result, since there may be nobody to raise it to."""
-        async with self._places:
+        try:
             try:
-                try:
-                    return await self._render_by_one(command)
-                except ChildEnded:  # perhaps before it was asked
-                    return await self._render_by_one(command)
-            except (ChatRefused, TextTooLong) as error:
-                return error
-            except ChildFailed as error:
-                return _not_rendered(error)
+                return await self._render_by_one(command)
+            except ChildEnded:  # perhaps before it was asked
+                return await self._render_by_one(command)
+        except (ChatRefused, TextTooLong) as error:
+            return error
+        except ChildFailed as error:
+            message = f"no process renders the chat now: {error}"
+            return Overloaded(message, retry_after_s=_RETRY_AFTER_S)
 
     async def _render_by_one(self, command: bytes) -> str:
         """Raises ChatRefused, TextTooLong, or ChildFailed."""
         self._idle = [process for process in self._idle if process.is_usable]
-        process = self._idle.pop() if self._idle else await self._start()
+        process = self._idle.pop() if self._idle else None
+        self._least_idle = min(self._least_idle, len(self._idle))
+        process = process or await self._start()
         try:
-            return await _answer(process, command, timeout_s=self._timeout_s)
+            return await _answer(process, command, cpu_s=self._cpu_s)
         finally:
             self._idle.append(process)
+            if self._ending is None:
+                self._ending = asyncio.get_running_loop().call_later(self._spare_s, self._end_spare)
+
+    def _end_spare(self) -> None:
+        for process in self._idle[: max(self._least_idle - _MAX_SPARE, 0)]:  # the last are taken first
+            process.kill()
+        self._idle = [process for process in self._idle if process.is_usable]
+        self._least_idle = len(self._idle)
+        again = len(self._idle) > _MAX_SPARE
+        self._ending = asyncio.get_running_loop().call_later(self._spare_s, self._end_spare) if again else None
 
     async def _start(self) -> AskedProcess:
         """Raises ChatRefused, or ChildFailed."""
-        source, special_tokens = self._chat_template()
-        asked = {
-            "source": source,
-            "special_tokens": special_tokens,
-            "parts_roles": self._parts_roles,
-            "max_chars": self._max_chars,
-        }
-        memory_bytes = _MEMORY_BYTES + _MEMORY_PER_CHAR * min(self._max_chars, _MAX_ROOMY_CHARS)
-        process = await AskedProcess.spawn(
-            protocol.__name__, str(2 * _START_TIMEOUT_S), str(memory_bytes), timeout_s=_START_TIMEOUT_S
-        )
         try:
-            answer = await _answer(process, json.dumps(asked).encode(), timeout_s=_START_TIMEOUT_S)
-        except ChatRefused:
-            await process.close()
+            source, special_tokens = self._chat_template()
+            process = await AskedProcess.spawn(protocol.__name__, str(2 * _TIMEOUT_S), timeout_s=_TIMEOUT_S)
+            asked = {
+                "source": source,
+                "special_tokens": special_tokens,
+                "parts_roles": self._parts_roles,
+                "max_chars": self._max_chars,
+                "memory_bytes": _MEMORY_BYTES + _MEMORY_PER_CHAR * min(self._max_chars, _MAX_ROOMY_CHARS),
+                "cpu_s": self._cpu_s,
+            }
+            try:
+                answer = await _answer(process, json.dumps(asked).encode(), cpu_s=protocol.START_CPU_S)
+            except ChatRefused:
+                await process.close()
+                raise
+        except ChatRefused as error:
+            if self._parts_roles is None and self._refusal is None:
+                self._refusal = str(error)
+                _log.warning("chat_refused", reason=self._refusal)
             raise
         self._parts_roles = json.loads(answer)
         return process
 
 
-async def _answer(process: AskedProcess, command: bytes, *, timeout_s: float) -> str:
-    """Raises ChatRefused, TextTooLong, or ChildFailed when the process has ended or was killed."""
-    status, content = await process.ask(command, timeout_s=timeout_s)
+async def _answer(process: AskedProcess, command: bytes, *, cpu_s: float) -> str:
+    """Raises ChatRefused, TextTooLong, or ChildFailed when the process has ended or was killed by somebody else."""
+    try:
+        status, content = await process.ask(command)
+    except ChildEnded as error:
+        if error.returncode == -signal.SIGPROF:
+            took = f"takes more than {cpu_s:g} s of the processor for it"
+            raise ChatRefused(f"the model's chat template {took}") from error
+        raise
     text = content.decode(errors="replace")
     match status:
         case _ if status == DONE:
@@ -134,7 +196,3 @@ async def _answer(process: AskedProcess, command: bytes, *, timeout_s: float) ->
             raise TextTooLong(text)
         case _:
             raise ChatRefused(text)
-
-
-def _not_rendered(error: ChildFailed) -> ChatRefused:
-    return ChatRefused(f"the model's chat template is not rendered: {error}")

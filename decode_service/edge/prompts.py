@@ -10,7 +10,7 @@ from common.chat_template import ChatRefused, TextTooLong
 from common.errors import ContextExceeded, InvalidRequest
 from common.telemetry.timeline import Timeline
 from common.tokenizer import TextTokenizer
-from decode_service.edge.chat_rendering import RENDER_TIMEOUT_S, ChatRendering
+from decode_service.edge.chat_rendering import RENDER_CPU_S, ChatRendering
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenIdsPrompt
 from decode_service.edge.text_threads import MAX_WAITING_BYTES, TextThreads
 
@@ -32,12 +32,14 @@ class Prompts:
         limits: ModelLimits,
         timeline: Timeline | None = None,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
-        render_timeout_s: float = RENDER_TIMEOUT_S,
+        render_cpu_s: float = RENDER_CPU_S,
     ) -> None:
         self._encoder = tokenizer
         self._max_context_tokens = limits.max_context_tokens
         self._max_bytes = limits.max_context_tokens * tokenizer.longest_token_bytes
-        self._chats = ChatRendering(tokenizer.chat_template, max_chars=self._max_bytes, timeout_s=render_timeout_s)
+        self._chats = ChatRendering(
+            tokenizer.chat_template, max_chars=self._max_bytes, max_waiting_bytes=max_waiting_bytes, cpu_s=render_cpu_s
+        )
         self._threads = TextThreads(timeline=timeline, max_bytes=max_waiting_bytes)
 
     async def __aenter__(self) -> Self:
@@ -66,8 +68,7 @@ class Prompts:
     async def _render(self, messages: Sequence[tuple[str, str]]) -> str:
         num_bytes = self._num_bytes(*(content for _, content in messages))
         try:
-            with self._threads.holding(num_bytes):
-                return await self._chats.render(messages)
+            return await self._chats.render(messages, num_bytes=num_bytes)
         except ChatRefused as error:
             raise InvalidRequest("chat", str(error)) from error
         except TextTooLong as error:

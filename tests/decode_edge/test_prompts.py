@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ import pytest
 from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest, Overloaded
 from common.tokenizer import TextTokenizer
+from decode_service.edge.chat_rendering import ChatRendering
 from decode_service.edge.prompts import Prompts
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt
 from tests.decode_edge.edge_under_test import error_of, running_edge
@@ -122,6 +124,21 @@ async def test_bytes_that_wait_are_bounded_and_given_back() -> None:
         assert len(await prompts.encode(TextPrompt("a" * 7900))) == 7900  # alone, whatever its length
 
 
+async def test_bytes_that_wait_in_one_lane_are_none_of_another() -> None:
+    tokenizer = watched(held=5000)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=5000) as prompts:
+        long = asyncio.create_task(prompts.encode(TextPrompt("a" * 5000)))
+        await until(lambda: bool(tokenizer.seen))
+        try:
+            with pytest.raises(Overloaded) as refusal:
+                await prompts.encode(TextPrompt("a" * 5000))
+            assert refusal.value.retry_after_s == 1
+            assert await within_bound(prompts.encode(TextPrompt("hi"))) == tokenizer.encode("hi")
+        finally:
+            tokenizer.go_on.set()
+        await within_bound(long)
+
+
 async def test_too_many_bytes_are_a_full_queue_on_the_wire() -> None:
     tokenizer = watched(held=60)
     async with running_edge([], tokenizer=tokenizer, max_waiting_bytes=100) as edge:
@@ -214,14 +231,14 @@ async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered
     tokenizer = harming(
         "{% if messages | length > 1 %}{{ (messages | length + 5) ** (7 ** 10) }}{% else %}" + nested + "{% endif %}"
     )
-    async with Prompts(tokenizer=tokenizer, limits=LIMITS, render_timeout_s=1.5) as prompts:
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS, render_cpu_s=0.5) as prompts:
         harmed = [
             asyncio.create_task(prompts.encode(prompt)) for prompt in (HARM, ChatPrompt(HI.messages + HARM.messages))
         ]
         assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
         assert not any(task.done() for task in harmed)
         for task in harmed:
-            with pytest.raises(InvalidRequest, match=r"did not answer within 1\.5 s"):
+            with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s of the processor"):
                 await within_bound(task)
         assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
 
@@ -268,3 +285,144 @@ async def test_a_client_that_leaves_while_its_chat_is_rendered_costs_no_process(
             await left
         await within_bound(prompts.encode(HI))
         assert set(pids) <= set(rendering_pids())
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LONG_HARM = ChatPrompt((("user", "-"),) * 70 + HARM.messages)
+"""Few characters, but many messages."""
+NUM_PLACES = 4
+"""Of the lane for short conversations."""
+
+
+def renderings() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "render_chat"]
+
+
+def told_of(pid: int, what: str) -> str:
+    return Path(f"/proc/{pid}/{what}").read_text()
+
+
+async def cancelled(tasks: Sequence[asyncio.Task[Sequence[int]]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+
+
+async def test_a_chat_that_waits_for_a_process_goes_with_its_client_and_one_that_has_it_counts_to_its_end() -> None:
+    max_bytes = (NUM_PLACES + 2) * (64 + len("harm"))
+    async with Prompts(
+        tokenizer=harming(NESTED), limits=LIMITS, max_waiting_bytes=max_bytes, render_cpu_s=0.25
+    ) as prompts:
+        tasks = [asyncio.create_task(prompts.encode(HARM)) for _ in range(NUM_PLACES + 2)]
+        await until(lambda: len(renderings()) == NUM_PLACES)
+        with pytest.raises(Overloaded, match=f"{max_bytes} bytes of prompts wait to be rendered"):
+            await prompts.encode(HARM)
+        await cancelled(tasks[NUM_PLACES:])
+        others = [asyncio.create_task(prompts.encode(HARM)) for _ in range(2)]
+        await cancelled(tasks[:NUM_PLACES])
+        assert len(renderings()) == NUM_PLACES
+        with pytest.raises(Overloaded):
+            await prompts.encode(HARM)
+        await cancelled(others)
+        await asyncio.wait(renderings(), timeout=8 * BOUND_S)
+        assert not renderings()
+        assert await within_bound(prompts.encode(HI))
+
+
+async def test_a_short_chat_waits_for_no_longer_ones() -> None:
+    tokenizer = harming(NESTED)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        harmed = [asyncio.create_task(prompts.encode(LONG_HARM)) for _ in range(12)]
+        await until(lambda: bool(renderings()))
+        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert not any(task.done() for task in harmed)
+        await cancelled(harmed)
+
+
+async def test_chats_are_served_once_there_is_a_process_for_the_template(
+    log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_level(chat_template=EACH)
+    with monkeypatch.context() as without_processes:
+        without_processes.setattr(sys, "executable", "/no/such/file")
+        prompts = await Prompts(tokenizer=tokenizer, limits=LIMITS).__aenter__()
+        try:
+            assert [line["event"] for line in log] == ["chat_not_probed"]
+            with pytest.raises(Overloaded, match="no process can be started") as refusal:
+                await prompts.encode(HI)
+            assert refusal.value.retry_after_s == 1
+            without_processes.undo()
+            assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        finally:
+            await prompts.__aexit__()
+
+
+async def test_a_template_that_is_first_probed_by_a_chat_refuses_for_good(
+    log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without_processes:
+        without_processes.setattr(sys, "executable", "/no/such/file")
+        prompts = await Prompts(tokenizer=byte_level(chat_template="fixed"), limits=LIMITS).__aenter__()
+    try:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="leaves out what a user says"):
+                await within_bound(prompts.encode(HI))
+        assert [line["event"] for line in log] == ["chat_not_probed", "chat_refused"]
+    finally:
+        await prompts.__aexit__()
+
+
+async def test_a_chat_whose_process_is_killed_over_it_may_come_again() -> None:
+    tokenizer = harming(NESTED)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        harmed = asyncio.create_task(prompts.encode(HARM))
+        killed: set[int] = set()
+        while not harmed.done():
+            await asyncio.wait({harmed}, timeout=0.05)
+            for pid in rendering_pids():
+                if pid not in killed and "R" in told_of(pid, "stat").split()[2]:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+        with pytest.raises(Overloaded, match="its process ended"):
+            await harmed
+        assert len(killed) >= 2
+        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+
+
+async def test_a_machine_that_gives_a_process_no_time_refuses_no_chat() -> None:
+    tokenizer = byte_level(chat_template=EACH)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS, render_cpu_s=0.1) as prompts:
+        (pid,) = rendering_pids()
+        os.kill(pid, signal.SIGSTOP)
+        slow = asyncio.create_task(prompts.encode(HI))
+        assert not (await asyncio.wait({slow}, timeout=0.3))[0]
+        os.kill(pid, signal.SIGCONT)
+        assert await within_bound(slow) == tokenizer.encode("hi")
+        assert rendering_pids() == [pid]
+
+
+async def test_a_process_has_memory_beyond_python_s_own_and_the_system_s_policy() -> None:
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        async with Prompts(tokenizer=byte_level(chat_template=EACH), limits=LIMITS):
+            (pid,) = rendering_pids()
+            assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+            (line,) = (each for each in told_of(pid, "limits").splitlines() if "address space" in each)
+            assert int(line.split()[3]) > (256 << 20) + (10 << 20)
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+async def test_processes_that_nothing_is_asked_of_end_but_for_two() -> None:
+    tokenizer = byte_level(chat_template=EACH)
+    chats = ChatRendering(tokenizer.chat_template, max_chars=CONTEXT, spare_s=0.3)
+    await chats.open()
+    try:
+        await asyncio.gather(*(chats.render(HI.messages, num_bytes=2) for _ in range(NUM_PLACES)))
+        assert len(rendering_pids()) > 2
+        await until(lambda: len(rendering_pids()) == 2)
+        assert await chats.render(HI.messages, num_bytes=2) == "hi"
+    finally:
+        await chats.close()
