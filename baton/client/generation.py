@@ -18,6 +18,7 @@ from baton.errors import (
     Cancelled,
     DeadlineExceeded,
     Internal,
+    InvalidArgument,
     ResourceExhausted,
     Unavailable,
 )
@@ -28,6 +29,8 @@ FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 MAX_BREAKS = 40
 """Without output in between, more than `resume_timeout_s` usually allows: here stops what ends its servers."""
+
+_CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class Generation:
 
     What may pass: UNAVAILABLE; CANCELLED without a reason; and once a call broke, refusals that are due to the break:
     admission that is full, and the caller's own request id, which the server that lost the connection may still hold.
+    A stream that has begun and is too long for one server may fit another's context; when none is found that it fits,
+    it ends UNAVAILABLE.
     """
 
     def __init__(
@@ -122,6 +127,8 @@ class Generation:
         pause_s = self._pause_s()
         self._num_breaks += 1
         if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
+            if isinstance(error, InvalidArgument):
+                raise Unavailable(f"no server was found whose context holds what this stream has: {error}") from error
             raise error
         if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
             raise DeadlineExceeded(f"no time is left to resume after: {error}") from error
@@ -142,6 +149,8 @@ class Generation:
                 return not error.reason
             case AlreadyExists():
                 return self._num_breaks > 0 and self._request.HasField("request_id")
+            case InvalidArgument():
+                return self._num_breaks > 0 and self._started is not None and error.reason == _CONTEXT_EXCEEDED
             case ResourceExhausted():
                 return self._num_breaks > 0 and error.reason == "QUEUE_FULL"
             case _:

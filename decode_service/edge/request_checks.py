@@ -94,10 +94,17 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
             num_prompt_tokens=len(prompt_token_ids),
             max_tokens=max_tokens,
         )
-    if len(checked.generated_token_ids) > max_tokens:
-        raise InvalidRequest(
-            "generated_token_ids", f"{len(checked.generated_token_ids)} tokens are more than max_tokens, {max_tokens}"
-        )
+    if (num_generated := len(checked.generated_token_ids)) > max_tokens:
+        if sampling.max_tokens is None:
+            raise ContextExceeded(
+                "generated_token_ids",
+                f"{len(prompt_token_ids)} prompt tokens and {num_generated} brought ones exceed the context of "
+                f"{limits.max_context_tokens}",
+                max_context_tokens=limits.max_context_tokens,
+                num_prompt_tokens=len(prompt_token_ids),
+                max_tokens=num_generated,
+            )
+        raise InvalidRequest("generated_token_ids", f"{num_generated} tokens are more than max_tokens, {max_tokens}")
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
     return sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)

@@ -24,6 +24,7 @@ LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
 CUT = failure(code_pb2.CANCELLED, "the server shuts down")
 DRAINING = failure(code_pb2.UNAVAILABLE, "stopped", reason="DRAINING")
 FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL")
+TOO_LONG = failure(code_pb2.INVALID_ARGUMENT, "prompt: no room", reason="CONTEXT_EXCEEDED")
 LIVE = failure(code_pb2.ALREADY_EXISTS, "live", reason="DUPLICATE_REQUEST_ID")
 
 
@@ -135,6 +136,37 @@ async def test_refusals_due_to_the_break_pass(server: ScriptedServer, reader: Re
 
     assert (len(events), error) == (3, None)
     assert [request.request_id for request in requests(server)] == ["mine"] * 4
+
+
+async def test_a_server_whose_context_is_too_small_for_what_it_would_resume_is_passed_over(
+    server: ScriptedServer, reader: Reader
+) -> None:
+    server.inference.scripts.extend([[started(), delta([5], "a"), LOST], [TOO_LONG], [started(), finished()]])
+
+    events, error, _ = await reader.read()
+
+    assert (len(events), error) == (3, None)
+
+
+async def test_a_stream_that_is_too_long_for_every_server_ends_in_words(
+    server: ScriptedServer, make_reader: Callable[..., Reader]
+) -> None:
+    server.inference.scripts.extend([[started(), delta([5], "a"), LOST], *[[TOO_LONG]] * 20])
+
+    _, error, progress = await make_reader(resume_timeout_s=0.2).read()
+
+    assert isinstance(error, errors.Unavailable) and "no server was found whose context" in str(error)
+    assert progress.generated_token_ids == (5,)
+
+
+async def test_a_request_that_was_too_long_from_the_start_is_told_at_once(
+    server: ScriptedServer, reader: Reader
+) -> None:
+    server.inference.scripts.extend([[LOST], [TOO_LONG]])
+
+    _, error, _ = await reader.read()
+
+    assert isinstance(error, errors.InvalidArgument) and error.reason == "CONTEXT_EXCEEDED"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2
-from tests.decode_edge.edge_under_test import Edge, error_of, events_of
+from tests.decode_edge.edge_under_test import CONTEXT, Edge, error_of, events_of
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id
 
 A, B, C = ord("a"), ord("b"), ord("c")
@@ -56,6 +56,13 @@ async def test_ids_past_the_end_are_refused(edge: Edge, brought: list[int], samp
     code, _, metadata = await error_of(edge.generate(generated_token_ids=brought, sampling=sampling))
 
     assert (code, metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "generated_token_ids")
+
+
+async def test_output_that_a_larger_context_left_room_for_is_told_from_a_wrong_field(edge: Edge) -> None:
+    code, reason, metadata = await error_of(edge.generate(generated_token_ids=[A] * (CONTEXT - 1)))
+
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED")
+    assert metadata["max_context_tokens"] == str(CONTEXT)
 
 
 async def test_what_ends_nothing_within_min_tokens_does_not_end_it_again(edge: Edge) -> None:
