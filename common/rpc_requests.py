@@ -30,7 +30,9 @@ MAX_REQUEST_FIELDS = 16_384
 
 
 def clients_told_apart(tokens: Sequence[str]) -> ClientOf:
-    """By the token that they show where there are several; else by their host, and on this machine by connection."""
+    """By the token that they show where there are several; else by their host, which is one however many connections it
+    opens. Of this machine those without a known token are one.
+    """
     numbers = {f"Bearer {token}": f"token {number}" for number, token in enumerate(tokens)} if len(tokens) > 1 else {}
 
     def client_of(context: Context) -> str:
@@ -45,7 +47,7 @@ def _whose(address: str) -> str:
         host, _ = host_and_port(address)
     except ValueError:
         return address
-    return address if is_loopback(address) else network_of(host)
+    return "loopback" if is_loopback(address) else network_of(host)
 
 
 BY_ADDRESS = clients_told_apart(())

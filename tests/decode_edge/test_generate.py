@@ -247,25 +247,35 @@ async def test_admission_is_bounded(edge: Edge) -> None:
     assert len(edge.engine.of_type(Submit)) == MAX_LIVE
 
 
-@pytest.mark.parametrize("tokens", [(), ("first-token", "second-token")], ids=["by connection", "by token"])
-async def test_a_client_that_has_all_places_keeps_no_other_out(tokens: tuple[str, ...]) -> None:
-    first, second = [authorization(token) for token in tokens] or [(), ()]
+async def test_a_client_that_has_all_places_keeps_no_other_out_however_many_connections_it_opens() -> None:
+    tokens = "first-token", "second-token"
+    first, second = [authorization(token) for token in tokens]
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]))
-    own_connection = [("grpc.use_local_subchannel_pool", 1)]
-    async with (
-        running_edge([], tokens=tokens) as edge,
-        grpc.aio.insecure_channel(edge.address, options=own_connection) as channel,
-    ):
+    async with running_edge([], tokens=tokens) as edge, own_connection(edge) as channel:
         for num in range(MAX_LIVE):
             edge.stub.Generate(request, metadata=first)
             await edge.engine.submitted(num + 1)
         code, reason, told = await error_of(edge.stub.Generate(request, metadata=first))
         assert (code, reason, told) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", {"retry_after_s": "1"})
 
-        other = edge.stub if tokens else inference_pb2_grpc.InferenceStub(channel)
-        assert (await other.Generate(request, metadata=second).read()).WhichOneof("event") == "started"
+        again = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=first)
+        assert (await error_of(again))[1] == "QUEUE_FULL"
+        assert (await edge.stub.Generate(request, metadata=second).read()).WhichOneof("event") == "started"
         edge.router.on_death(RuntimeError("the test is over"))
         await edge.live_requests.wait_idle()
+
+
+async def test_this_machine_without_tokens_is_one_client_however_many_connections_it_opens(edge: Edge) -> None:
+    for num in range(MAX_LIVE):
+        edge.generate()
+        await edge.engine.submitted(num + 1)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]))
+    async with own_connection(edge) as channel:
+        assert (await error_of(inference_pb2_grpc.InferenceStub(channel).Generate(request)))[1] == "QUEUE_FULL"
+
+
+def own_connection(edge: Edge) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(edge.address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
 async def test_a_request_refused_for_its_fields_takes_no_place(edge: Edge) -> None:
