@@ -12,6 +12,8 @@ from baton.service_process import ChildProcess
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 60.0
 WELL_S = 30.0
+MAX_FAILED_STARTS = 5
+_CONFIG_ERROR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,14 @@ class Restarts:
         self._next_wait_s = FIRST_WAIT_S
         self._start_at_s: float | None = None
         self._ready_since_s: float | None = None
+        self._num_failed = 0  # starts in a row after which it was not ready
+        self._is_start_open = False  # it was started again, and not ready since
 
     def look(self, *, is_ready: bool) -> Ended | StartedAgain | None:
-        """To be called again and again: what happened at this look. `is_ready`: what the process's health says."""
+        """To be called again and again: what happened at this look. `is_ready`: what the process's health says.
+
+        Raises ServiceDied when it is not to be started again.
+        """
         now_s = self._clock()
         if self._start_at_s is not None:
             if now_s < self._start_at_s:
@@ -50,11 +57,17 @@ class Restarts:
             except OSError as error:  # no room for a process, or for its log
                 return self._ended(LocalPairError(f"{self._process.name} cannot be started: {error}"), now_s)
             self._start_at_s = None
+            self._is_start_open = True
             return StartedAgain(self._process.pid)
         try:
             self._process.check()
         except ServiceDied as error:
+            self._num_failed += self._is_start_open
+            if self._is_start_open and (error.returncode == _CONFIG_ERROR or self._num_failed >= MAX_FAILED_STARTS):
+                raise
             return self._ended(error, now_s)
+        if is_ready:
+            self._num_failed, self._is_start_open = 0, False
         if not is_ready:
             self._ready_since_s = None
         elif self._ready_since_s is None:

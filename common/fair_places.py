@@ -12,9 +12,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
-_WISH_S = 10.0
+_LATE_S = 1.0
+"""Who was told when to come again may be so late."""
 _MAX_WISHERS = 256
 _MAX_RETRY_AFTER_S = 60
 _NEW_SHARE = 0.1
@@ -28,20 +28,12 @@ class Full(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(slots=True)
-class _Wish:
-    """Requests of a client that were refused, and for how long it is believed to want them."""
-
-    num: int
-    until_s: float
-
-
 class FairPlaces:
     """One thread only. A client is whoever bears the name.
 
-    A client that was refused is expected to ask again: for some seconds what becomes free is kept for it, up to its
-    share, which is the same for all who hold or want places. Clients below that share find an eighth more places, which
-    those above it cannot take.
+    A client that was refused is expected to ask again when it was told to: until then what becomes free is kept for it,
+    up to its share, which is the same for all who hold or want places, and up to an eighth of all places for all who
+    wait. Clients below their share find an eighth more places, which those above it cannot take.
     """
 
     def __init__(self, num_places: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +42,7 @@ class FairPlaces:
         self._clock = clock
         self._held: Counter[str] = Counter()
         self._num_held = 0
-        self._wishes: dict[str, _Wish] = {}  # the oldest first
+        self._wishes: dict[str, list[float]] = {}  # until when each refused request is waited for; the oldest first
         self._mean_held_s = 0.0
 
     def __len__(self) -> int:
@@ -62,16 +54,16 @@ class FairPlaces:
         self._forget_wishes(now_s)
         if not self._may_take(client):
             retry_after_s = self._retry_after_s()
-            wish = self._wishes.pop(client, None)
-            self._wishes[client] = _Wish(1 if wish is None else wish.num + 1, now_s + retry_after_s + _WISH_S)
+            wishes = self._wishes.pop(client, [])
+            wishes.append(now_s + retry_after_s + _LATE_S)
+            self._wishes[client] = wishes[-self._share(client) :]
             if len(self._wishes) > _MAX_WISHERS:
                 del self._wishes[next(iter(self._wishes))]
             raise Full(retry_after_s)
-        wish = self._wishes.get(client)
-        if wish is not None:
-            wish.num -= 1
-            if not wish.num:
-                del self._wishes[client]
+        wishes = self._wishes.get(client, [])
+        del wishes[:1]
+        if not wishes:
+            self._wishes.pop(client, None)
         self._held[client] += 1
         self._num_held += 1
         return now_s
@@ -89,21 +81,29 @@ class FairPlaces:
         others = self._wishes.keys() - {client}
         if num_free > 0 and not others:
             return True
-        num_clients = len(self._held.keys() | self._wishes.keys() | {client})
-        share = max(1, self.num_places // num_clients)
+        num_clients, share = self._num_clients(client), self._share(client)
         if num_free > 0:
-            kept = sum(min(self._wishes[each].num, max(0, share - self._held[each])) for each in others)
-            return num_own < share or num_free > kept
+            kept = sum(min(len(self._wishes[each]), max(0, share - self._held[each])) for each in others)
+            return num_own < share or num_free > min(kept, self._num_extra)
         if num_clients == 1:
             return False
         part = max(1, self._num_extra // (num_clients - 1))
         return num_own < min(share, part) and -num_free < self._num_extra
 
+    def _num_clients(self, client: str) -> int:
+        return len(self._held.keys() | self._wishes.keys() | {client})
+
+    def _share(self, client: str) -> int:
+        return max(1, self.num_places // self._num_clients(client))
+
     def _retry_after_s(self) -> int:
         """When as many places became free as are wanted before this one, as long as they were held lately."""
-        num_wanted = 1 + sum(wish.num for wish in self._wishes.values())
+        num_wanted = 1 + sum(map(len, self._wishes.values()))
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_wanted * self._mean_held_s / self.num_places)))
 
     def _forget_wishes(self, now_s: float) -> None:
-        for client in [each for each, wish in self._wishes.items() if wish.until_s <= now_s]:
-            del self._wishes[client]
+        for client, untils in tuple(self._wishes.items()):
+            if left := [until_s for until_s in untils if until_s > now_s]:
+                self._wishes[client] = left
+            else:
+                del self._wishes[client]

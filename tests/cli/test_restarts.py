@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ServiceDied
-from baton.restarts import FIRST_WAIT_S, MAX_WAIT_S, WELL_S, Ended, Restarts, StartedAgain
+from baton.restarts import FIRST_WAIT_S, MAX_FAILED_STARTS, MAX_WAIT_S, WELL_S, Ended, Restarts, StartedAgain
 from baton.service_process import ChildProcess
 
 
@@ -18,6 +18,7 @@ class ScriptedProcess(ChildProcess):
         super().__init__(name="decode-0", address="127.0.0.1:1", arguments=(), log_file=Path("decode-0.log"))
         self.num_starts = 0
         self.died = False
+        self.status = 1
         self.has_room = True
 
     @property
@@ -32,7 +33,7 @@ class ScriptedProcess(ChildProcess):
 
     def check(self) -> None:
         if self.died:
-            raise ServiceDied(self.name, 1, "", self.log_file)
+            raise ServiceDied(self.name, self.status, "", self.log_file)
 
 
 class Rig:
@@ -73,7 +74,10 @@ def test_it_is_started_once_the_wait_is_over_and_not_before(rig: Rig) -> None:
 
 
 def test_waits_double_up_to_a_bound(rig: Rig) -> None:
-    waits = [rig.die_and_start() for _ in range(10)]
+    waits = []
+    for _ in range(10):
+        waits.append(rig.die_and_start())
+        rig.look_after(0.0, is_ready=True)
     assert waits == [min(FIRST_WAIT_S * 2**number, MAX_WAIT_S) for number in range(10)]
     assert waits[-1] == MAX_WAIT_S
 
@@ -89,6 +93,31 @@ def test_waits_are_short_again_once_it_was_ready_for_a_while_without_a_break(rig
     rig.look_after(0.0, is_ready=True)
     rig.look_after(WELL_S, is_ready=True)
     assert rig.die_and_start() == FIRST_WAIT_S
+
+
+def test_what_cannot_start_is_given_up(rig: Rig) -> None:
+    for _ in range(MAX_FAILED_STARTS):
+        rig.die_and_start()
+    rig.process.died = True
+    with pytest.raises(ServiceDied):
+        rig.look_after(0.0)
+
+
+def test_a_start_that_becomes_ready_counts_anew(rig: Rig) -> None:
+    for _ in range(3):
+        for _ in range(MAX_FAILED_STARTS):
+            rig.die_and_start()
+        rig.look_after(0.0, is_ready=True)
+
+
+def test_settings_that_cannot_be_followed_end_it_at_its_next_start(rig: Rig) -> None:
+    rig.process.status = 2
+    rig.process.died = True
+    assert isinstance(rig.look_after(0.0), Ended), "it was ready once"
+    assert isinstance(rig.look_after(FIRST_WAIT_S), StartedAgain)
+    rig.process.died = True
+    with pytest.raises(ServiceDied):
+        rig.look_after(0.0)
 
 
 def test_a_start_that_the_system_refuses_is_tried_again_later(rig: Rig) -> None:

@@ -99,7 +99,41 @@ def test_when_to_come_again_follows_from_how_long_places_are_held_and_how_many_w
     assert told == [2, 4, 6, 8, 10, 12, 14, 16]
     for _ in range(100):
         hall.take("a")
-    assert hall.retry_after_s == 60
+    assert hall.retry_after_s == 34, "as many as it can have are waited for, and one"
+
+
+def test_one_request_that_comes_again_when_it_was_told_to_waits_no_longer_each_time(hall: Hall) -> None:
+    hall.now_s += 1.0
+    hall.fill("a")
+    hall.now_s += 32.0
+    hall.leave("a")
+    hall.take("a")
+    told = []
+    for _ in range(20):
+        hall.now_s += 1.0 + hall.retry_after_s
+        assert not hall.take("a")
+        told.append(hall.retry_after_s)
+    assert set(told) == {2}
+
+
+def test_what_is_kept_for_who_was_refused_is_an_eighth_at_most(hall: Hall) -> None:
+    hall.fill("a")
+    hall.fill("b")
+    for _ in range(100):
+        hall.take("b")
+    for _ in range(10):
+        hall.leave("a")
+    assert hall.fill("a") == 8 - NUM // 8, "8 are free, and b may come back for 6"
+
+
+def test_a_refused_client_that_stays_away_is_waited_for_no_longer_than_it_was_told(hall: Hall) -> None:
+    hall.fill("a")
+    hall.fill("b")
+    for _ in range(NUM // 8 + 1):
+        hall.leave("a")
+    assert not hall.take("a")
+    hall.now_s += 2.5
+    assert hall.take("a")
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=200))
