@@ -150,6 +150,11 @@ class LandingZone:
         return bool(self._waiting)
 
     @property
+    def has_freed(self) -> bool:
+        """Whether segments are done with of which no `poll` has told yet: somebody waits for their bytes."""
+        return bool(self._freed)
+
+    @property
     def has_news(self) -> bool:
         """Whether `poll` has anything to look at."""
         return bool(self._copying or self._complete or self._arrived or self._freed)
@@ -280,21 +285,20 @@ class LandingZone:
 
     def start_copies(self, until: Event | None) -> None:
         """Start copies of what has come, one at least, and on until `until` is done: while the device computes, the
-        caller would only wait.
+        caller would only wait. What is not wanted any more costs nothing and does not count.
         """
         while self._waiting:
-            self._start_copy()
-            if until is None or until.is_done():
+            if self._start_copy() and (until is None or until.is_done()):
                 return
 
-    def _start_copy(self) -> None:
-        """Of the segment that waits longest."""
+    def _start_copy(self) -> bool:
+        """Of the segment that waits longest. False where it is freed instead."""
         waiting = self._waiting.popleft()
         row, segment = waiting.row, waiting.segment
         row.num_waiting -= 1
         if not row.lease.is_held:  # it was given up since: its slots may be another's
             self._free(waiting.call_id, segment)
-            return
+            return False
 
         def land() -> None:
             self._copy_in(segment, waiting.slots)
@@ -307,6 +311,7 @@ class LandingZone:
         row.last_copy = event
         row.lease.use_until(event, self._stream)
         self._copying.append((waiting.call_id, segment, event))
+        return True
 
     def _free(self, call_id: str, segment: KvSegment) -> None:
         self._freed.setdefault(call_id, []).append(segment)

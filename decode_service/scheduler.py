@@ -200,7 +200,7 @@ class DecodeEngine:
                 self._landing.start_copies(None if busy_with is None else busy_with.end)
 
     def idle_timeout_s(self) -> float:
-        if self._in_flight is not None or self._landing.has_waiting:
+        if self._in_flight is not None or self._landing.has_waiting or self._landing.has_freed:
             return 0.0
         if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
             return self._wake_up.wait_s if self._is_stalled and not self._has_freed else 0.0

@@ -114,3 +114,31 @@ def test_kv_of_a_request_that_was_given_up_is_not_copied_and_its_bytes_return() 
     num_bytes = sum(event.num_bytes for event in events if isinstance(event, SegmentsLanded))
     assert num_bytes == NUM_REQUESTS * 4 * GROUP.token_bytes
     scripted.run()
+
+
+def test_an_engine_tells_of_what_it_frees_before_it_waits() -> None:
+    """A replica may have nothing left to send with until it is told."""
+    scripted = ScriptedEngine(device=ScriptedDevice(runs_pieces_beside=False))
+    scripted.submit("a", [1, 2, 3, 4], 3)
+    scripted.step()
+    scripted.hand_over("a")
+    scripted.abort("a")
+    num_bytes, waits_s = 0, []
+    for _ in range(3):
+        events = scripted.step()
+        num_bytes += sum(event.num_bytes for event in events if isinstance(event, SegmentsLanded))
+        if num_bytes:
+            break
+        waits_s.append(scripted.engine.idle_timeout_s())
+    assert num_bytes == 4 * GROUP.token_bytes
+    assert not any(waits_s), "it slept on bytes that a replica waits for"
+
+
+def test_what_was_given_up_does_not_take_the_place_of_a_copy() -> None:
+    """Every launch waits for one copy: the first that is still wanted, whatever lies before it."""
+    scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, None)
+    for number in range(NUM_REQUESTS - 1):
+        scripted.abort(str(number))
+    launches.names.append("step")
+    scripted.step()
+    assert launches.step().count("land") == 1
