@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from common.device.errors import PieceFailed
-from common.device.stream import Device, Scope
+from common.device.stream import Device, Scope, naming_a_lost_device
 from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool, LeaseState
@@ -166,31 +166,32 @@ class DecodeEngine:
 
     def step(self, commands: Sequence[Command]) -> Sequence[Event]:
         """One overlap iteration: launch the next batch, then finish the previous one."""
-        try:
-            for command in commands:
-                self._apply(command)
-            with self.track.span("collect"):
-                ready = self._dispatcher.collect()
-            self.pool.reclaim()
-            self._dispatcher.hand_off()
-            batch = self._next_batch(ready)
-            launched = self._launch(batch) if batch is not None else None
-            if launched is not None or self._in_flight is not None:
-                self._num_steps += 1
-            self._outbox.hand_over()
-            self._start_copies(self._in_flight or launched)
-            self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
-            self._in_flight = launched
-            if not self._overlap:
-                self._finish(self._in_flight)
-                self._in_flight = None
-            self._has_freed = self.pool.reclaim() > 0
-            if self._debug_checks:
-                self.pool.check_conservation()
-                self._running.check_lengths()
-        except BaseException:
-            self._outbox.hand_over()  # no step follows that would: who has ended is not lost with the engine
-            raise
+        with naming_a_lost_device(self._device):
+            try:
+                for command in commands:
+                    self._apply(command)
+                with self.track.span("collect"):
+                    ready = self._dispatcher.collect()
+                self.pool.reclaim()
+                self._dispatcher.hand_off()
+                batch = self._next_batch(ready)
+                launched = self._launch(batch) if batch is not None else None
+                if launched is not None or self._in_flight is not None:
+                    self._num_steps += 1
+                self._outbox.hand_over()
+                self._start_copies(self._in_flight or launched)
+                self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
+                self._in_flight = launched
+                if not self._overlap:
+                    self._finish(self._in_flight)
+                    self._in_flight = None
+                self._has_freed = self.pool.reclaim() > 0
+                if self._debug_checks:
+                    self.pool.check_conservation()
+                    self._running.check_lengths()
+            except BaseException:
+                self._outbox.hand_over()  # no step follows that would: who has ended is not lost with the engine
+                raise
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _start_copies(self, busy_with: StepInFlight | None) -> None:

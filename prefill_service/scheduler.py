@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from common.device.errors import DeviceTimeout, PieceFailed
-from common.device.stream import Device, Scope, raise_if_device_failed
+from common.device.stream import Device, Scope, naming_a_lost_device, raise_if_device_failed
 from common.device.stream import Event as StreamEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
@@ -163,18 +163,19 @@ class PrefillEngine:
 
         It never waits for a forward: cancellations and sent segments are handled while chunks compute.
         """
-        for command in commands:
-            self._apply(command)
-        self.pool.reclaim()
-        self._admit()
-        for _ in range(self._max_in_flight - len(self._in_flight)):  # some may end while others are launched
-            if (launched := self._launch()) is not None:
-                self._in_flight.append(launched)
-        self._finish_done()
-        self._send()
-        self._has_freed = self.pool.reclaim() > 0
-        if self._debug_checks:
-            self.pool.check_conservation()
+        with naming_a_lost_device(self._device):
+            for command in commands:
+                self._apply(command)
+            self.pool.reclaim()
+            self._admit()
+            for _ in range(self._max_in_flight - len(self._in_flight)):  # some may end while others are launched
+                if (launched := self._launch()) is not None:
+                    self._in_flight.append(launched)
+            self._finish_done()
+            self._send()
+            self._has_freed = self.pool.reclaim() > 0
+            if self._debug_checks:
+                self.pool.check_conservation()
         events, self._outbox = self._outbox, []
         return events
 

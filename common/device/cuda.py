@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.device.cuda_graph import CudaGraphRecorder
 from common.device.cuda_timing import CudaTimer
-from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
+from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed, is_of_device
 from common.device.graph import GraphRecorder
 from common.device.piece import close_all, event_name, failure_of, figures_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
@@ -169,13 +169,18 @@ class CudaStream(Stream):
             time.sleep(_CLOSING_POLL_S)
 
     def _failure_for(self, error: BaseException) -> BaseException:
-        """A fault of an earlier kernel may be told by any call that a piece makes. Then the stream tells it again."""
-        if not isinstance(error, torch.AcceleratorError):
+        return self.failure_for(error, f"putting work on stream {self.name}")
+
+    def failure_for(self, error: BaseException, doing: str) -> BaseException:
+        """A fault of an earlier kernel may be told by any call, in the words of whichever library made it: PyTorch,
+        cuBLAS, Triton. Then the stream tells it again.
+        """
+        if is_of_device(error):
             return error
         try:
             self._cuda_stream.query()
         except RuntimeError as lost:
-            return _lost(lost, f"putting work on stream {self.name}")
+            return _lost(lost, doing)
         return error
 
     def _record(self, scope: Scope | None, name: str = "") -> CudaEvent:
@@ -212,6 +217,9 @@ class CudaDevice(Device):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._index)
+
+    def failure_for(self, error: BaseException) -> BaseException:
+        return self._schedule_stream.failure_for(error, "outside of pieces")
 
     def memory(self) -> DeviceMemory:
         held_bytes = self._graphs.held_bytes()  # gives back what lies unused first

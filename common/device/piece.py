@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
-from common.device.errors import DeviceTimeout, PieceFailed
+from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed
 from common.device.stream import Measured, Scope, Stream, Work
 from common.telemetry.timeline import NOT_RECORDED, Track
 
@@ -56,8 +56,10 @@ def run_piece(
 
 
 def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None:
-    """What an event reached now, recorded in `scope`, carries."""
-    if scope is not None and scope.error is not None:
+    """What an event reached now, recorded in `scope`, carries. A stream whose device is lost says so, whatever the
+    piece raised that met it first.
+    """
+    if scope is not None and scope.error is not None and not isinstance(stream_scope.error, DeviceLost):
         return scope.error
     return stream_scope.error
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from common.device.errors import PieceFailed, is_of_device
 from common.device.graph import GraphRecorder
+from common.errors import EngineFault
 
 Work = Callable[[], object]
 """What it returns is dropped."""
@@ -218,6 +220,12 @@ class Device(Protocol):
         """
         return
 
+    def failure_for(self, error: BaseException) -> BaseException:
+        """For what was raised outside of pieces on a thread that uses the device: DeviceLost where the device runs
+        nothing any more, else `error`.
+        """
+        return error
+
     @property
     def tells_of_events(self) -> bool:
         return False
@@ -248,3 +256,18 @@ class Device(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Close every stream within one bound. Raises DeviceTimeout, after all are closed, when one did not finish."""
+
+
+@contextmanager
+def naming_a_lost_device(device: Device) -> Iterator[None]:
+    """Around what a thread does with the device outside of pieces: a fault that some library tells there in its own
+    words is raised as DeviceLost. What is an EngineFault names it already.
+    """
+    try:
+        yield
+    except EngineFault:
+        raise
+    except Exception as error:
+        if (failure := device.failure_for(error)) is not error:
+            raise failure from error
+        raise

@@ -111,6 +111,11 @@ class FakeCuda:
         if self.faulted:
             raise torch.AcceleratorError(f"CUDA error: {self.faulted}\nCUDA kernel errors might be reported later")
 
+    def launch(self, library: str = "Triton Error [CUDA]") -> None:
+        """As a library that calls the driver itself: its errors are its own."""
+        if self.faulted:
+            raise RuntimeError(f"{library}: {self.faulted}")
+
     def advance(self) -> None:
         while any(stream.advance() for stream in self._streams):
             pass

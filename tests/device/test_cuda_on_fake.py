@@ -14,7 +14,8 @@ from common.device import cuda as cuda_module
 from common.device.cuda import CudaEvent
 from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed
 from common.device.factory import open_device
-from common.device.stream import Scope, raise_if_device_failed, wait_in_order
+from common.device.piece import failure_of
+from common.device.stream import Scope, naming_a_lost_device, raise_if_device_failed, wait_in_order
 from common.device.upload import upload
 from common.engine_thread import EngineThread
 from common.errors import ConfigError, StartupError
@@ -226,14 +227,56 @@ def test_a_fault_that_a_piece_meets_is_the_devices_and_not_its_steps(cuda: FakeC
     assert step.error.__notes__ == ["in piece 'decode' of step 3 on stream forward"]
 
 
-def test_an_error_that_leaves_the_device_well_fails_its_piece_alone(cuda: FakeCuda) -> None:
-    forward, step = CudaDeviceOnFake(cuda).new_stream("forward"), Scope("step 3")
+LIBRARIES = ["Triton Error [CUDA]", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx()`"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_fault_is_the_devices_whatever_library_tells_of_it(library: str, cuda: FakeCuda) -> None:
+    device, step = CudaDeviceOnFake(cuda), Scope("step 3")
+    forward = device.new_stream("forward")
+
+    def decode() -> None:
+        cuda.faulted = FAULT
+        cuda.launch(library)
+
+    forward.enqueue(decode, step)
+    assert isinstance(step.error, DeviceLost)
+    with pytest.raises(PieceFailed) as failed:
+        forward.record(step).synchronize(BOUND_S)
+    assert failed.value.is_of_device
+    with pytest.raises(DeviceLost, match="seen outside of pieces: CUDA error") as lost, naming_a_lost_device(device):
+        cuda.launch(library)
+    assert library in str(lost.value.__cause__)
+
+
+def test_a_stream_that_is_lost_says_so_although_its_step_failed_before() -> None:
+    step, stream = Scope("step 3"), Scope("forward")
+    step.fail(ValueError("the piece's own"))
+    assert isinstance(failure_of(step, stream), ValueError)
+    stream.fail(DeviceLost("the device faulted"))
+    assert isinstance(failure_of(step, stream), DeviceLost)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: invalid configuration argument"),
+        RuntimeError("Triton Error [CUDA]: bad grid"),
+    ],
+    ids=repr,
+)
+def test_an_error_that_leaves_the_device_well_fails_its_piece_alone(error: Exception, cuda: FakeCuda) -> None:
+    device, step = CudaDeviceOnFake(cuda), Scope("step 3")
+    forward = device.new_stream("forward")
 
     def too_large() -> None:
-        raise torch.AcceleratorError("CUDA error: invalid configuration argument")
+        raise error
 
     forward.enqueue(too_large, step)
-    assert isinstance(step.error, torch.AcceleratorError)
+    assert step.error is error
+    with pytest.raises(type(error)) as raised, naming_a_lost_device(device):
+        too_large()
+    assert raised.value is error
     forward.record(Scope("step 4")).synchronize(BOUND_S)
 
 

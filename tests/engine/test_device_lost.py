@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed, StreamClosed
-from common.device.scripted import refuse
+from common.device.scripted import ScriptedDevice, refuse
 from common.errors import EngineFault
 from tests.engine.harness import ScriptedEngine
 from tests.engine.speculating import CHAIN
@@ -37,6 +37,22 @@ def test_the_engine_ends_and_blames_no_request(fault: EngineFault, overlap: bool
         scripted.run()
     assert caught.value.__cause__ is fault
     assert outcome.error is None, "it would end INTERNAL, and no client would resume it"
+
+
+class LostDevice(ScriptedDevice):
+    def failure_for(self, error: BaseException) -> BaseException:
+        return DeviceLost("the device faulted, seen outside of pieces")
+
+
+def test_a_fault_that_the_schedule_side_meets_is_named() -> None:
+    scripted = ScriptedEngine(device=LostDevice(), max_rows=2, max_kv_tokens=60)
+
+    def reclaim() -> int:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    scripted.engine.pool.reclaim = reclaim  # type: ignore[method-assign]
+    with pytest.raises(DeviceLost, match="outside of pieces"):
+        scripted.step()
 
 
 def test_kv_that_a_dead_stream_never_copied_does_not_count_as_landed() -> None:

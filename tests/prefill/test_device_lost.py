@@ -33,3 +33,22 @@ def test_the_engine_ends_and_fails_no_row_by_itself(tiny_target: Callable[[str],
         assert pair.decode.load().num_row_retries == 0, "the row was given back to the replica that is lost"
     finally:
         pair.close()
+
+
+def test_a_fault_that_the_engines_own_thread_meets_is_named(
+    tiny_target: Callable[[str], TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = InProcessPair(tiny_target("llama"), new_device=lambda: open_device("cpu", num_threads=1))
+    engine = pair.replicas[0].engine
+
+    def reclaim() -> int:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._device, "failure_for", lambda error: DeviceLost("the device faulted"))
+            patch.setattr(engine.pool, "reclaim", reclaim)
+            with pytest.raises(DeviceLost):
+                engine.step([])
+    finally:
+        pair.close()
