@@ -20,7 +20,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from common.draft.head import DraftHead
+from common.draft.paged_head import PagedHead
 from common.draft.seed import seed_columns
 from common.model.model_files import FileVersion
 from common.model.target import TargetModel
@@ -49,17 +49,16 @@ _WITHOUT_LIMIT = frozenset({"default", "linear", "llama3"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft head, the directory it came from, and how many first drafts its seeds carry."""
+    """A draft head, and how many first drafts its seeds carry."""
 
-    directory: Path
-    head: DraftHead
+    head: PagedHead
     topk: int = 1
 
 
 def compute_fingerprint(
     directory: Path, model: TargetModel, *, draft: LoadedDraft | None = None, cache_dir: Path | None = None
 ) -> Fingerprint:
-    """The fingerprint of `model`, loaded from `directory`. StartupError when its files have changed since.
+    """The fingerprint of `model`, loaded from `directory`. StartupError when files of it or the head changed since.
 
     A draft head's config is digested with its weights: it says which of the target's states the head reads.
     """
@@ -74,8 +73,9 @@ def compute_fingerprint(
     model.files.check_unchanged()
     if draft is None:
         return fingerprint
-    draft_weights = weights_digest(sorted(draft.directory.glob("*.safetensors")), cache_dir)
-    parts = (config_digest(_read_config(draft.directory)), draft_weights)
+    files = draft.head.files
+    parts = (config_digest(_read_config(files.directory)), weights_digest(files.weight_files, cache_dir))
+    files.check_unchanged()
     return replace(
         fingerprint,
         layer_groups=(model.layer_group, draft.head.layer_group),

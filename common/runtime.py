@@ -175,7 +175,7 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
     if settings.draft_topk > num_ids:
         raise StartupError(f"draft_topk: {settings.draft_topk} of a draft vocabulary of {num_ids}")
     model.capture_hidden(head.capture)
-    return head, LoadedDraft(directory, head, settings.draft_topk)
+    return head, LoadedDraft(head, settings.draft_topk)
 
 
 def _populate_logged(populate: Work, check: Check) -> None:

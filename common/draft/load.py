@@ -22,6 +22,7 @@ from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
 from common.errors import DraftMismatch
 from common.model.attention_choice import AttentionKind
 from common.model.loader import DTYPES
+from common.model.model_files import CONFIG, FileVersion, ModelFiles, StoredTensor
 from common.model.target import TargetModel
 
 
@@ -43,19 +44,18 @@ def load_draft(
     torch_device = torch.device(device)
     assert torch_device.type == target.torch_device.type, "the head and its target share a device"
     assert DTYPES[dtype] == target.dtype, "hidden states and embeddings go from one to the other as they are"
-    config, files = _read_config(directory), _tensor_files(directory)
-    spec = read_spec(config, files.keys(), directory=str(directory), num_target_layers=target.num_layers)
-    if isinstance(spec, MtpSpec):
-        files = {name: file for name, file in files.items() if not belongs_to_target(name, spec)}
+    config, files = _read_files(directory)
+    spec = read_spec(config, files.tensors.keys(), directory=str(directory), num_target_layers=target.num_layers)
+    names = [name for name in files.tensors if not (isinstance(spec, MtpSpec) and belongs_to_target(name, spec))]
     checkpoint = Checkpoint(
-        _read_tensors(files),
+        _read_tensors(files, names),
         directory=str(directory),
         kind=_KINDS[type(spec)],
         dtype=target.dtype,
         device=torch_device,
     )
     of_programs = checkpoint.untaken()
-    head = _make(HeadParts(checkpoint, target, str(directory), dtype, attention), spec)
+    head = _make(HeadParts(checkpoint, target, files, dtype, attention), spec)
     checkpoint.finish()
     if fuses and isinstance(spec, Eagle3Spec):
         from common.draft.eagle3_program import programs_of  # the compiler behind it is of no use elsewhere
@@ -79,43 +79,42 @@ def _make(parts: HeadParts, spec: DraftSpec) -> PagedHead:
     return MtpHead(parts, spec)
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def _read_files(directory: Path) -> tuple[dict[str, Any], ModelFiles]:
+    """The config, and where each tensor is. Every file's version is taken before the file is opened."""
+    path = directory / CONFIG
     try:
-        config = json.loads((directory / "config.json").read_text())
+        versions = {path: FileVersion.of(path)}
+        config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DraftMismatch(f"{directory}: no config.json to read: {error}") from error
     if not isinstance(config, dict):
         raise DraftMismatch(f"{directory}: config.json is not an object")
-    return config
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    files: dict[str, Path] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with _opened(path) as file:
-            names = list(file.keys())
-        for name in names:
-            if name in files:
-                raise DraftMismatch(f"{directory}: {name} is in {files[name].name} and in {path.name}")
-            files[name] = path
-    if not files:
+        with _read_errors(path):
+            versions[path] = FileVersion.of(path)
+            with safe_open(str(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if name in tensors:
+                        raise DraftMismatch(f"{directory}: {name} is in {tensors[name].file.name} and in {path.name}")
+                    header = file.get_slice(name)
+                    tensors[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
+    if not tensors:
         raise DraftMismatch(f"{directory}: no .safetensors file with tensors")
-    return files
+    return config, ModelFiles(directory, tensors, versions)
 
 
-def _read_tensors(files: dict[str, Path]) -> dict[str, Tensor]:
+def _read_tensors(files: ModelFiles, names: list[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for path in dict.fromkeys(files.values()):
-        with _opened(path) as file:
-            tensors |= {name: file.get_tensor(name) for name, place in files.items() if place == path}
+    for path in files.weight_files:
+        with _read_errors(path), safe_open(str(path), framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in names if files.tensors[name].file == path}
     return tensors
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _read_errors(path: Path) -> Iterator[None]:
     try:
-        with safe_open(str(path), framework="pt") as file:
-            yield file
+        yield
     except (OSError, SafetensorError) as error:
         raise DraftMismatch(f"{path}: {error}") from error

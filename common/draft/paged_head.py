@@ -18,6 +18,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.capture import HiddenCapture
+from common.model.model_files import ModelFiles
 from common.model.target import TargetModel
 from common.telemetry.forward_counts import ForwardCounts
 from common.wire.handoff import DRAFT_GROUP
@@ -29,9 +30,13 @@ class HeadParts:
 
     checkpoint: Checkpoint
     target: TargetModel
-    directory: str
+    files: ModelFiles
     dtype: str
     attention: AttentionKind
+
+    @property
+    def directory(self) -> str:
+        return str(self.files.directory)
 
     def require(self, key: str, ours: int, theirs: int) -> None:
         """Raises DraftMismatch unless the head's `ours` is the target's `theirs`."""
@@ -42,7 +47,7 @@ class HeadParts:
 class PagedHead(ABC):
     """Base of the heads. Positions have no limit: cosines and sines are computed for those of the batch.
 
-    `new_programs` writes the head down, where that is known how.
+    `files` are those it was loaded from. `new_programs` writes the head down, where that is known how.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class PagedHead(ABC):
         token_ids: Tensor,
         feeds_target_hidden: bool = False,
     ) -> None:
+        self.files = parts.files
         self.new_programs: NewHeadPrograms | None = None
         self.algorithm = algorithm
         self.layer_group = LayerGroupSpec(

@@ -13,10 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from common.draft.load import load_draft
 from common.errors import StartupError
 from common.model.loader import load_target
-from common.model_digest import compute_fingerprint, weights_digest
+from common.model_digest import LoadedDraft, compute_fingerprint, weights_digest
 from common.wire.fingerprint import Fingerprint, first_difference
+from tests.support.draft_heads import save_eagle3_head
 from tests.support.models import save_tiny_model
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
@@ -164,6 +166,31 @@ def test_a_file_that_changed_after_it_was_loaded_ends_the_start(file: str, direc
         change_weights(directory, negate_a_norm)
     with pytest.raises(StartupError, match=f"{file}: changed while it was read"):
         compute_fingerprint(directory, model, cache_dir=directory.parent / "cache")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_file_of_the_head_that_changed_after_it_was_loaded_ends_the_start(
+    file: str, directory: Path, tmp_path: Path
+) -> None:
+    head_dir = save_eagle3_head(tmp_path / "head", target_dir=directory)
+    model = load_target(directory, device="cpu", dtype="float32")
+    draft = LoadedDraft(load_draft(head_dir, target=model, device="cpu", dtype="float32"))
+    if file == "config.json":
+        change_json(head_dir / file, lambda config: config.update(rms_norm_eps=0.5))
+    else:
+        change_weights(head_dir, lambda tensors: tensors["norm.weight"].neg_())
+    with pytest.raises(StartupError, match=f"head/{file}: changed while it was read"):
+        compute_fingerprint(directory, model, draft=draft, cache_dir=tmp_path / "cache")
+
+
+def test_a_file_that_the_head_is_not_loaded_from_makes_no_difference(directory: Path, tmp_path: Path) -> None:
+    head_dir = save_eagle3_head(tmp_path / "head", target_dir=directory)
+    model = load_target(directory, device="cpu", dtype="float32")
+    draft = LoadedDraft(load_draft(head_dir, target=model, device="cpu", dtype="float32"))
+    before = compute_fingerprint(directory, model, draft=draft, cache_dir=tmp_path / "cache")
+    save_file({"other": torch.ones(3)}, head_dir / "later.safetensors")
+    after = compute_fingerprint(directory, model, draft=draft, cache_dir=tmp_path / "cache")
+    assert first_difference(before, after) is None
 
 
 def test_a_file_that_the_model_is_not_loaded_from_makes_no_difference(directory: Path) -> None:
