@@ -6,7 +6,7 @@
 
 from baton.client import AsyncClient, Client, Tls
 from baton.events import Completion, Delta, Event, Finished, FinishReason, Started
-from baton.requests import ChatMessage
+from common.chat_messages import ChatMessage, ToolCall
 
 __all__ = [
     "AsyncClient",
@@ -19,4 +19,5 @@ __all__ = [
     "Finished",
     "Started",
     "Tls",
+    "ToolCall",
 ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypedDict
 
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
+from common.chat_messages import ChatMessage
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -33,12 +33,6 @@ class SamplingOptions(TypedDict, total=False):
     speculate: bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    role: str
-    content: str
-
-
 def generate_request(
     *,
     prompt: str | None,
@@ -61,7 +55,7 @@ def generate_request(
     elif chat is not None:
         request.chat.SetInParent()
         for message in chat:
-            request.chat.messages.add(role=message.role, content=message.content)
+            _add_message(request.chat, message)
     if request_id is not None:
         request.request_id = request_id
     if choice_index is not None:
@@ -72,6 +66,14 @@ def generate_request(
     _fill("generated_token_ids", request.generated_token_ids, generated_token_ids)
     request.sampling.CopyFrom(_sampling_params(sampling))
     return request
+
+
+def _add_message(chat: inference_pb2.Chat, message: ChatMessage) -> None:
+    added = chat.messages.add(
+        role=message.role, content=message.content, tool_call_id=message.tool_call_id, name=message.name
+    )
+    for call in message.tool_calls:
+        added.tool_calls.add(name=call.name, arguments=call.arguments, id=call.id)
 
 
 def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:

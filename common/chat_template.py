@@ -7,11 +7,13 @@ module needs none of its libraries, so that a process of its own can render.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
@@ -20,7 +22,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from common.chat_messages import ROLES, ChatMessage, ToolCall
+
 _MAX_CACHED_SHAPES = 256
 _MAX_CHARS = 1 << 24
 
@@ -33,6 +36,9 @@ _PROBE = _marker(0) + " and so on" * 500 + _marker(1)
 """Long, since a template may cut a content."""
 _PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
 """A list of parts as Python or JSON writes it."""
+_PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
+"""An object as Python writes it, and no JSON does."""
+_PROBE_ID = "000000000"  # some templates take no id of another length
 
 
 class ChatRefused(ValueError):
@@ -41,6 +47,18 @@ class ChatRefused(ValueError):
 
 class TextTooLong(ValueError):
     """A text is longer than it may be."""
+
+
+class _Said(NamedTuple):
+    place: str
+    what: str
+
+
+class _CallsForm(NamedTuple):
+    """How a template reads a message with tool calls. `has_null`: null for a content that says nothing."""
+
+    has_objects: bool
+    has_null: bool
 
 
 class ChatTemplate:
@@ -62,17 +80,20 @@ class ChatTemplate:
             for role in ("user", *ROLES):
                 self._choose_form(role)
 
-    def render(self, messages: Sequence[tuple[str, str]], *, max_chars: int = _MAX_CHARS) -> str:
+    def render(self, messages: Sequence[ChatMessage], *, max_chars: int = _MAX_CHARS) -> str:
         """Ends where the assistant's turn begins. Raises ChatRefused, or TextTooLong."""
         text = self._render(messages, max_chars=max_chars)
-        shape = bytes(2 * ROLES.index(role) + bool(content.strip()) for role, content in messages)
-        if (dropped := self._dropped(shape)) is not None:
-            role = messages[dropped][0]
-            raise ChatRefused(f"messages[{dropped}]: the model's chat template leaves out what the {role} says here")
+        if (dropped := self._dropped(_shape(messages))) is not None:
+            place, what = dropped
+            raise ChatRefused(f"{place}: the model's chat template leaves out {what} here")
         return text
 
-    def _render(self, messages: Sequence[tuple[str, str]], *, max_chars: int = _MAX_CHARS) -> str:
-        conversation = [{"role": role, "content": self._content(role, content)} for role, content in messages]
+    def _render(
+        self, messages: Sequence[ChatMessage], *, form: _CallsForm | None = None, max_chars: int = _MAX_CHARS
+    ) -> str:
+        if form is None:
+            form = self._calls_form if any(message.tool_calls for message in messages) else _CALLS_FORMS[0]
+        conversation = [self._as_read(message, form) for message in messages]
         pieces: list[str] = []
         num_chars = 0
         with _refusing("fails on it"):
@@ -85,8 +106,22 @@ class ChatTemplate:
                     raise TextTooLong(f"the rendered conversation has more than {max_chars} characters")
         return "".join(pieces)
 
-    def _content(self, role: str, content: str) -> Any:
-        return [{"type": "text", "text": content}] if role in self.parts_roles else content
+    def _as_read(self, message: ChatMessage, form: _CallsForm) -> dict[str, Any]:
+        """As templates for transformers expect it. What a message does not have is no key."""
+        says_nothing = bool(message.tool_calls) and not message.content.strip()
+        content: Any = "" if says_nothing else message.content
+        if message.role in self.parts_roles:
+            content = [{"type": "text", "text": content}]
+        if says_nothing and form.has_null:
+            content = None
+        read = {"role": message.role, "content": content}
+        if message.tool_calls:
+            read["tool_calls"] = [_call_as_read(call, form) for call in message.tool_calls]
+        if message.tool_call_id:
+            read["tool_call_id"] = message.tool_call_id
+        if message.name:
+            read["name"] = message.name
+        return read
 
     def _choose_form(self, role: str) -> None:
         """A string, unless only parts are kept. Raises ChatRefused when a user's words are kept in neither form."""
@@ -94,8 +129,9 @@ class ChatTemplate:
         for parts_roles in (as_strings, as_strings | {role}):
             self.parts_roles = parts_roles
             for before, after in _AROUND[role]:
+                probe = ChatMessage(role, _PROBE, tool_call_id=_PROBE_ID if role == "tool" else "")
                 try:
-                    text = self._render([*before, (role, _PROBE), *after]).casefold()
+                    text = self._render([*before, probe, *after], form=_CALLS_FORMS[0]).casefold()
                 except (ChatRefused, TextTooLong) as error:
                     reason = str(error)
                     continue
@@ -107,26 +143,127 @@ class ChatTemplate:
                 reason or "the model's chat template leaves out what a user says, as a string and as a list of parts"
             )
 
-    def _find_dropped(self, shape: bytes) -> int | None:
-        """The index of the first message that is not in the text, of a conversation of this shape: roles, and whether
-        they say anything. A template that refuses the markers, but not the contents, has read these.
+    @cached_property
+    def _calls_form(self) -> _CallsForm:
+        """The first that keeps a call. If none does, each conversation shows what is left out."""
+        call = ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)
+        conversation = [
+            _USER,
+            ChatMessage("assistant", tool_calls=[call]),
+            ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name=call.name),
+        ]
+        for form in _CALLS_FORMS:
+            try:
+                text = self._render(conversation, form=form).casefold()
+            except (ChatRefused, TextTooLong):
+                continue
+            if all(_marker(index) in text for index in range(3)) and not _PRINTED_ARGUMENT.search(text):
+                return form
+        return _CALLS_FORMS[0]
+
+    def _find_dropped(self, shape: bytes) -> _Said | None:
+        """What is the first that is not in the text, of a conversation of this shape. A template that refuses the
+        markers, but not the contents, has read these.
         """
-        probes = [(ROLES[code // 2], _marker(index) if code % 2 else "") for index, code in enumerate(shape)]
+        probes, said = _probes(shape)
         try:
             text = self._render(probes).casefold()
         except (ChatRefused, TextTooLong):
             return None
-        return next((index for index, (_, marker) in enumerate(probes) if marker not in text), None)
+        return next((each for index, each in enumerate(said) if _marker(index) not in text), None)
 
 
-_AROUND: Mapping[str, Sequence[tuple[Sequence[tuple[str, str]], Sequence[tuple[str, str]]]]] = {
-    "user": (((), ()), ((("system", "s"),), ())),
-    "system": (((), (("user", "u"),)),),
-    "developer": (((), (("user", "u"),)),),
-    "assistant": (((("user", "u"),), (("user", "v"),)),),
-    "tool": (((("user", "u"), ("assistant", "a")), ()),),
+_USER = ChatMessage("user", "u")
+_AROUND: Mapping[str, Sequence[tuple[Sequence[ChatMessage], Sequence[ChatMessage]]]] = {
+    "user": (((), ()), ((ChatMessage("system", "s"),), ())),
+    "system": (((), (_USER,)),),
+    "developer": (((), (_USER,)),),
+    "assistant": (((_USER,), (ChatMessage("user", "v"),)),),
+    "tool": (
+        ((_USER, ChatMessage("assistant", "a")), ()),
+        ((_USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "{}", _PROBE_ID)])), ()),
+    ),
 }
 """What is said before and after a message of that role, to try its form."""
+_CALLS_FORMS = tuple(_CallsForm(has_objects, has_null) for has_null in (False, True) for has_objects in (True, False))
+
+
+def _call_as_read(call: ToolCall, form: _CallsForm) -> dict[str, Any]:
+    arguments = _object_of(call.arguments) if form.has_objects else None
+    function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
+    read: dict[str, Any] = {"type": "function", "function": function}
+    return {"id": call.id, **read} if call.id else read
+
+
+def _object_of(arguments: str) -> dict[str, Any] | None:
+    """None where it is no JSON object, or has something that an object would not keep."""
+    if not arguments.strip():
+        return {}  # as models write it that call a function without any
+    try:
+        value = json.loads(
+            arguments, object_pairs_hook=_without_repetition, parse_float=_finite, parse_constant=_finite
+        )
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name comes twice")
+    return value
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no finite number")
+    return value
+
+
+_HAS_ID, _HAS_NAME, _SAYS, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 4, 8, 16
+
+
+def _shape(messages: Sequence[ChatMessage]) -> bytes:
+    """What a template may tell apart without the words: a byte for each message, and one for each call after it."""
+    shape = bytearray()
+    for message in messages:
+        shape.append(
+            _ROLE * ROLES.index(message.role)
+            | _SAYS * bool(message.content.strip())
+            | _HAS_ID * bool(message.tool_call_id)
+            | _HAS_NAME * bool(message.name)
+        )
+        for call in message.tool_calls:
+            shape.append(_CALL | _HAS_ID * bool(call.id) | _IS_OBJECT * (_object_of(call.arguments) is not None))
+    return bytes(shape)
+
+
+def _probes(shape: bytes) -> tuple[list[ChatMessage], list[_Said]]:
+    """A conversation of that shape in which all that has to be kept is a marker, and what each marker stands for."""
+    probes: list[ChatMessage] = []
+    said: list[_Said] = []
+
+    def marker_of(place: str, what: str) -> str:
+        said.append(_Said(place, what))
+        return _marker(len(said) - 1)
+
+    for code in shape:
+        tool_call_id = _PROBE_ID if code & _HAS_ID else ""
+        if code & _CALL:
+            calls = probes[-1].tool_calls
+            place = f"messages[{len(probes) - 1}].tool_calls[{len(calls)}]"
+            name = marker_of(place, "the function's name")
+            words = [marker_of(place, "the arguments") for _ in range(4)]
+            arguments = json.dumps(dict([words[:2], words[2:]])) if code & _IS_OBJECT else " ".join(words)
+            probes[-1] = replace(probes[-1], tool_calls=[*calls, ToolCall(name, arguments, tool_call_id)])
+            continue
+        role = ROLES[code // _ROLE]
+        content = marker_of(f"messages[{len(probes)}]", f"what the {role} says") if code & _SAYS else ""
+        name = "f" if code & _HAS_NAME else ""
+        probes.append(ChatMessage(role, content, tool_call_id=tool_call_id, name=name))
+    return probes, said
 
 
 class _refusing:

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from common.answering import DONE, FAILED, Asker
+from common.chat_messages import messages_from_json
 from common.chat_template import ChatRefused, ChatTemplate, TextTooLong
 from common.scheduling_policy import leave_service
 
@@ -48,7 +49,7 @@ def main() -> None:
                     cpu_s = render_cpu_s
                     text = json.dumps(sorted(template.parts_roles))
                 else:
-                    text = template.render(asked, max_chars=max_chars)
+                    text = template.render(messages_from_json(asked), max_chars=max_chars)
                 status, content = DONE, text.encode()
             except TextTooLong as error:
                 status, content = TOO_LONG, str(error).encode()

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.chat_messages import ChatMessage
 from common.chat_template import ChatRefused, ChatTemplate, TextTooLong
 from common.errors import UnsupportedModel
 from common.model.model_files import model_faults, read_tokenizer
@@ -45,9 +46,9 @@ class PromptEncoder(Protocol):
     def encode(self, text: str) -> tuple[int, ...]:
         """With the special tokens the model's tokenizer adds by itself."""
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """(role, content) pairs through the model's chat template, ending where the assistant's turn begins. It is
-        rendered here: a service renders where it can be stopped. Raises ChatRefused.
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Through the model's chat template, ending where the assistant's turn begins. It is rendered here: a service
+        renders where it can be stopped. Raises ChatRefused.
         """
 
 
@@ -119,7 +120,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
             raise ChatRefused("the model has no chat template")
         return source, dict(self._pretrained.special_tokens_map)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         return self._encode(self._chat_template.render(messages), adds_special_tokens=False)
 
     @cached_property

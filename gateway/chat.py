@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from baton.events import Completion, Delta, Finished
-from baton.requests import ChatMessage
+from common.chat_messages import ChatMessage, ToolCall
 from common.rpc_requests import MAX_REQUEST_FIELDS
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import ApiError, invalid, not_served
@@ -17,8 +17,10 @@ from gateway.fields import GenerationFields, parse_fields
 from gateway.logprobs import chat_logprobs
 from gateway.plan import ChatPrompt, Plan
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MESSAGE_FIELDS = {"role", "content", "name"}
+_FIELDS_OF_ROLES = {"assistant": {"refusal", "tool_calls"}, "tool": {"tool_call_id"}}
+_CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index"}, {"name", "arguments"}
 _MAX_NAME_CHARS = 64
 MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
 """Each is two fields at least of those that the decode service takes."""
@@ -125,34 +127,84 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
 
 
 def _message(place: str, message: dict[str, Any]) -> ChatMessage:
-    """`place` names it in errors. Fields that are null or an empty list ask for nothing."""
-    for name, value in message.items():
-        if name not in _MESSAGE_FIELDS and value is not None and value != []:
-            raise not_served(f"{place}.{name}"[:128])
-    speaker = message.get("name")  # no template is given it
-    if speaker is not None and not (isinstance(speaker, str) and len(speaker) <= _MAX_NAME_CHARS):
-        raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
+    """`place` names it in errors."""
     role = message.get("role")
-    if role in ("tool", "function"):
-        raise not_served(f"{place}.role")
+    if role == "function":
+        raise not_served(f"{place}.role", "tool is")
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"{place}.role", f"is none of {', '.join(_ROLES)}")
+    _refuse_other_fields(place, message, _MESSAGE_FIELDS | _FIELDS_OF_ROLES.get(role, set()))
+    name = message.get("name")
+    if role == "tool":
+        return ChatMessage(
+            role,
+            _content(f"{place}.content", message.get("content"), ("text",)),
+            tool_call_id=_not_empty(f"{place}.tool_call_id", message.get("tool_call_id")),
+            name="" if name is None else _string(f"{place}.name", name),
+        )
+    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_NAME_CHARS):  # no template is given it
+        raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
     if role == "assistant":
-        return ChatMessage(role, _said_by_assistant(place, message))
-    if message.get("refusal") is not None:
-        raise not_served(f"{place}.refusal")
+        calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
+        return ChatMessage(role, _said_by_assistant(place, message, has_calls=bool(calls)), calls)
     return ChatMessage(_ROLES[role], _content(f"{place}.content", message.get("content"), ("text",)))
 
 
-def _said_by_assistant(place: str, message: dict[str, Any]) -> str:
+def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
     """A refusal is what it said instead of a content. A content that is null says nothing."""
     refusal = message.get("refusal")
-    if refusal is not None and not isinstance(refusal, str):
-        raise invalid(f"{place}.refusal", "must be a string")
+    if refusal is not None:
+        _string(f"{place}.refusal", refusal)
     content = message.get("content")
-    if content is None and ("content" in message or refusal is not None):
+    if content is None and ("content" in message or refusal is not None or has_calls):
         content = ""
     return _content(f"{place}.content", content, ("text", "refusal")) + (refusal or "")
+
+
+def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:
+    """A list that is null or empty calls nothing."""
+    if calls is None:
+        return ()
+    if not isinstance(calls, list):
+        raise invalid(place, "must be a list of calls")
+    return tuple(_tool_call(f"{place}[{number}]", call) for number, call in enumerate(calls))
+
+
+def _tool_call(place: str, call: Any) -> ToolCall:
+    if not isinstance(call, dict):
+        raise invalid(place, "must be a call of a function")
+    if call.get("type") not in (None, "function"):
+        raise not_served(f"{place}.type", '"function" is')
+    _refuse_other_fields(place, call, _CALL_FIELDS)
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{place}.function", "must be an object with name and arguments")
+    _refuse_other_fields(f"{place}.function", function, _FUNCTION_FIELDS)
+    return ToolCall(
+        id=_not_empty(f"{place}.id", call.get("id")),
+        name=_not_empty(f"{place}.function.name", function.get("name")),
+        arguments=_string(f"{place}.function.arguments", function.get("arguments"), "of JSON"),
+    )
+
+
+def _refuse_other_fields(place: str, value: dict[str, Any], fields: Set[str]) -> None:
+    """Those that are null or an empty list ask for nothing."""
+    for name, asked in value.items():
+        if name not in fields and asked is not None and asked != []:
+            raise not_served(f"{place}.{name}"[:128])
+
+
+def _not_empty(place: str, value: Any) -> str:
+    text = _string(place, value)
+    if not text:
+        raise invalid(place, "must not be empty")
+    return text
+
+
+def _string(place: str, value: Any, of: str = "") -> str:
+    if not isinstance(value, str):
+        raise invalid(place, f"must be a string {of}".rstrip())
+    return value
 
 
 def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
@@ -171,10 +223,7 @@ def _part(place: str, part: Any, kinds: Sequence[str]) -> str:
         raise invalid(place, "must be a text part")
     if kind not in kinds:
         raise _part_not_served(place, kind)
-    words = part.get(kind)
-    if not isinstance(words, str):
-        raise invalid(f"{place}.{kind}", "must be a string")
-    return words
+    return _string(f"{place}.{kind}", part.get(kind))
 
 
 def _part_not_served(place: str, kind: str) -> ApiError:

@@ -131,7 +131,7 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             field = error.field
             if field is None:
                 return ApiError(400, message)
-            param = params.get(field, field.removeprefix("sampling."))
+            param = params.get(field, field.removeprefix("sampling.").removeprefix("chat."))
             message = message.removeprefix(f"{field}: ")
             if error.reason != _CONTEXT_EXCEEDED:
                 return invalid(param, message)

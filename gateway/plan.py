@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.requests import ChatMessage, SamplingOptions
+from baton.requests import SamplingOptions
+from common.chat_messages import ChatMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class ChatPrompt:
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(each.content.encode()) for each in self.messages)
+        return sum(len(text.encode()) for each in self.messages for text in each.texts)
 
 
 Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt

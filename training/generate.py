@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from baton.client import AsyncClient
 from baton.events import FinishReason
+from common.chat_messages import ChatMessage
 from common.errors import ConfigError
 from common.tokenizer import PromptEncoder, TextTokenizer
 from training.data import load_conversations
@@ -157,7 +158,7 @@ class SelfChat:
         return (line + whole[len(self._encoder.decode(begun)) :]).strip()
 
     async def _answered(self, question: str, random: np.random.Generator) -> Conversation:
-        prompt = self._encoder.encode_chat([("user", question)])
+        prompt = self._encoder.encode_chat([ChatMessage("user", question)])
         temperature = float(random.choice(self._temperatures))
         answer = await self._client.complete(
             token_ids=prompt,
@@ -214,7 +215,7 @@ async def write_self_chat(
 def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
     """The tokens before a user's words: what two conversations with other words have in common."""
     try:
-        first, second = (encoder.encode_chat([("user", word)]) for word in ("What", "how"))
+        first, second = (encoder.encode_chat([ChatMessage("user", word)]) for word in ("What", "how"))
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
     return first[: next(index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])]

@@ -11,7 +11,7 @@ import typer
 from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.stream import show
-from baton.requests import ChatMessage
+from common.chat_messages import ChatMessage
 
 _COMMAND = re.compile(r"/\w+")
 _HELP = """/help    this list

@@ -18,9 +18,10 @@ from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, error_from_rpc
 from baton.events import Completion, Event
-from baton.requests import ChatMessage, SamplingOptions, generate_request
+from baton.requests import SamplingOptions, generate_request
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.chat_messages import ChatMessage
 
 
 class EventStream(Iterator[Event]):

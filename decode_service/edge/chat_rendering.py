@@ -13,6 +13,7 @@ import structlog
 from common import chat_template_process as protocol
 from common.answering import DONE
 from common.asked_process import AskedProcess, ChildEnded, ChildFailed
+from common.chat_messages import ChatMessage, messages_to_json
 from common.chat_template import ChatRefused, TextTooLong
 from common.errors import Overloaded
 from decode_service.edge.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
@@ -25,7 +26,7 @@ _MEMORY_BYTES = 256 << 20  # beyond what Python has mapped
 _MEMORY_PER_CHAR = 16
 _MAX_ROOMY_CHARS = 64 << 20
 _BYTES_PER_MESSAGE = 64
-"""Rendering a message without a word takes about as long as so much text."""
+"""Rendering a message or a call without a word takes about as long as so much text."""
 _MAX_SPARE = 2
 SPARE_S = 60.0
 _RETRY_AFTER_S = 1
@@ -86,7 +87,7 @@ class ChatRendering:
         await asyncio.gather(*renderings, return_exceptions=True)
         await asyncio.gather(*(process.close() for process in self._idle))
 
-    async def render(self, messages: Sequence[tuple[str, str]], *, num_bytes: int) -> str:
+    async def render(self, messages: Sequence[ChatMessage], *, num_bytes: int) -> str:
         """`num_bytes` are those of the contents. Raises ChatRefused, TextTooLong, or Overloaded.
 
         A caller that is cancelled takes its conversation back, unless a process has it: that one goes on, and place
@@ -94,7 +95,7 @@ class ChatRendering:
         """
         if self._refusal is not None:
             raise ChatRefused(self._refusal)
-        num_bytes += _BYTES_PER_MESSAGE * len(messages)
+        num_bytes += _BYTES_PER_MESSAGE * sum(1 + len(message.tool_calls) for message in messages)
         places, waiting = next(
             (places, waiting) for largest, places, waiting in self._lanes if largest is None or num_bytes <= largest
         )
@@ -104,7 +105,7 @@ class ChatRendering:
         except asyncio.CancelledError:
             waiting.give_back(num_bytes)
             raise
-        rendering = asyncio.create_task(self._render(json.dumps(messages).encode()), name="render_chat")
+        rendering = asyncio.create_task(self._render(messages_to_json(messages).encode()), name="render_chat")
         self._renderings.add(rendering)
 
         def over(task: asyncio.Task[str | Exception]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self, TypeVar
 
+from common.chat_messages import ChatMessage
 from common.chat_template import ChatRefused, TextTooLong
 from common.errors import ContextExceeded, InvalidRequest
 from common.telemetry.timeline import Timeline
@@ -65,8 +66,8 @@ class Prompts:
                 text = await self._render(messages)
                 return await self._tokenize("encode_chat", text, adds_special_tokens=False)
 
-    async def _render(self, messages: Sequence[tuple[str, str]]) -> str:
-        num_bytes = self._num_bytes(*(content for _, content in messages))
+    async def _render(self, messages: Sequence[ChatMessage]) -> str:
+        num_bytes = self._num_bytes(*(text for message in messages for text in message.texts))
         try:
             return await self._chats.render(messages, num_bytes=num_bytes)
         except ChatRefused as error:

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from baton.v1 import inference_pb2
-from common.chat_template import ROLES
+from common.chat_messages import ROLES, ChatMessage, ToolCall
 from common.errors import ContextExceeded, InvalidRequest
 from common.model.sampling_params import ResolvedSampling
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CHOICES = 128
+MAX_TOOL_CALLS = 128
+MAX_TOOL_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class TokenIdsPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[ChatMessage, ...]
 
 
 Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
@@ -158,7 +160,78 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prom
 def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest("prompt", "chat has no messages")
-    for index, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(f"chat.messages[{index}].role", f"{message.role!r} is none of {', '.join(ROLES)}")
-    return ChatPrompt(tuple((message.role, message.content) for message in chat.messages))
+    return ChatPrompt(
+        tuple(_in_order_of_calls([_message(f"chat.messages[{i}]", each) for i, each in enumerate(chat.messages)]))
+    )
+
+
+def _message(place: str, message: inference_pb2.ChatMessage) -> ChatMessage:
+    if message.role not in ROLES:
+        raise InvalidRequest(f"{place}.role", f"{message.role!r} is none of {', '.join(ROLES)}")
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{place}.tool_calls", "are an assistant's alone")
+    if len(message.tool_calls) > MAX_TOOL_CALLS:
+        raise InvalidRequest(f"{place}.tool_calls", f"more than {MAX_TOOL_CALLS}")
+    for field in ("tool_call_id", "name"):
+        value = getattr(message, field)
+        if value and message.role != "tool":
+            raise InvalidRequest(f"{place}.{field}", "is a tool's alone")
+        _check_name(f"{place}.{field}", value)
+    return ChatMessage(
+        message.role,
+        message.content,
+        tuple(_tool_call(f"{place}.tool_calls[{i}]", each) for i, each in enumerate(message.tool_calls)),
+        message.tool_call_id,
+        message.name,
+    )
+
+
+def _tool_call(place: str, call: inference_pb2.ToolCall) -> ToolCall:
+    if not call.name:
+        raise InvalidRequest(f"{place}.name", "is empty")
+    _check_name(f"{place}.name", call.name)
+    _check_name(f"{place}.id", call.id)
+    return ToolCall(call.name, call.arguments, call.id)
+
+
+def _check_name(place: str, name: str) -> None:
+    if len(name) > MAX_TOOL_NAME_CHARS:
+        raise InvalidRequest(place, f"has more than {MAX_TOOL_NAME_CHARS} characters")
+
+
+def _in_order_of_calls(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    index = 0
+    while index < len(messages):
+        first = index + (messages[index].role != "tool")
+        end = first
+        while end < len(messages) and messages[end].role == "tool":
+            end += 1
+        yield from messages[index:first]
+        yield from _answers(messages[index].tool_calls, messages[first:end], first)
+        index = end
+
+
+def _answers(calls: Sequence[ToolCall], answers: Sequence[ChatMessage], first: int) -> Sequence[ChatMessage]:
+    """In the order of the calls, with the names of the functions: a template that writes no ids tells them by these.
+
+    `first`: the index of the message after the calls.
+    """
+    if not calls and not any(answer.tool_call_id for answer in answers):
+        return answers
+    waiting = {call.id: number for number, call in enumerate(calls)}
+    if len(waiting) < len(calls):
+        raise InvalidRequest(f"chat.messages[{first - 1}].tool_calls", "several have the same id")
+    answered: dict[int, ChatMessage] = {}
+    for index, answer in enumerate(answers, first):
+        number = waiting.pop(answer.tool_call_id, None)
+        if number is None:
+            raise InvalidRequest(
+                f"chat.messages[{index}].tool_call_id",
+                "is of no call in the assistant's message before it, or of one that is answered",
+            )
+        answered[number] = replace(answer, name=answer.name or calls[number].name)
+    if answered and waiting:
+        raise InvalidRequest(
+            f"chat.messages[{first - 1}].tool_calls[{min(waiting.values())}]", "has no answer, and others have"
+        )
+    return [answered[number] for number in sorted(answered)]

@@ -7,8 +7,9 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
+from common.chat_messages import ChatMessage, ToolCall
 from common.errors import InvalidRequest
-from decode_service.edge.request_checks import ModelLimits, check_lengths, check_request
+from decode_service.edge.request_checks import ChatPrompt, ModelLimits, check_lengths, check_request
 from tests.decode_edge.edge_under_test import CONTEXT, Edge, error_of
 
 LIMITS = ModelLimits(vocab_size=100, max_context_tokens=CONTEXT, eos_token_ids=(2,))
@@ -50,6 +51,69 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(field: str, fields:
         check(**fields)
 
     assert refusal.value.field == field
+
+
+def call(id: str, name: str = "f") -> dict[str, Any]:
+    return {"id": id, "name": name, "arguments": "{}"}
+
+
+def calling(*calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": calls, **fields}
+
+
+def answer(id: str, content: str = "7", **fields: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": id, **fields}
+
+
+@pytest.mark.parametrize(
+    ("field", "messages"),
+    [
+        ("messages[0].tool_calls", [calling(call("x"), role="user")]),
+        ("messages[0].tool_calls", [calling(*(call(str(i)) for i in range(129)))]),
+        ("messages[0].tool_calls", [calling(call("x"), call("x"))]),
+        ("messages[0].tool_calls", [calling(call(""), call(""))]),
+        ("messages[0].tool_calls[1].name", [calling(call("x"), call("y", ""))]),
+        ("messages[0].tool_calls[0].name", [calling(call("x", "f" * 257))]),
+        ("messages[0].tool_calls[0].id", [calling(call("x" * 257))]),
+        ("messages[0].tool_calls[1]", [calling(call("x"), call("y")), answer("x")]),
+        ("messages[0].name", [{"role": "user", "name": "Ada"}]),
+        ("messages[0].tool_call_id", [{"role": "user", "tool_call_id": "x"}]),
+        ("messages[0].tool_call_id", [answer("x")]),
+        ("messages[1].tool_call_id", [{"role": "assistant", "content": "a"}, answer("x")]),
+        ("messages[1].tool_call_id", [calling(call("x")), answer("y")]),
+        ("messages[1].tool_call_id", [calling(call("x")), answer("")]),
+        ("messages[2].tool_call_id", [calling(call("x")), answer("x"), answer("x")]),
+        ("messages[2].tool_call_id", [calling(call("x")), {"role": "user"}, answer("x")]),
+        ("messages[1].name", [calling(call("x")), answer("x", name="f" * 257)]),
+    ],
+)
+def test_wrong_calls_of_tools_are_refused_by_their_place(field: str, messages: list[Any]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        check(chat={"messages": messages})
+
+    assert refusal.value.field == f"chat.{field}"
+
+
+def test_answers_of_tools_are_told_by_the_order_of_the_calls_and_the_names() -> None:
+    """A template need not write ids."""
+    messages = [calling(call("x", "f"), call("y", "g")), answer("y", "of y"), answer("x", "of x", name="mine")]
+    unanswered, user, unnamed = calling(call("x")), {"role": "user", "content": "u"}, {"role": "tool", "content": "t"}
+
+    checked = check_request(
+        inference_pb2.GenerateRequest(chat={"messages": [*messages, unanswered, user, unnamed, calling(call(""))]}),
+        LIMITS,
+    )
+
+    assert isinstance(checked.prompt, ChatPrompt)
+    assert checked.prompt.messages == (
+        ChatMessage("assistant", tool_calls=(ToolCall("f", "{}", "x"), ToolCall("g", "{}", "y"))),
+        ChatMessage("tool", "of x", tool_call_id="x", name="mine"),
+        ChatMessage("tool", "of y", tool_call_id="y", name="g"),
+        ChatMessage("assistant", tool_calls=(ToolCall("f", "{}", "x"),)),
+        ChatMessage("user", "u"),
+        ChatMessage("tool", "t"),
+        ChatMessage("assistant", tool_calls=(ToolCall("f", "{}"),)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from common.chat_messages import ChatMessage, ToolCall
 from common.chat_template import ChatRefused, ChatTemplate, TextTooLong
 
-USER, SYSTEM, ASSISTANT, TOOL = ("user", "hi"), ("system", "be kind"), ("assistant", "yes"), ("tool", "42")
+USER, SYSTEM = ChatMessage("user", "hi"), ChatMessage("system", "be kind")
+ASSISTANT, TOOL = ChatMessage("assistant", "yes"), ChatMessage("tool", "42")
 EACH = "{% for m in messages %}<{{ m.role }}>"
 STRINGS = EACH + "{{ m.content }}{% endfor %}"
 PARTS = (
@@ -29,14 +33,15 @@ FIRST_PART_OF_SYSTEM = (
 )
 
 
-def rendered(source: str, *messages: tuple[str, str]) -> str:
+def rendered(source: str, *messages: ChatMessage) -> str:
     return ChatTemplate(source, {}).render(messages)
 
 
 @pytest.mark.parametrize("source", [STRINGS, PARTS, EITHER, USERS_PARTS, FIRST_PART, FIRST_PART_OF_SYSTEM])
 def test_every_word_is_kept_in_whatever_form_a_template_reads_it(source: str) -> None:
     assert (
-        rendered(source, SYSTEM, USER, ASSISTANT, ("user", "why?")) == "<system>be kind<user>hi<assistant>yes<user>why?"
+        rendered(source, SYSTEM, USER, ASSISTANT, ChatMessage("user", "why?"))
+        == "<system>be kind<user>hi<assistant>yes<user>why?"
     )
 
 
@@ -66,9 +71,9 @@ def test_a_template_that_drops_what_a_user_says_is_refused_at_once(source: str) 
 @pytest.mark.parametrize(
     ("source", "messages", "dropped"),
     [
-        ("{{ messages[-1].content }}", [USER, ASSISTANT, ("user", "why?")], "messages[0]"),
+        ("{{ messages[-1].content }}", [USER, ASSISTANT, ChatMessage("user", "why?")], "messages[0]"),
         ("{{ messages[-1].content }}", [SYSTEM, USER], "messages[0]"),
-        ("{{ messages[0].content }}", [USER, ASSISTANT, ("user", "why?")], "messages[1]"),
+        ("{{ messages[0].content }}", [USER, ASSISTANT, ChatMessage("user", "why?")], "messages[1]"),
         ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", [SYSTEM, USER], "messages[0]"),
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
@@ -89,7 +94,7 @@ def test_a_template_that_drops_what_a_user_says_is_refused_at_once(source: str) 
     ],
 )
 def test_a_conversation_of_which_a_message_would_be_dropped_is_refused_by_its_place(
-    source: str, messages: Sequence[tuple[str, str]], dropped: str
+    source: str, messages: Sequence[ChatMessage], dropped: str
 ) -> None:
     template = ChatTemplate(source, {})
     assert "hi" in template.render([USER])
@@ -100,7 +105,7 @@ def test_a_conversation_of_which_a_message_would_be_dropped_is_refused_by_its_pl
 
 def test_what_says_nothing_may_be_left_out() -> None:
     source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    assert rendered(source, ("system", " "), USER, ("assistant", ""), USER) == "hihi"
+    assert rendered(source, ChatMessage("system", " "), USER, ChatMessage("assistant", ""), USER) == "hihi"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_a_template_may_change_what_it_keeps(change: str) -> None:
 
 def test_what_a_model_thought_may_be_cut_from_what_it_said() -> None:
     source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-    assert rendered(source, USER, ("assistant", "hm</think>yes"), USER) == "hiyeshi"
+    assert rendered(source, USER, ChatMessage("assistant", "hm</think>yes"), USER) == "hiyeshi"
 
 
 @pytest.mark.parametrize(
@@ -173,8 +178,154 @@ LOOP, END = "{% for m in messages %}", "{% endfor %}"
 )
 def test_the_text_is_the_one_that_transformers_renders(source: str) -> None:
     special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    messages = [{"role": role, "content": content} for role, content in (USER, ASSISTANT)]
+    messages = [{"role": each.role, "content": each.content} for each in (USER, ASSISTANT)]
     (expected,), _ = render_jinja_template(
         [messages], chat_template=source, add_generation_prompt=True, **special_tokens
     )
     assert ChatTemplate(source, special_tokens).render([USER, ASSISTANT]) == expected
+
+
+SUM = ToolCall("add", '{"a": 1, "to": {"é": [2.50]}}', "call00001")
+CALLING = ChatMessage("assistant", tool_calls=[SUM])
+ANSWER = ChatMessage("tool", "42", tool_call_id="call00001", name="add")
+ASKED = [USER, CALLING, ANSWER]
+CHATML = """{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<tool_response>' + message.content + '</tool_response>' }}
+    {%- else %}
+        {{- '<' + message.role + '>' }}
+        {%- if message.content %}{{- message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '<tool_call>{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}"""
+NULLS = """{%- for message in messages %}
+    {%- if message['role'] == 'assistant' and message['content'] is none %}
+        {%- for tool in message['tool_calls'] %}
+            {{- tool['type'] + ' ' + tool['function']['name'] + ' ' + tool['function']['arguments'] }}
+        {%- endfor %}
+    {%- else %}
+        {{- '<' + message['role'] + '>' + message['content'] }}
+    {%- endif %}
+{%- endfor %}"""
+IDS = """{%- for message in messages %}
+    {%- if message['tool_calls'] is defined and message['tool_calls'] is not none %}
+        {%- for tool_call in message['tool_calls'] %}
+            {%- if tool_call.id is not defined or tool_call.id | length != 9 %}
+                {{- raise_exception('ids have nine characters') }}
+            {%- endif %}
+            {{- tool_call | tojson }}
+        {%- endfor %}
+    {%- else %}
+        {{- message['content'] + (message.name or '') + (message.tool_call_id or '') }}
+    {%- endif %}
+{%- endfor %}"""
+PRINTED = (
+    LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}" + END
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            CHATML,
+            "<user>hi<assistant><tool_call>"
+            '{"name": "add", "arguments": {"a": 1, "to": {"é": [2.5]}}}</tool_call><tool_response>42</tool_response>',
+        ),
+        (NULLS, """<user>hifunction add {"a": 1, "to": {"é": [2.50]}}<tool>42"""),
+        (
+            IDS,
+            'hi{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '
+            '{"a": 1, "to": {"é": [2.5]}}}}42addcall00001',
+        ),
+        (PRINTED, """hiadd{"a": 1, "to": {"é": [2.50]}}42"""),
+    ],
+    ids=["object", "text, content null", "ids", "text"],
+)
+def test_a_call_of_a_tool_is_kept_in_whatever_form_a_template_reads_it(source: str, text: str) -> None:
+    assert rendered(source, *ASKED) == text
+
+
+def test_calls_of_tools_are_rendered_as_transformers_does() -> None:
+    function = {"name": "add", "arguments": {"a": 1, "to": {"é": [2.5]}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": "add", "content": "42"},
+    ]
+    (expected,), _ = render_jinja_template([messages], chat_template=CHATML, add_generation_prompt=True)
+    assert rendered(CHATML, *ASKED) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        (" ", "{}"),
+        ("[1]", '"[1]"'),
+        ('{"a": ', '"{\\"a\\": "'),
+        ('{"a": 1, "a": 2}', '"{\\"a\\": 1, \\"a\\": 2}"'),
+        ('{"a": 1e999}', '"{\\"a\\": 1e999}"'),
+        ('{"a": NaN}', '"{\\"a\\": NaN}"'),
+        ("[" * 100_000, '"' + "[" * 100_000 + '"'),
+    ],
+    ids=["object", "none", "list", "cut", "twice", "infinite", "NaN", "deep"],
+)
+def test_arguments_that_an_object_would_not_keep_stay_text(arguments: str, read: str) -> None:
+    text = rendered(CHATML, USER, ChatMessage("assistant", tool_calls=[ToolCall("f", arguments)]))
+    assert text == '<user>hi<assistant><tool_call>{"name": "f", "arguments": ' + read + "}</tool_call>"
+
+
+CALLS = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}"
+ONE_ARGUMENT = CALLS + "{{ c.function.arguments.a }}{% endfor %}" + END
+ONLY_OBJECTS = (
+    CALLS + "{% if c.function.arguments is mapping %}{{ c.function.arguments | tojson }}{% endif %}{% endfor %}" + END
+)
+ONE_CALL = LOOP + "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}" + END
+CALLS_ALONE = LOOP + "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}" + END
+CONTENT_ALONE = LOOP + "{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls | tojson }}{% endif %}" + END
+NO_ANSWERS = CALLS_ALONE.replace("m.content", "m.content if m.role != 'tool'")
+SAYING = ChatMessage("assistant", "let me see", [SUM])
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "dropped"),
+    [
+        (STRINGS, ASKED, r"messages\[1\].tool_calls\[0\]: .* the function's name"),
+        (NULLS, [USER, SAYING], r"messages\[1\].tool_calls\[0\]: .* the function's name"),
+        (CONTENT_ALONE, [USER, SAYING], r"messages\[1\].tool_calls\[0\]: .* the function's name"),
+        (CALLS_ALONE, [USER, SAYING], r"messages\[1\]: .* what the assistant says"),
+        (ONE_ARGUMENT, ASKED, r"messages\[1\].tool_calls\[0\]: .* the arguments"),
+        (ONE_CALL, [USER, replace(CALLING, tool_calls=[SUM, SUM])], r"tool_calls\[1\]: "),
+        (ONLY_OBJECTS, [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "[1]")])], ".* the arguments"),
+        (
+            NO_ANSWERS,
+            ASKED,
+            r"messages\[2\]: .* what the tool says",
+        ),
+    ],
+    ids=["calls", "nulls", "content", "beside calls", "an argument", "one call", "objects", "answers"],
+)
+def test_a_call_or_answer_that_would_be_dropped_is_refused_by_its_place(
+    source: str, messages: Sequence[ChatMessage], dropped: str
+) -> None:
+    template = ChatTemplate(source, {})
+    assert "hi" in template.render([USER])
+    with pytest.raises(ChatRefused, match=dropped):
+        template.render(messages)
+
+
+def test_a_content_of_blanks_beside_a_call_does_not_hide_it() -> None:
+    assert '"add"' in rendered(CONTENT_ALONE, USER, replace(CALLING, content=" "))
+
+
+def test_a_call_of_what_a_template_keeps_is_not_refused_for_another_s_sake() -> None:
+    template = ChatTemplate(ONLY_OBJECTS, {})
+    with pytest.raises(ChatRefused):
+        template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "[1]")])])
+    assert template.render(ASKED) == 'hiadd{"a": 1, "to": {"é": [2.5]}}42'

@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2
+from common.chat_messages import ChatMessage, ToolCall
 from common.errors import ContextExceeded, InvalidRequest, Overloaded
 from common.tokenizer import TextTokenizer
 from decode_service.edge.chat_rendering import ChatRendering
@@ -28,7 +29,7 @@ from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level
 CONTEXT = 1000
 LIMITS = ModelLimits(vocab_size=300, max_context_tokens=CONTEXT, eos_token_ids=())
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
-HI = ChatPrompt((("user", "hi"),))
+HI = ChatPrompt((ChatMessage("user", "hi"),))
 
 
 class Watched(TextTokenizer):
@@ -63,7 +64,11 @@ async def test_a_text_with_more_bytes_than_the_context_s_tokens_can_have_is_refu
     longest = tokenizer.longest_token_bytes
     assert longest == len("<tool call>")
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
-        for prompt in (TextPrompt("é" * (CONTEXT * longest // 2 + 1)), ChatPrompt((("user", "é" * 4000),) * 2)):
+        for prompt in (
+            TextPrompt("é" * (CONTEXT * longest // 2 + 1)),
+            ChatPrompt((ChatMessage("user", "é" * 4000),) * 2),
+            ChatPrompt((ChatMessage("assistant", tool_calls=[ToolCall("f", "é" * 4000)]),) * 2),
+        ):
             with pytest.raises(ContextExceeded) as refusal:
                 await prompts.encode(prompt)
             assert (refusal.value.field, refusal.value.tokens) == ("prompt", {"max_context_tokens": CONTEXT})
@@ -163,6 +168,31 @@ async def test_a_chat_prompt_goes_through_the_template() -> None:
         call.cancel()
 
 
+CALL = {"name": "f", "arguments": '{"a": 1}', "id": "x"}
+ASKED = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "7", "tool_call_id": "x"},
+]
+
+
+async def test_calls_of_tools_and_their_answers_go_through_the_template() -> None:
+    async with running_edge([], serves_chats=True) as edge:
+        call = edge.generate(chat={"messages": ASKED})
+        submit = await edge.engine.submitted()
+        assert edge.tokenizer.decode(submit.token_ids) == '<user>hi<assistant>[f {"a": 1}]<tool>7<assistant>'
+        call.cancel()
+
+
+async def test_calls_that_the_template_drops_are_refused_on_the_wire() -> None:
+    async with running_edge([], tokenizer=byte_level(chat_template=EACH), serves_chats=True) as edge:
+        call = edge.generate(chat={"messages": ASKED})
+        code, _, metadata = await error_of(call)
+        assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "chat"})
+        assert "messages[1].tool_calls[0]: the model's chat template leaves out" in (await call.details())
+        assert not edge.engine.commands
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -201,7 +231,7 @@ def harming(harm: str) -> TextTokenizer:
     return byte_level(chat_template=EACH + "{% if messages[-1].content == 'harm' %}" + harm + "{% endif %}")
 
 
-HARM = ChatPrompt((("user", "harm"),))
+HARM = ChatPrompt((ChatMessage("user", "harm"),))
 BIG_LIST = "{% set ns = namespace(l=[0]) %}{% for i in range(40) %}{% set ns.l = ns.l + ns.l %}{% endfor %}"
 
 
@@ -248,7 +278,7 @@ async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() 
     source = EACH + "{% if messages[-1].content == 'harm' %}" + endless + "{% endif %}"
     async with Prompts(tokenizer=byte_level(chat_template=source), limits=LIMITS) as prompts:
         with pytest.raises(ContextExceeded):
-            await within_bound(prompts.encode(ChatPrompt((("user", "harm"),))))
+            await within_bound(prompts.encode(ChatPrompt((ChatMessage("user", "harm"),))))
 
 
 def rendering_pids() -> list[int]:
@@ -288,7 +318,7 @@ async def test_a_client_that_leaves_while_its_chat_is_rendered_costs_no_process(
 
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-LONG_HARM = ChatPrompt((("user", "-"),) * 70 + HARM.messages)
+LONG_HARM = ChatPrompt((ChatMessage("user", "-"),) * 70 + HARM.messages)
 """Few characters, but many messages."""
 NUM_PLACES = 4
 """Of the lane for short conversations."""

@@ -13,7 +13,9 @@ from common.tokenizer import TextTokenizer
 
 CHAT_TEMPLATE = "".join(
     (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}",
+        "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}",
+        "{% endfor %}",
         "{% if add_generation_prompt %}<assistant>{% endif %}",
     )
 )

@@ -9,6 +9,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
+from common.chat_messages import ChatMessage
+from common.chat_template import ChatRefused
 from common.errors import BatonError, FingerprintMismatch, InvalidRequest
 from common.rpc_errors import status_of
 from common.wire.checksums import checksum
@@ -60,6 +62,9 @@ def generate_request() -> Iterator[Run]:
                     token_ids = prompt.token_ids
             sampling = check_lengths(checked, token_ids, limits)
         except ProtocolError:
+            return
+        except ChatRefused as error:
+            assert_travels(InvalidRequest("chat", str(error)))
             return
         except InvalidRequest as error:
             assert_travels(error)
@@ -173,7 +178,7 @@ def text() -> Iterator[Run]:
             size = vocab_size(tokenizer)
             token_ids = [*tokenizer.encode(texts[0])]
             assert all(0 <= token_id < size for token_id in token_ids)
-            chat = tokenizer.encode_chat([("user", content) for content in texts])
+            chat = tokenizer.encode_chat([ChatMessage("user", content) for content in texts])
             assert all(0 <= token_id < size for token_id in chat)
             output = OutputProcessor(decoder=tokenizer, stop_strings=[part for part in texts[1:] if part][:4])
             for token_id in (*token_ids[:64], *(byte * 7 % (size + 3) for byte in data[:64])):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton import ChatMessage, Client
+from baton import ChatMessage, Client, ToolCall
 from gateway.chat import parse_chat
 from gateway.plan import ChatPrompt
 from tests.gateway.callers import Caller
@@ -148,6 +148,57 @@ async def test_a_history_may_hold_a_refusal(caller: Caller, pair: Client) -> Non
     answer = await caller.chat(**{**GREEDY, "messages": messages})
     chat = [*CHAT, ChatMessage("assistant", "no"), ChatMessage("user", "why?")]
     assert answer.choices[0].message.content == pair.complete(chat=chat, temperature=0.0, max_tokens=24).text
+
+
+def called(id: str, name: str = "add", arguments: str = '{"a": 1}', **fields: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}, **fields}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": "let me see"}, "let me see"),
+        ({"content": [{"type": "text", "text": "let me see"}], "refusal": None, "function_call": None}, "let me see"),
+        ({"refusal": "no"}, "no"),
+    ],
+    ids=["null", "absent", "text", "parts", "refusal"],
+)
+def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], expected: str) -> None:
+    calls = [called("x"), called("y", arguments="", index=1)]
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": calls, **message}]
+    messages.append({"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "7"}]})
+    messages.append({"role": "tool", "tool_call_id": "y", "content": "8", "name": "sum"})
+    (prompt,) = parse_chat(json.dumps({"model": "tiny", "messages": messages}).encode()).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[len(MESSAGES) :] == (
+        ChatMessage("assistant", expected, (ToolCall("add", '{"a": 1}', "x"), ToolCall("add", "", "y"))),
+        ChatMessage("tool", "7", tool_call_id="x"),
+        ChatMessage("tool", "8", tool_call_id="y", name="sum"),
+    )
+    assert prompt.num_bytes > sum(map(len, ('{"a": 1}', "add", "add", "x", "y", "x", "y", "sum", expected)))
+
+
+async def test_a_history_may_hold_calls_of_tools_and_their_answers(caller: Caller, pair: Client) -> None:
+    asked = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [called("x", "f"), called("y", "g")]},
+        {"role": "tool", "tool_call_id": "y", "content": "of y"},
+        {"role": "tool", "tool_call_id": "x", "content": "of x"},
+    ]
+    answer = await caller.chat(**{**GREEDY, "messages": asked})
+    chat = [
+        *CHAT,
+        ChatMessage("assistant", tool_calls=[ToolCall("f", '{"a":1}', "0"), ToolCall("g", '{"a":1}', "1")]),
+        ChatMessage("tool", "of x", tool_call_id="0"),
+        ChatMessage("tool", "of y", tool_call_id="1"),
+    ]
+    direct = pair.complete(chat=chat, temperature=0.0, max_tokens=24)
+    assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (
+        direct.text,
+        direct.usage.num_prompt_tokens,
+    )
 
 
 async def test_max_completion_tokens_is_the_other_name_of_max_tokens(caller: Caller) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic_core import to_json
 
-from baton.requests import ChatMessage
+from common.chat_messages import ChatMessage
 from gateway.chat import parse_chat
 from gateway.completions import parse_completion
 from gateway.errors import ApiError

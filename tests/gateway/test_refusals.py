@@ -19,6 +19,17 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
+CALL: dict[str, Any] = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def function(**change: Any) -> dict[str, Any]:
+    return {**CALL, "function": {**CALL["function"], **change}}
+
+
+def calls(calls: Any, *answers: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}, *answers]}
+
+
 def part(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
@@ -64,12 +75,33 @@ def part(content: Any) -> dict[str, Any]:
             "unsupported_parameter",
         ),
         (part([{"type": "refusal", "refusal": "no"}]), "messages[0].content[0]", "unsupported_parameter"),
+        (calls("x"), "messages[1].tool_calls", None),
+        (calls(["x"]), "messages[1].tool_calls[0]", None),
+        (calls([CALL, {**CALL, "id": None}]), "messages[1].tool_calls[1].id", None),
+        (calls([{**CALL, "id": ""}]), "messages[1].tool_calls[0].id", None),
+        (calls([{**CALL, "type": "custom"}]), "messages[1].tool_calls[0].type", "unsupported_parameter"),
+        (calls([{**CALL, "type": ["function"]}]), "messages[1].tool_calls[0].type", "unsupported_parameter"),
+        (calls([{**CALL, "custom": {}}]), "messages[1].tool_calls[0].custom", "unsupported_parameter"),
+        (calls([{**CALL, "function": None}]), "messages[1].tool_calls[0].function", None),
+        (calls([function(name=None)]), "messages[1].tool_calls[0].function.name", None),
+        (calls([function(name="")]), "messages[1].tool_calls[0].function.name", None),
+        (calls([function(arguments=None)]), "messages[1].tool_calls[0].function.arguments", None),
+        (calls([function(arguments={"a": 1})]), "messages[1].tool_calls[0].function.arguments", None),
+        (calls([function(output="x")]), "messages[1].tool_calls[0].function.output", "unsupported_parameter"),
+        (calls([CALL, CALL]), "messages[1].tool_calls", None),
+        (calls([CALL], {"role": "tool", "content": "7"}), "messages[2].tool_call_id", None),
+        (calls([CALL], {"role": "tool", "tool_call_id": 1, "content": "7"}), "messages[2].tool_call_id", None),
+        (calls([CALL], {"role": "tool", "tool_call_id": "y", "content": "7"}), "messages[2].tool_call_id", None),
+        (calls([CALL], {"role": "tool", "tool_call_id": "x"}), "messages[2].content", None),
+        (calls([CALL], {"role": "tool", "tool_call_id": "x", "content": "7", "name": 7}), "messages[2].name", None),
+        ({"messages": [{**MESSAGES[0], "tool_calls": [CALL]}]}, "messages[0].tool_calls", "unsupported_parameter"),
+        ({"messages": [{**MESSAGES[0], "tool_call_id": "x"}]}, "messages[0].tool_call_id", "unsupported_parameter"),
         (
-            {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-            "messages[1].tool_calls",
+            {"messages": [*MESSAGES, {"role": "assistant", "function_call": CALL["function"]}]},
+            "messages[1].function_call",
             "unsupported_parameter",
         ),
-        ({"messages": [*MESSAGES, {"role": "tool", "content": "7"}]}, "messages[1].role", "unsupported_parameter"),
+        ({"messages": [{"role": "function", "content": "7"}]}, "messages[0].role", "unsupported_parameter"),
         ({"messages": [{"role": "robot", "content": "7"}]}, "messages[0].role", None),
         ({"messages": [{"role": "user", "content": "x", "name": 7}]}, "messages[0].name", None),
         ({"messages": []}, "messages", None),

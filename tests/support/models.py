@@ -27,7 +27,9 @@ VOCAB_SIZE = len(SPECIAL_TOKENS) + 256 + len(MERGES)
 SMALL_VOCAB_SIZE = 64
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>' + '\n' }}"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] %}{{ call['function'] | tojson }}{% endfor %}"
+    "{{ '<|end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )

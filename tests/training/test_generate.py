@@ -13,6 +13,7 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.events import Completion, FinishReason, Timings, Usage
+from common.chat_messages import ChatMessage
 from common.errors import ConfigError
 from common.tokenizer import TextTokenizer
 from tests.support.models import END_ID, SPECIAL_TOKENS, START_ID, VOCAB_SIZE
@@ -94,7 +95,7 @@ def test_a_question_is_sampled_from_the_user_s_opening_and_answered_in_its_templ
     question, answer = model.asked
     assert encoder.decode(question["token_ids"]) == "user\n"
     assert (question["temperature"], question["top_p"], question["max_tokens"]) == (1.0, 0.95, QUESTION_LIMIT)
-    assert answer["token_ids"] == encoder.encode_chat([("user", "How?")])
+    assert answer["token_ids"] == encoder.encode_chat([ChatMessage("user", "How?")])
     assert answer["max_tokens"] == 40 and question["seed"] != answer["seed"]
 
 
@@ -102,7 +103,7 @@ def test_questions_that_are_empty_or_do_not_end_are_sampled_again(encoder: TextT
     model = Model(encoder, ["", " \n", "on and on...", "How?"])
     write(tmp_path / "data.npz", model, encoder, 1)
     assert len({request["seed"] for request in model.asked[:4]}) == 4
-    assert model.asked[4]["token_ids"] == encoder.encode_chat([("user", "How?")])
+    assert model.asked[4]["token_ids"] == encoder.encode_chat([ChatMessage("user", "How?")])
     with pytest.raises(ConfigError, match="20 sampled questions were empty"):
         write(tmp_path / "none.npz", Model(encoder, [""]), encoder, 1)
     assert not (tmp_path / "none.npz").exists()
@@ -112,7 +113,7 @@ def test_the_file_is_what_training_reads(encoder: TextTokenizer, tmp_path: Path)
     model = Model(encoder)
     write(tmp_path / "data.npz", model, encoder, 40)
     conversations = load_conversations(tmp_path / "data.npz", vocab_size=VOCAB_SIZE)
-    prompt = encoder.encode_chat([("user", "How?")])
+    prompt = encoder.encode_chat([ChatMessage("user", "How?")])
     assert set(conversations.answer_start.tolist()) == {len(prompt)}
     for start, stop in zip(conversations.offsets[:-1], conversations.offsets[1:], strict=True):
         tokens = conversations.tokens[start:stop].tolist()
@@ -192,7 +193,7 @@ def test_a_question_goes_on_from_an_opening(encoder: TextTokenizer, tmp_path: Pa
         drawn.add(line)
         assert question["token_ids"] == alone + encoder.encode(line)
         assert (question["temperature"], question["max_tokens"]) == (1.0, QUESTION_LIMIT)
-        assert answer["token_ids"] == encoder.encode_chat([("user", f"{line} poem.")])
+        assert answer["token_ids"] == encoder.encode_chat([ChatMessage("user", f"{line} poem.")])
     assert drawn == set(openings.lines)
 
 
@@ -215,7 +216,7 @@ def test_an_opening_is_followed_as_the_model_reads_it(encoder: TextTokenizer, ta
     question, answer = model.asked
     write(tmp_path / "alone.npz", without := Model(encoder), encoder, 1)
     assert question["token_ids"] == without.asked[0]["token_ids"] + encoder.encode("Write a")
-    assert answer["token_ids"] == encoder.encode_chat([("user", "Write a poem.")])
+    assert answer["token_ids"] == encoder.encode_chat([ChatMessage("user", "Write a poem.")])
 
 
 def test_openings_that_cannot_be_used_are_refused(encoder: TextTokenizer, tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_questions_of_a_file_are_answered_in_order(encoder: TextTokenizer, tmp_p
     for number, question in enumerate(asked):
         start = conversations.offsets[number]
         prompt = conversations.tokens[start : start + conversations.answer_start[number]]
-        assert tuple(prompt.tolist()) == encoder.encode_chat([("user", question)])
+        assert tuple(prompt.tolist()) == encoder.encode_chat([ChatMessage("user", question)])
     again = Model(encoder)
     with pytest.raises(ConfigError, match=r"^--conversations: 4 are more than the 3 of --questions"):
         write(tmp_path / "data.npz", again, encoder, 4, source=questions)

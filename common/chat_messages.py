@@ -1,0 +1,49 @@
+"""What is said in a conversation, from the client's request to the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """An assistant calls a function. `arguments` is JSON text, as a model wrote it."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """`tool_calls` are an assistant's. A tool answers the call `tool_call_id`; `name` is the function's."""
+
+    role: str
+    content: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """All that it weighs."""
+        yield from (self.content, self.tool_call_id, self.name)
+        for call in self.tool_calls:
+            yield from (call.name, call.arguments, call.id)
+
+
+def messages_to_json(messages: Sequence[ChatMessage]) -> str:
+    return json.dumps(messages, default=lambda value: [getattr(value, name) for name in value.__slots__])
+
+
+def messages_from_json(entries: Iterable[Any]) -> list[ChatMessage]:
+    """`entries`: the parsed JSON."""
+    return [
+        ChatMessage(role, content, tuple(ToolCall(*call) for call in tool_calls), *rest)
+        for role, content, tool_calls, *rest in entries
+    ]
