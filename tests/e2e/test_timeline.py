@@ -17,7 +17,17 @@ from tests.e2e.running import BOUND_S, RunningPair
 
 NEW_TOKENS = 8
 TRACKS = {
-    "baton.v1.Inference": {"edge", "tokenize", "handoff", "requests", "engine", "forward", "landing"},
+    "baton.v1.Inference": {
+        "edge",
+        "tokenize",
+        "tokenize-long",
+        "tokenize-longest",
+        "handoff",
+        "requests",
+        "engine",
+        "forward",
+        "landing",
+    },
     "baton.v1.Prefill": {"edge", "handoff", "requests", "engine", "forward", "sending"},
 }
 SPANS = {

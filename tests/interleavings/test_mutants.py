@@ -67,7 +67,7 @@ def test_the_page_has_a_row_for_each_mutant_and_scenario() -> None:
 
 @pytest.mark.parametrize("mutant", FOUND_BY_EXPLORING, ids=lambda mutant: mutant.__name__)
 def test_exploring_finds_it(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((scenario, symptom),) = [entry[1:] for entry in CAUGHT_BY if entry[0] is mutant]
+    scenario, symptom = next(entry[1:] for entry in CAUGHT_BY if entry[0] is mutant)
     mutant(monkeypatch)
     failure = explore(scenario.program).failure
     assert failure is not None and re.search(symptom, str(failure.error))

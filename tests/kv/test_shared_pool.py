@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,13 @@ DRAFT = LayerGroupSpec("draft", num_layers=1, num_planes=2, num_heads=1, head_di
 GROUPS = (TARGET, DRAFT)
 NUM_SLOTS = 20
 BOUND_S = 30.0
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="baton-", dir="/tmp") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture

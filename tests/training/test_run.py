@@ -333,4 +333,4 @@ def test_what_is_wrong_is_said_before_anything_is_computed(
     result = cli(tmp_path / "out", save_data(tmp_path / "few.npz"), last_token_model_dir)
     assert (result.exit_code, "num_held_out: 20 of 3 conversations leave none of" in result.stderr) == (1, True)
     result = cli(tmp_path / "out", sampled_data, tmp_path)
-    assert (result.exit_code, "cannot be loaded as a target" in result.stderr) == (1, True)
+    assert (result.exit_code, "config.json: there is no such file" in result.stderr) == (1, True)
