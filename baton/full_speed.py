@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Sequence
 
 _POLL_INTERVAL_S = 0.2
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # services on this machine
 
 
 def are_fused(metrics_addresses: Sequence[str]) -> bool:
@@ -25,5 +26,5 @@ def await_fused(metrics_addresses: Sequence[str], *, timeout_s: float) -> bool:
 
 
 def _is_fused(metrics_address: str) -> bool:
-    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=5) as answer:
+    with _OPENER.open(f"http://{metrics_address}/metrics", timeout=5) as answer:
         return b"\nbaton_fused 1.0" in answer.read()

@@ -55,12 +55,17 @@ def log_tail(path: Path, *, start: int = 0) -> str:
 def why_it_ended(tail: str) -> str:
     """The last line of a log that tells a failure: a line of the log at such a level, or one that is not of the log.
 
-    "" when there is none: the process was ended from outside, in the middle of its work.
+    "" when there is none: the process was ended from outside, in the middle of its work. An engine that stood still and
+    went on has not failed.
     """
+    went_on = False
     for text in reversed(tail.splitlines()):
         line = _parsed(text)
         if line is None:
             return text.strip()
+        went_on = went_on or line.get("event") == "engine_moves_again"
+        if went_on and line.get("event") == "engine_stalled":
+            continue
         if line.get("level") in _FAILURES:
             return str(line.get("error") or line.get("reason") or line["event"])
     return ""

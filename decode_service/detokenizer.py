@@ -13,6 +13,7 @@ _LONG_WINDOW = 32
 _TRIED_CUTS = 4  # a character has at most as many bytes
 _NUM_PROMPT_TOKENS = 8  # their text has more than a decoder strips, and a whole character or its beginning at the end
 _MAX_PROMPT_BYTE_RUN = 256
+_MAX_LOOKED_AT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +132,11 @@ class IncrementalDetokenizer:
 
 def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
     """The last few that have text, and all of a run of byte tokens among them, since its text is one whole: of a very
-    long one as much as begins with a character.
+    long one as much as begins with a character. Only the last 1,024 are looked at; if all of those are skipped, the
+    prompt counts as one without text.
     """
     end: list[int] = []
-    for token_id in reversed(token_ids):
+    for token_id in reversed(token_ids[-_MAX_LOOKED_AT:]):
         if decoder.is_skipped(token_id):
             continue
         if len(end) >= _NUM_PROMPT_TOKENS and token_id not in decoder.byte_of:

@@ -10,8 +10,8 @@ from common.config.gateway_settings import GatewaySettings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
     """A request's head comes within `head_timeout_s` of its first byte (a connection's first: of its opening), its body
-    within `body_timeout_s` of the head, and no slower than `min_body_rate` bytes a second over any `body_window_s`. A
-    connection without a request is closed after `keep_alive_s`. A client that takes nothing for
+    within `body_timeout_s` of the head, and after `body_grace_s` no slower than `min_body_rate` bytes a second over any
+    `body_window_s`. A connection without a request is closed after `keep_alive_s`. A client that takes nothing for
     `client_stall_timeout_s` while there is something to take is dropped.
     """
 
@@ -21,6 +21,7 @@ class HttpLimits:
     client_stall_timeout_s: float
     head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    body_grace_s: float = 15.0
     body_window_s: float = 5.0
     min_body_rate: int = 1024
     keep_alive_s: int = 75

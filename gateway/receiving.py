@@ -31,8 +31,9 @@ async def read_json_body(
         raise _too_large(limits.max_request_bytes)
     body, num_paced = bytearray(), 0
     loop, step = asyncio.get_running_loop(), limits.min_body_rate * limits.body_window_s
+    grace_ends_s = loop.time() + max(limits.body_grace_s, limits.body_window_s)
     try:
-        async with asyncio.timeout(limits.body_timeout_s), asyncio.timeout(limits.body_window_s) as pace:
+        async with asyncio.timeout(limits.body_timeout_s), asyncio.timeout_at(grace_ends_s) as pace:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -45,7 +46,7 @@ async def read_json_body(
                 hold(len(body))
                 if len(body) >= num_paced + step:
                     num_paced = len(body)
-                    pace.reschedule(loop.time() + limits.body_window_s)
+                    pace.reschedule(max(grace_ends_s, loop.time() + limits.body_window_s))
     except TimeoutError:
         how = f"within {limits.body_timeout_s:g} s, or more slowly than {limits.min_body_rate} bytes a second"
         raise ApiError(408, f"the body did not come {how}", code="request_timeout") from None

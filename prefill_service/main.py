@@ -16,8 +16,9 @@ from common.descriptors import max_connections
 from common.draft.head import DraftHead
 from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
-from common.kv.pool_size import MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
+from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
 from common.kv.shared_pool import SharedPool
+from common.model.attention import MAX_SPLIT_BYTES
 from common.runtime import Runtime
 from common.service_main import Process
 from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
@@ -186,7 +187,9 @@ def _engine(
 def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
     """With two forwards under way: of one the activations, of both the states that a head wants."""
     model, num_tokens = runtime.model, settings.max_batch_tokens
-    on_device = 0 if model.torch_device.type == "cpu" else settings.send_budget_bytes  # gathered there, then copied out
+    is_host = model.torch_device.type == "cpu"
+    parts = min(num_tokens * model.hidden_size * SPLIT_BYTES, MAX_SPLIT_BYTES)
+    on_gpu = parts + settings.send_budget_bytes  # what is sent is gathered there, then copied out
     num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states
     captured_bytes = num_states * model.hidden_size * model.dtype.itemsize
     each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens)
@@ -198,7 +201,7 @@ def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBes
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
         )
-        return (num_rows + 1) * each_row + forward + 2 * num_tokens * captured_bytes + on_device
+        return (num_rows + 1) * each_row + forward + 2 * num_tokens * captured_bytes + (0 if is_host else on_gpu)
 
     return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
 

@@ -70,6 +70,7 @@ def configure_logs(
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of every request that the status page makes
 
 
 def _bound(_logger: WrappedLogger, _method: str, line: EventDict) -> EventDict:

@@ -62,6 +62,8 @@ def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_hel
         (f"{line('ended', 'critical', reason='the engine died')}\n{line('draining')}", "the engine died"),
         (f"{line('serving')}\nSegmentation fault", "Segmentation fault"),
         ("Traceback\n  somewhere\nMemoryError", "MemoryError"),
+        (line("engine_stalled", "error"), "engine_stalled"),
+        (f"{line('engine_stalled', 'error')}\n{line('engine_moves_again')}", ""),
     ],
 )
 def test_why_a_process_ended_is_its_last_failure(tail: str, why: str) -> None:

@@ -152,6 +152,7 @@ FALLBACK = TOKENIZERS["byte_fallback"]
         ("byte_fallback", ["a", "<0xE2>", "<0x82>"], ["<0xAC>", "b"], "€b"),
         ("byte_fallback", ["<0xE2>", "<0x82>", "<0xAC>"] * 200, ["<0xE2>", "<0x82>", "<0xAC>"], "€"),
         ("byte_fallback", ["a", *["<eos>"] * 300], ["▁ab"], " ab"),
+        ("byte_fallback", ["a", *["<eos>"] * 2000], ["▁ab"], "ab"),
         ("metaspace", ["a"], ["▁▁▁▁", "b"], "    b"),
         ("metaspace", ["▁"], ["▁x"], " x"),
         ("word_pieces", ["a"], ["b", "##c"], " bc"),

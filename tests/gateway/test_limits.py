@@ -103,7 +103,10 @@ def test_bodies_that_do_not_come_leave_the_places_to_others(loop: LoopThread, sc
 
 
 def test_a_body_that_comes_too_slowly_is_given_up(loop: LoopThread, scripted: ScriptedServer) -> None:
-    with gateway_here(loop, scripted.address, limits={"body_window_s": SHORT_S}) as gateway, ExitStack() as stack:
+    with (
+        gateway_here(loop, scripted.address, limits={"body_grace_s": 0.0, "body_window_s": SHORT_S}) as gateway,
+        ExitStack() as stack,
+    ):
         answer = http.client.HTTPResponse(send_half_a_body(gateway, stack))
         answer.begin()
         assert (answer.status, b"request_timeout" in answer.read()) == (408, True)
@@ -112,7 +115,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(loop: LoopThread, scripted: Sc
 def test_a_body_that_comes_fast_enough_may_take_longer(loop: LoopThread, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([1], "a"), finished()]
     window_s = 0.5
-    limits = {"body_window_s": window_s, "min_body_rate": 8}  # four bytes
+    limits = {"body_grace_s": 0.0, "body_window_s": window_s, "min_body_rate": 8}  # four bytes
     with gateway_here(loop, scripted.address, limits=limits) as gateway, ExitStack() as stack:
         connection = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S))
         head, body = post(BODY).split(b"\r\n\r\n")
@@ -122,6 +125,18 @@ def test_a_body_that_comes_fast_enough_may_take_longer(loop: LoopThread, scripte
             time.sleep(window_s / 3)
             connection.sendall(body[place : place + 8])
         assert time.monotonic() - began_s > 1.5 * window_s
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 200
+
+
+def test_a_small_body_that_stalls_once_is_waited_for(loop: LoopThread, scripted: ScriptedServer) -> None:
+    scripted.inference.script = [started(), delta([1], "a"), finished()]
+    limits = {"body_window_s": 0.1}
+    with gateway_here(loop, scripted.address, limits=limits) as gateway, ExitStack() as stack:
+        connection = send_half_a_body(gateway, stack)
+        time.sleep(0.3)
+        connection.sendall(post(BODY)[-1:])
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert answer.status == 200

@@ -57,6 +57,12 @@ def test_below_the_level_nothing_is_written(stream: io.StringIO) -> None:
     assert not stream.getvalue()
 
 
+def test_the_requests_of_the_status_page_are_not_told(stream: io.StringIO) -> None:
+    logging.getLogger("httpx2").info("HTTP Request: GET http://127.0.0.1:1/metrics")
+
+    assert not stream.getvalue()
+
+
 def test_an_exception_keeps_its_traceback_on_one_line(stream: io.StringIO) -> None:
     try:
         raise RuntimeError("boom")
