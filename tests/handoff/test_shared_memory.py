@@ -176,7 +176,8 @@ def test_the_memory_of_a_replica_that_is_gone_is_let_go_of_and_its_socket_remove
     left_behind = DIRECTORY / f"baton-kv-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(left_behind))
-    mapped = [weakref.ref(pool) for pool in gc.get_objects() if type(pool) is MappedPool]
+    secret = pair.lent.pool.secret
+    mapped = [weakref.ref(each) for each in gc.get_objects() if type(each) is MappedPool and each.secret == secret]
     assert mapped
     pair.lose_peer()
     wait_until(lambda: gc.collect() >= 0 and not any(pool() for pool in mapped) and not left_behind.exists())
