@@ -68,6 +68,7 @@ class ChatRendering:
         self._least_idle = 0  # since the spare ones were ended
         self._ending: asyncio.TimerHandle | None = None
         self._renderings: set[asyncio.Task[str | Exception]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         try:
@@ -85,7 +86,7 @@ class ChatRendering:
         for rendering in renderings:
             rendering.cancel()
         await asyncio.gather(*renderings, return_exceptions=True)
-        await asyncio.gather(*(process.close() for process in self._idle))
+        await asyncio.gather(*(process.close() for process in self._idle), *self._endings)
 
     async def render(self, messages: Sequence[ChatMessage], *, num_bytes: int) -> str:
         """`num_bytes` are those of the contents. Raises ChatRefused, TextTooLong, or Overloaded.
@@ -148,6 +149,9 @@ class ChatRendering:
     def _end_spare(self) -> None:
         for process in self._idle[: max(self._least_idle - _MAX_SPARE, 0)]:  # the last are taken first
             process.kill()
+            ending = asyncio.create_task(process.close(), name="end_spare")
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
         self._idle = [process for process in self._idle if process.is_usable]
         self._least_idle = len(self._idle)
         again = len(self._idle) > _MAX_SPARE
