@@ -34,7 +34,7 @@ _READ_LOGS = {"log-format": "json"}  # whatever the environment says: they are r
 
 
 class Phase(Enum):
-    """What a process's health says."""
+    """The state of a process, by its health check."""
 
     STARTING = "starting"
     ALIVE = "alive"
@@ -284,7 +284,7 @@ class _Health(Protocol):
 
 
 class _GrpcHealth:
-    """Of a prefill or a decode service."""
+    """Asks a prefill or a decode service, over gRPC."""
 
     def __init__(self, process: ServiceProcess) -> None:
         reconnect_at_once = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
@@ -322,7 +322,7 @@ class _GrpcHealth:
 
 
 class _HttpHealth:
-    """Of the gateway."""
+    """Asks the gateway, over HTTP."""
 
     def __init__(self, process: ServiceProcess) -> None:
         self._url = f"http://{process.address}/health"

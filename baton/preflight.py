@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a pair before any of its processes starts.
+"""Checks that find what is wrong with a pair before any of its processes starts.
 
 For commands that start one: it needs what the services need, so import it when the command runs.
 """
@@ -84,7 +84,7 @@ def _settings(kind: type[SettingsT], process: ServiceProcess) -> SettingsT:
 
 
 def _check_agreement(prefill: PrefillSettings, decode: DecodeSettings) -> None:
-    """Of what is sure to differ: two names may well be the same model."""
+    """Looks only at what is sure to differ: two names may well be the same model."""
     if bool(prefill.draft) != bool(decode.draft):
         raise _differ("draft", prefill.draft or "none", decode.draft or "none")
     for name in _ALIKE:

@@ -40,7 +40,7 @@ _PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Of prompts answered one at a time. `is_full_speed`: whether forwards were fused when they were taken."""
+    """Figures of prompts answered one at a time. `is_full_speed`: whether forwards were fused meanwhile."""
 
     drafted: Sequence[Shown]
     plain: Sequence[Shown]

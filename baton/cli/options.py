@@ -95,7 +95,7 @@ DecodeArgs = Annotated[
 
 @contextmanager
 def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iterator[Client]:
-    """Of the service that a command is about: the one given, or the pair that `baton up` runs here."""
+    """Returns the address a command talks to: the one given, or that of the pair that `baton up` runs here."""
     found = [] if given else running_pairs()
     address = given or (found[0] if found else _DEFAULT_ADDRESS)
     if len(found) > 1:

@@ -97,7 +97,7 @@ def up(
 
 
 class _Told:
-    """What people, or programs that read JSON lines, are told."""
+    """Tells people, or programs that read JSON lines, what happens to the pair."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
