@@ -10,6 +10,7 @@ from typing import Self
 _DNS = "dns:///"
 _NOT_IN_A_HOST = frozenset(" /?#@[]")
 _MAX_PORT = 65535
+_CONNECT_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,15 @@ def why_not_listen(address: str) -> str:
     except (OSError, UnicodeError) as error:  # the latter of a name with a label that is empty or too long
         return getattr(error, "strerror", None) or str(error)
     return ""
+
+
+def is_listened_on(address: str) -> bool:
+    """Whether "HOST:PORT" takes a connection now."""
+    try:
+        socket.create_connection(host_and_port(address), _CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def numeric_form(address: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,10 @@ from baton.client import Client, Tls
 from baton.client.channel import check_token
 from baton.errors import Unavailable
 from baton.running_pairs import running_pairs
+from common.addresses import is_listened_on
 
+LOADING_S = 60.0
+_LOADING_LOOK_S = 0.2
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
@@ -95,12 +100,17 @@ DecodeArgs = Annotated[
 
 @contextmanager
 def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iterator[Client]:
-    """Returns the address a command talks to: the one given, or that of the pair that `baton up` runs here."""
+    """A client of the address a command talks to: the one given, or that of the pair that `baton up` runs here.
+
+    Waits while that pair loads. Raises Unavailable after `LOADING_S` of that.
+    """
     found = [] if given else running_pairs()
     address = given or (found[0] if found else _DEFAULT_ADDRESS)
     if len(found) > 1:
         others = ", ".join(found[1:])
         text_console().print(f"{len(found)} pairs run here: this is {found[0]}, not {others}", style="dim")
+    if found:
+        _wait_loaded(address)
     with Client(address, tls=tls, token=token) as client:
         try:
             yield client
@@ -108,6 +118,25 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
             if given or found or error.reason:  # a reason is a server's, which is there
                 raise
             raise Unavailable(f"no pair of `baton up` runs here, and {address} does not answer: {error}") from error
+
+
+def _wait_loaded(pair: str) -> None:
+    """Returns once a decode service of this pair listens. Raises Unavailable when it ends before, or takes too long."""
+    is_told = False
+    deadline_s = time.monotonic() + LOADING_S
+    idle = threading.Event()
+    while not any(map(is_listened_on, pair.split(","))):
+        if pair not in running_pairs():
+            raise Unavailable(f"the pair of `baton up` at {pair} ended before it was ready: its terminal says why")
+        if time.monotonic() > deadline_s:
+            raise Unavailable(
+                f"the pair of `baton up` at {pair} is still loading after {LOADING_S:g} s: try again once its terminal "
+                "says that it is ready"
+            )
+        if not is_told:
+            is_told = True
+            text_console().print(f"the pair of `baton up` at {pair} is loading: waiting up to {LOADING_S:g} s for it")
+        idle.wait(_LOADING_LOOK_S)
 
 
 def tls_options(

@@ -86,11 +86,12 @@ def up(
                 on_phase=told.phase,
                 on_words=told.words,
             )
-            prepare_pair(pair, as_json=as_json)
-            told.starting(pair)
-            with pair, announced(pair.decode_addresses), LoadReader(pair) as loads:
-                told.ready(pair)
-                _follow(pair, told, loads, restarts, refresh_s)
+            with announced(pair.decode_addresses):  # while it loads too: other commands then wait for it
+                prepare_pair(pair, as_json=as_json)
+                told.starting(pair)
+                with pair, LoadReader(pair) as loads:
+                    told.ready(pair)
+                    _follow(pair, told, loads, restarts, refresh_s)
     except KeyboardInterrupt:
         pass  # how `up` is meant to end; the pair has been stopped
     told.stopped()

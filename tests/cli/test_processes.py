@@ -24,6 +24,7 @@ from baton.cli.demo_answer import TOKEN_IDS
 from baton.cli.main import app
 from baton.errors import InvalidArgument
 from baton.local_pair import LocalPair
+from baton.running_pairs import running_pairs
 from baton.service_process import ChildProcess
 from common.demo_model import demo_model_path
 from tests.cli.conftest import BOUND_S, await_end
@@ -254,6 +255,7 @@ def test_up_interrupted_while_it_starts_leaves_no_process(
     up = command("up", "--model=tiny")
     alive: set[int] = set()
     up.lines_until(lambda line: alive.add(line["pid"]) or len(alive) == 2)
+    assert len(running_pairs()) == 1, "other commands wait for it"
     up.process.send_signal(signal.SIGINT)
     status, lines = up.end()
     assert (status, lines[-1]["event"]) == (0, "stopped")

@@ -14,7 +14,7 @@ from baton.cli import options
 from baton.cli.main import app
 from baton.free_ports import free_ports
 from baton.running_pairs import announced, running_pairs
-from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 
 KEEPS_A_PAIR = """
 import sys
@@ -107,3 +107,43 @@ def test_of_several_the_newest_is_taken_and_said(server: ScriptedServer) -> None
     end(older)
     assert result.stdout == "Hello\n"
     assert f"2 pairs run here: this is {server.address}, not 127.0.0.1:1" in result.stderr
+
+
+def waiting(*arguments: str) -> subprocess.Popen[str]:
+    """A command that has said that it waits for a pair."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from baton.cli.main import main; main()", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert "is loading: waiting" in line, line
+    return process
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("generate", "Hi")])
+def test_commands_wait_for_a_pair_that_is_still_loading(arguments: tuple[str, ...]) -> None:
+    port = free_ports(1)[0]
+    with announced([f"127.0.0.1:{port}"]):
+        process = waiting(*arguments)
+        server = ScriptedServer(port=port)
+        server.inference.script = [started(), delta([5], "Hello"), finished()]
+        out, _ = process.communicate(timeout=BOUND_S)
+        server.stop()
+    assert (process.returncode, bool(out)) == (0, True)
+
+
+def test_a_pair_that_ends_while_it_loads_ends_the_wait() -> None:
+    with announced([f"127.0.0.1:{free_ports(1)[0]}"]):
+        process = waiting("info")
+    _, error = process.communicate(timeout=BOUND_S)
+    assert (process.returncode, "ended before it was ready" in error) == (1, True), error
+
+
+def test_a_pair_that_loads_for_too_long_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "LOADING_S", 0.0)
+    with announced([f"127.0.0.1:{free_ports(1)[0]}"]):
+        result = CliRunner().invoke(app, ["info"])
+    assert (result.exit_code, "is still loading after 0 s" in result.stderr) == (1, True), result.stderr

@@ -84,18 +84,18 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
 
 
 class ScriptedServer:
-    """`inference` behind a gRPC server on a free loopback port, with grpc.health.v1 ("" serves)."""
+    """`inference` behind a gRPC server on loopback, on a free port or `port`, with grpc.health.v1 ("" serves)."""
 
-    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None, *, port: int = 0) -> None:
         self.inference = ScriptedInference()
         self.health = health.HealthServicer()
         self._server = grpc.server(ThreadPoolExecutor(8))
         inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         port = (
-            self._server.add_insecure_port("127.0.0.1:0")
+            self._server.add_insecure_port(f"127.0.0.1:{port}")
             if credentials is None
-            else self._server.add_secure_port("127.0.0.1:0", credentials)
+            else self._server.add_secure_port(f"127.0.0.1:{port}", credentials)
         )
         self.address = f"127.0.0.1:{port}"
         self.health.set("baton.v1.Inference", health_pb2.HealthCheckResponse.NOT_SERVING)
