@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from common.errors import StartupError
 from common.model.attention import AttentionBackend
 from common.model.attention_torch import TorchAttention
-from common.model.sampling_state import DrawKernels
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
 
 AttentionKind = Literal["kernels", "torch"]
 """Kernels that read the paged pool in place, made for the device; or PyTorch's operators, the reference anywhere."""
@@ -49,7 +51,7 @@ def new_attention(
     return TritonAttention(heads, shared_bytes=shared_bytes(torch_device))
 
 
-def new_draw_kernels(torch_device: torch.device) -> DrawKernels | None:
+def new_draw_kernels(torch_device: torch.device) -> TritonDraws | None:
     """None where PyTorch's operators draw: on CPUs, and on CUDA where kernels cannot be compiled."""
     if torch_device.type == "cpu" or _missing_for_kernels() is not None:
         return None

@@ -8,6 +8,7 @@ unmodified distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from common.device.stream import Device
 from common.device.upload import upload_array
 from common.model.forward_program import Largest
 from common.model.noise import gumbel_noise, row_keys
-from common.model.sampling_state import DrawKernels, SamplingBatch, SamplingState
+from common.model.sampling_state import SamplingBatch, SamplingState
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
 
 _DROPPED = float("-inf")
 
@@ -112,7 +116,7 @@ def _draw_from(
 
 @torch.inference_mode()
 def _draw_by_kernels(
-    kernels: DrawKernels,
+    kernels: TritonDraws,
     logits: Tensor,
     rows: Tensor,
     positions: Tensor,

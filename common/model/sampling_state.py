@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from common.device.upload import upload
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, ResolvedSampling
 
 if TYPE_CHECKING:
-    from common.model.sampling import Ancestors
+    from common.model.sampling_triton import TritonDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +31,6 @@ class RowSeed:
     choice_index: int
     token_ids: tuple[int, ...]
     prompt_len: int
-
-
-class DrawKernels(Protocol):
-    """The device's own way to do in one launch what sampling.py does, by what SamplingState holds of each row.
-
-    The arguments are those of `draw`, `propose` and `propose_branches` there.
-    """
-
-    def draw(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        state: SamplingState,
-        ancestors: Ancestors | None,
-        *,
-        is_counted: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids [B] int64, and which rows of `logits` [B, vocab], overwritten, hold no finite largest, bool [B].
-
-        `is_counted`: whether tokens are added to the counts of the rows that penalise them; rows are then distinct.
-        """
-
-    def propose(
-        self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
-    ) -> Tensor:
-        """Target ids [B] int64 that a draft would choose."""
-
-    def couple(
-        self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
-    ) -> Tensor:
-        """A draft's logits [B, Vd] with temperature and noise; `logits` are overwritten."""
 
 
 class SamplingState:
@@ -80,7 +48,7 @@ class SamplingState:
         max_rows: int,
         vocab_size: int,
         torch_device: torch.device,
-        kernels: DrawKernels | None = None,
+        kernels: TritonDraws | None = None,
     ) -> None:
         rows = max_rows + 1
         self.kernels = kernels

@@ -309,7 +309,9 @@ def draw(  # type: ignore[no-untyped-def]
 
 
 class TritonDraws:
-    """DrawKernels (sampling_state.py). `launch` is what becomes of the launches."""
+    """Does in one launch what sampling.py does, by what SamplingState holds of each row. The arguments are those of
+    `draw`, `propose` and `propose_branches` there. `launch` is what becomes of the launches.
+    """
 
     def __init__(self, launch: Launcher = Launch.run) -> None:
         self._launch = launch
@@ -324,6 +326,10 @@ class TritonDraws:
         *,
         is_counted: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Token ids [B] int64, and which rows of `logits` [B, vocab], overwritten, hold no finite largest, bool [B].
+
+        `is_counted`: whether tokens are added to the counts of the rows that penalise them; rows are then distinct.
+        """
         token_ids, is_invalid = _outputs(logits)
         known = ancestors if ancestors is not None and ancestors.token_ids.shape[1] else None
         self._run(
@@ -348,6 +354,7 @@ class TritonDraws:
     def propose(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
+        """Target ids [B] int64 that a draft would choose."""
         chosen, is_invalid = _outputs(logits)
         self._draft(_aligned(logits), token_ids, rows, positions, state, chosen, is_invalid, is_chosen=True)
         return chosen
@@ -355,6 +362,7 @@ class TritonDraws:
     def couple(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
+        """A draft's logits [B, Vd] with temperature and noise; `logits` are overwritten."""
         logits = _aligned(logits)
         self._draft(logits, token_ids, rows, positions, state, rows, state.in_prompt, is_chosen=False)
         return logits

@@ -17,7 +17,7 @@ from benchmarks.kernel_variants import Variant
 from common.model.noise import gumbel_noise, row_keys
 from common.model.sampling import Ancestors, Sampled, draw, propose, propose_branches, sample
 from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import DrawKernels, RowSeed, SamplingBatch, SamplingState
+from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
 from common.model.sampling_triton import TritonDraws
 from common.model.triton_launch import Launch
 
@@ -63,7 +63,7 @@ def requests(options: Sequence[dict[str, Any]]) -> list[ResolvedSampling]:
 
 def state_of(
     sampling: Sequence[ResolvedSampling],
-    kernels: DrawKernels | None,
+    kernels: TritonDraws | None,
     *,
     vocab_size: int = VOCAB,
     device: torch.device = CPU,
