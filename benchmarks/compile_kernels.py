@@ -38,20 +38,27 @@ SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 NUM_REGISTERS = 65_536  # of a multiprocessor
 MAX_SPILLED_BYTES = 256  # of a thread
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEADS = [(32, 8, 16), (32, 8, 32), (32, 8, 64), (32, 8, 80), (32, 8, 128), (16, 8, 256), (8, 2, 512)]
-"""Query heads, heads of K and V, and their size. Sizes between have the kernels of the next power of two."""
+HEADS = [
+    *((32, 8, size) for size in (64, 128, 16, 32, 80, 96)),
+    *((32, 32, 128), (28, 4, 128), (64, 8, 128), (71, 1, 64)),
+    *((16, 8, 256), (8, 2, 512)),
+]
+"""Query heads, heads of K and V, and their size: every size that is served at one grouping, then groupings from a head
+of K and V for each query head (Llama 2) to one for all (Falcon).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`what` tells one kernel of a case from the others by its constants. `head_dim` is 0 where there are no heads.
-    `reckoned_bytes`: the shared memory that
-    tiles are chosen by, None where there are no tiles.
+    """`what` tells one kernel of a case from the others by its constants. `num_shared` query heads read the same K and V;
+    it and `head_dim` are 0 where there are no heads. `reckoned_bytes`: the shared memory that tiles are chosen by, None
+    where there are no tiles.
     """
 
     capability: int
     kernel: str
     dtype: str
+    num_shared: int
     head_dim: int
     what: str
     num_warps: int
@@ -103,7 +110,9 @@ def attention_launches(
     return launches
 
 
-def compiled(variant: Variant, capability: int, dtype: torch.dtype, head_dim: int) -> Compiled:
+def compiled(
+    variant: Variant, capability: int, dtype: torch.dtype, *, num_shared: int = 0, head_dim: int = 0
+) -> Compiled:
     kernel = variant.compile(capability)
     num_registers, spilled_bytes = _resources(kernel.asm["cubin"])
     constants, options = variant.constants, dict(variant.options)
@@ -121,6 +130,7 @@ def compiled(variant: Variant, capability: int, dtype: torch.dtype, head_dim: in
         capability=capability,
         kernel=variant.kernel.name,
         dtype=str(dtype).removeprefix("torch."),
+        num_shared=num_shared,
         head_dim=head_dim,
         what=", ".join(words),
         num_warps=options["num_warps"],
@@ -155,7 +165,7 @@ def attention_kernels(
         yield error
         return
     for variant in dict.fromkeys(Variant.of(launch) for launch in launches):
-        yield compiled(variant, capability, heads.dtype, heads.head_dim)
+        yield compiled(variant, capability, heads.dtype, num_shared=heads.num_shared, head_dim=heads.head_dim)
 
 
 def sampling_launches(vocab_size: int, draft_vocab_size: int) -> list[Launch]:
@@ -173,7 +183,7 @@ def sampling_launches(vocab_size: int, draft_vocab_size: int) -> list[Launch]:
 
 def sampling_kernels(capability: int) -> Iterator[Compiled]:
     for launch in sampling_launches(128256, 32000):
-        yield compiled(Variant.of(launch), capability, torch.float32, 0)
+        yield compiled(Variant.of(launch), capability, torch.float32)
 
 
 def few() -> Iterator[Compiled | StartupError]:
@@ -222,11 +232,12 @@ def main() -> None:
 
 def _table(rows: list[Compiled]) -> Iterator[str]:
     """A line for each kernel; of each target shared memory / registers / spilled bytes."""
-    yield f"| kernel | dtype | head size | tile | warps | {' | '.join(f'sm_{each}' for each in SHARED_BYTES)} |"
-    yield "|---" * (5 + len(SHARED_BYTES)) + "|"
+    targets = " | ".join(f"sm_{each}" for each in SHARED_BYTES)
+    yield f"| kernel | dtype | query heads to one of K and V | head size | tile | warps | {targets} |"
+    yield "|---" * (6 + len(SHARED_BYTES)) + "|"
     cells: dict[tuple[object, ...], dict[int, str]] = {}
     for row in rows:
-        key = (row.kernel, row.dtype, row.head_dim, row.what, row.num_warps)
+        key = (row.kernel, row.dtype, row.num_shared, row.head_dim, row.what, row.num_warps)
         figures = f"{row.shared_bytes:,} / {row.num_registers}"
         if row.spilled_bytes:
             figures += f" / {row.spilled_bytes}"
