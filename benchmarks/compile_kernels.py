@@ -2,8 +2,8 @@
 
 What is compiled is what a service would launch: forwards over tensors without memory tell their launches. For each
 kernel: shared memory, registers of a thread, bytes that a thread spills. Exit status 1 where a kernel does not fit the
-device, or spills more than a few numbers. Writes a table into benchmarks/results. `--few` compiles a dozen that differ
-most and saves nothing.
+device, or spills more than a few numbers. Writes a table into benchmarks/results. `--few` compiles a dozen or so that
+differ most and saves nothing.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ of K and V for each query head (Llama 2) to one for all (Falcon).
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`what` tells one kernel of a case from the others by its constants. `num_shared` query heads read the same K and V;
-    it and `head_dim` are 0 where there are no heads. `reckoned_bytes`: the shared memory that tiles are chosen by, None
-    where there are no tiles.
+    """`what` tells one kernel of a case from the others by its constants. `num_shared` query heads read the same K and
+    V; it and `head_dim` are 0 where there are no heads. `reckoned_bytes`: the shared memory that tiles are chosen by,
+    None where there are no tiles.
     """
 
     capability: int
@@ -187,13 +187,15 @@ def sampling_kernels(capability: int) -> Iterator[Compiled]:
 
 
 def few() -> Iterator[Compiled | StartupError]:
-    """A dozen: of each target the kernels of decoding, of prompts and of trees, in each dtype."""
+    """A dozen or so: of each target the kernels of decoding, of prompts and of trees, in each dtype; what draws tokens
+    for each, and drafts for one.
+    """
     llama, narrow = HeadShape(32, 8, 128, torch.bfloat16), HeadShape(32, 8, 64, torch.float32)
     wide = HeadShape(16, 8, 256, torch.float16)
     decode, prompt, tree = KernelShape(1, 900), KernelShape(64, 64), KernelShape(16, 900, has_mask=True)
     for capability, heads, shape in ((80, llama, decode), (90, llama, tree), (100, llama, decode)):
         yield from attention_kernels(capability, heads, [shape])
-        yield next(sampling_kernels(capability))
+        yield from itertools.islice(sampling_kernels(capability), 3 if capability == 90 else 1)
     for capability, heads in ((80, wide), (90, narrow), (100, llama)):
         yield list(attention_kernels(capability, heads, [prompt]))[-1]
 
@@ -209,7 +211,7 @@ def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few", action="store_true", help="a dozen that differ most, as lines of JSON")
+    parser.add_argument("--few", action="store_true", help="a dozen or so that differ most, as lines of JSON")
     parser.add_argument("--head-sizes", type=int, nargs="+", metavar="SIZE", help="only these; all take an hour or so")
     args = parser.parse_args()
     rows: list[Compiled] = []

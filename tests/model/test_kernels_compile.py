@@ -9,7 +9,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.timeout(420)  # a quarter of a minute on cores that are free
 def test_a_dozen_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> None:
     """In a process of its own: in this one Triton's interpreter is on. The command fails where one does not fit."""
     run = subprocess.run(
@@ -17,11 +20,12 @@ def test_a_dozen_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> N
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=400,
         check=False,
     )
     assert run.returncode == 0, run.stderr
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
-    assert Counter(each["capability"] for each in compiled) == {80: 5, 90: 5, 100: 5}
+    assert Counter(each["capability"] for each in compiled) == {80: 5, 90: 7, 100: 5}
     assert {each["dtype"] for each in compiled} == {"bfloat16", "float16", "float32"}
     assert {each["kernel"] for each in compiled} == {"write", "attend", "combine", "draw"}
+    assert {each["what"] for each in compiled if each["kernel"] == "draw"} == {"target", "draft", "draft's tree"}
