@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -21,6 +22,7 @@ from common.draft_source import resolve_draft
 from common.errors import StartupError
 from common.fused_forwards import new_fusing
 from common.kv.pool_size import MemoryBeside, PoolLimits, PoolSize, size_pool
+from common.model.attention_choice import new_draw_kernels
 from common.model.loader import load_target
 from common.model.model_files import model_faults
 from common.model.target import TargetModel
@@ -33,6 +35,9 @@ from common.telemetry.timeline import Timeline
 from common.wire.fingerprint import Fingerprint
 from common.work_beside import Check, Work, WorkBeside
 
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
+
 _FUSED_SHARE_OF_CORES = 1.0
 """In either service: threads that take items as they come lose little to others on their cores."""
 
@@ -43,12 +48,15 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """`directory` is the model's. `context_tokens` is what the model and the settings allow one request."""
+    """`directory` is the model's. `context_tokens` is what the model and the settings allow one request.
+    `draw_kernels`: None where PyTorch's operators draw tokens.
+    """
 
     directory: Path
     model: TargetModel
     draft: PagedHead | None
     device: Device
+    draw_kernels: TritonDraws | None
     timeline: Timeline
     fingerprint: Fingerprint
     architecture: str
@@ -108,6 +116,8 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     timeline = Timeline()
     num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
+    draw_kernels = new_draw_kernels(settings.attention, torch_device=device.torch_device)
+    _log.info("draw_chosen", draws="operators" if draw_kernels is None else "kernels", device=settings.device)
     if device.torch_device.type == "cpu":
         from common.model.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
 
@@ -140,6 +150,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         model=model,
         draft=head,
         device=device,
+        draw_kernels=draw_kernels,
         timeline=timeline,
         fingerprint=fingerprint,
         architecture=model.architecture,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.device.stream import Device, Stream
 from common.draft.head import DraftHead
 from common.kv.pool import KvPool
-from common.model.attention_choice import new_draw_kernels
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
@@ -18,6 +18,9 @@ from decode_service.recording import Recorded, record_forwards
 from decode_service.spec_info import SpecInfo
 from decode_service.worker import Worker
 from decode_service.worker_factory import new_worker
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class ForwardSide:
         draft: DraftHead | None,
         levels: Sequence[SpecInfo],
         device: Device,
+        draw_kernels: TritonDraws | None,
         pool: KvPool,
         replays_forwards: bool,
         poisons_consumed_rows: bool,
@@ -57,7 +61,7 @@ class ForwardSide:
             max_rows=max_rows,
             vocab_size=model.vocab_size,
             torch_device=device.torch_device,
-            kernels=new_draw_kernels(device.torch_device),
+            kernels=draw_kernels,
         )
         worker = new_worker(
             model=model,

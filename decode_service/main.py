@@ -236,6 +236,7 @@ def _engine(
                 else None,
                 adapts_depth=settings.adaptive_depth,
                 device=runtime.device,
+                draw_kernels=runtime.draw_kernels,
                 max_rows=size.max_rows,
                 max_kv_tokens=size.max_kv_tokens,
                 max_context_tokens=size.max_context_tokens,

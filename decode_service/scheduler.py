@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -52,6 +53,9 @@ from decode_service.spec_info import SpecInfo
 from decode_service.stages import StageLog
 from decode_service.step_in_flight import StepInFlight, first_token_payload, first_tokens
 
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
+
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _WAITING_WAIT_S = 0.05
@@ -60,10 +64,11 @@ _WAITING_WAIT_S = 0.05
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    `draft` and `spec_info` come together, and fit; `adapts_depth`: drafting may be shallower. `max_rows` bounds rows
-    reserved, transferring and running together. `replays_forwards`: where the device can, steps' forwards are recorded
-    when the engine is made. `nontemporal_copies`: on a CPU, large KV lands past its caches. `overlap=False` finishes
-    each step before the next is scheduled, by the same code. Figures and time-outs use `clock` (monotonic seconds).
+    Without `draw_kernels` PyTorch's operators draw tokens. `draft` and `spec_info` come together, and fit;
+    `adapts_depth`: drafting may be shallower. `max_rows` bounds rows reserved, transferring and running together.
+    `replays_forwards`: where the device can, steps' forwards are recorded when the engine is made.
+    `nontemporal_copies`: on a CPU, large KV lands past its caches. `overlap=False` finishes each step before the next
+    is scheduled, by the same code. Figures and time-outs use `clock` (monotonic seconds).
     `deliver` takes news for the edge when the engine is about to wait for its stream, or ends; else steps return them.
     """
 
@@ -75,6 +80,7 @@ class DecodeEngine:
         max_rows: int,
         max_kv_tokens: int,
         max_context_tokens: int,
+        draw_kernels: TritonDraws | None = None,
         draft: DraftHead | None = None,
         spec_info: SpecInfo | None = None,
         adapts_depth: bool = False,
@@ -113,6 +119,7 @@ class DecodeEngine:
             draft=draft,
             levels=() if self._depth is None else self._depth.levels,
             device=device,
+            draw_kernels=draw_kernels,
             pool=self.pool,
             replays_forwards=replays_forwards,
             poisons_consumed_rows=debug_checks,

@@ -165,6 +165,7 @@ def _engine(
             draft=runtime.draft,
             draft_topk=settings.draft_topk,
             device=runtime.device,
+            draw_kernels=runtime.draw_kernels,
             max_rows=size.max_rows,
             max_kv_tokens=size.max_kv_tokens,
             max_context_tokens=size.max_context_tokens,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Device, Scope, naming_a_lost_device, raise_if_device_failed
@@ -21,7 +22,6 @@ from common.errors import RowFailure
 from common.kv.pool import KvPool, LeaseState
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
-from common.model.attention_choice import new_draw_kernels
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
@@ -49,6 +49,9 @@ from prefill_service.sender import KvSender, SentPiece
 from prefill_service.step_in_flight import StepInFlight
 from prefill_service.worker import Meanwhile, PrefillWorker
 
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
+
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _QUEUED_WAIT_S = 0.05
@@ -58,6 +61,7 @@ _RETRY_AFTER_MS = 200
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
+    Without `draw_kernels` PyTorch's operators draw tokens.
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
@@ -74,6 +78,7 @@ class PrefillEngine:
         max_rows: int,
         max_kv_tokens: int,
         max_context_tokens: int,
+        draw_kernels: TritonDraws | None = None,
         draft: DraftHead | None = None,
         draft_topk: int = 1,
         chunk_tokens: int = 512,
@@ -121,7 +126,7 @@ class PrefillEngine:
             max_rows=max_rows,
             vocab_size=model.vocab_size,
             torch_device=device.torch_device,
-            kernels=new_draw_kernels(device.torch_device),
+            kernels=draw_kernels,
         )
         self._forward_stream = device.new_stream("forward", on_event=self._wake_up.told)
         self._worker = PrefillWorker(

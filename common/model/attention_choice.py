@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from common.model.sampling_triton import TritonDraws
 
 AttentionKind = Literal["kernels", "torch"]
-"""Kernels that read the paged pool in place, made for the device; or PyTorch's operators, the reference anywhere."""
+"""Kernels made for the device: they read the paged pool in place, and draw tokens on a GPU. Or PyTorch's operators, the
+reference anywhere.
+"""
 
 
 def shared_bytes_of(torch_device: torch.device) -> int:
@@ -43,21 +45,27 @@ def new_attention(
         from common.model.attention_cpu import PagedCpuAttention  # the compiler behind it is of no use elsewhere
 
         return PagedCpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
-    if (missing := _missing_for_kernels()) is not None:
-        raise StartupError(f"attention: kernels for CUDA need {missing}; torch needs nothing")
+    _check_compiler()
     from common.model.attention_triton import HeadShape, TritonAttention
 
     heads = HeadShape(num_heads, num_kv_heads, head_dim, dtype)
     return TritonAttention(heads, shared_bytes=shared_bytes(torch_device))
 
 
-def new_draw_kernels(torch_device: torch.device) -> TritonDraws | None:
-    """None where PyTorch's operators draw: on CPUs, and on CUDA where kernels cannot be compiled."""
-    if torch_device.type == "cpu" or _missing_for_kernels() is not None:
+def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> TritonDraws | None:
+    """None where PyTorch's operators draw: where they attend too, and on CPUs. Raises StartupError."""
+    if kind == "torch" or torch_device.type == "cpu":
         return None
+    _check_compiler()
     from common.model.sampling_triton import TritonDraws
 
     return TritonDraws()
+
+
+def _check_compiler() -> None:
+    """Raises StartupError where Triton cannot compile."""
+    if (missing := _missing_for_kernels()) is not None:
+        raise StartupError(f"attention: kernels for CUDA need {missing}; torch needs nothing")
 
 
 def _missing_for_kernels() -> str | None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import MagicMock
 
 import pytest
@@ -24,6 +24,7 @@ from common.model.attention_torch import TorchAttention
 from common.model.cpu_copy import copy_kv
 from common.model.cpu_norm import CpuRMSNorm
 from common.model.kernel_cache import kernels_dir
+from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
 from common.model_cache import kernels_cache_dir
 from common.process_exit import EXIT_STARTUP
@@ -156,6 +157,27 @@ def test_modules_are_optimized(
     assert any(isinstance(module, CpuRMSNorm) for module in opened.model._model.modules()) == optimized
 
 
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("attention", ["kernels", "torch"])
+def test_the_setting_that_chooses_attention_chooses_what_draws_tokens(
+    kind: type[ServiceSettings],
+    attention: Literal["kernels", "torch"],
+    begun: list[int],
+    tiny_model_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a line of the log says which. Here as on a device that has kernels for both."""
+    kernels = TritonDraws()
+    monkeypatch.setattr(runtime, "new_draw_kernels", lambda kind, **device: kernels if kind == "kernels" else None)
+    settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, attention=attention)
+    with capture_logs() as logs:
+        opened = runtime.open_runtime(settings)
+    opened.device.close(5.0)
+    assert opened.draw_kernels is (kernels if attention == "kernels" else None)
+    told = [line["draws"] for line in logs if line["event"] == "draw_chosen"]
+    assert told == ["kernels" if attention == "kernels" else "operators"]
+
+
 class Made(Exception):
     """With what something was to be made."""
 
@@ -206,6 +228,23 @@ def test_one_setting_each_reaches_what_it_switches(
             else:
                 main._engine(settings, process, SIZE, None, lambda stats: None)
         assert made.value.args == (expected,)
+
+
+@pytest.mark.parametrize("main", [decode_main, prefill_main])
+def test_an_engine_draws_with_what_was_chosen(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*, draw_kernels: object, **_: Any) -> None:
+        raise Made(draw_kernels)
+
+    monkeypatch.setattr(main, "DecodeEngine" if main is decode_main else "PrefillEngine", make)
+    chosen = TritonDraws()
+    runtime = MagicMock(draft=None, draw_kernels=chosen)
+    process = Process(instance_id="a", runtime=runtime, registry=CollectorRegistry())
+    with pytest.raises(Made) as made:
+        if main is decode_main:
+            main._engine(DecodeSettings(), process, SIZE, lambda stats: None)
+        else:
+            main._engine(PrefillSettings(), process, SIZE, None, lambda stats: None)
+    assert made.value.args == (chosen,)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

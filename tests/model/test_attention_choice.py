@@ -16,6 +16,7 @@ from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import TritonAttention
 from common.model.sampling_triton import TritonDraws
 
+CUDA = torch.device("cuda")
 A100, GEFORCE = 166912, 101376
 """Bytes of shared memory that a program may have."""
 
@@ -34,9 +35,20 @@ def choose(
         num_kv_heads=2,
         head_dim=head_dim,
         dtype=dtype,
-        torch_device=torch.device("cuda"),
+        torch_device=CUDA,
         shared_bytes=lambda device: shared_bytes,
     )
+
+
+def check_kernels_are_refused(named: str) -> None:
+    """What attends and what draws alike; operators are not."""
+    with pytest.raises(StartupError, match=f"^attention: .*{named}.*torch needs nothing$") as of_attention:
+        choose()
+    with pytest.raises(StartupError) as of_draws:
+        new_draw_kernels("kernels", torch_device=CUDA)
+    assert str(of_draws.value) == str(of_attention.value)
+    assert isinstance(choose("torch"), TorchAttention)
+    assert new_draw_kernels("torch", torch_device=CUDA) is None
 
 
 @pytest.fixture
@@ -67,16 +79,13 @@ def test_the_one_that_cc_names_is_taken_wherever_it_is(
 
 def test_another_one_does_not(programs: Path) -> None:
     install(programs / "cc")  # Triton does not look for it
-    with pytest.raises(StartupError, match=r"^attention: .*neither gcc nor clang"):
-        choose()
-    assert isinstance(choose("torch"), TorchAttention)
+    check_kernels_are_refused("neither gcc nor clang")
 
 
 def test_a_cc_that_is_not_there_is_named(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(programs / "gcc")
     monkeypatch.setenv("CC", "nonesuch")
-    with pytest.raises(StartupError, match=r"^attention: .*CC names nonesuch"):
-        choose()
+    check_kernels_are_refused("CC names nonesuch")
 
 
 @pytest.mark.parametrize(
@@ -95,12 +104,15 @@ def test_a_build_for_other_devices_that_are_called_cuda_is_named(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(programs / "gcc")
-    assert isinstance(new_draw_kernels(torch.device("cuda")), TritonDraws)
+    assert isinstance(new_draw_kernels("kernels", torch_device=CUDA), TritonDraws)
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    with pytest.raises(StartupError, match=r"^attention: .*NVIDIA.*AMD"):
-        choose()
-    assert isinstance(choose("torch"), TorchAttention)
-    assert new_draw_kernels(torch.device("cuda")) is None
+    check_kernels_are_refused("NVIDIA.*AMD")
+
+
+def test_operators_draw_where_they_attend_and_on_cpus(programs: Path) -> None:
+    install(programs / "gcc")
+    assert new_draw_kernels("torch", torch_device=CUDA) is None
+    assert new_draw_kernels("kernels", torch_device=torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError
+from common.model.attention_choice import new_draw_kernels
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
 from common.telemetry.step_stats import StepStats
@@ -26,6 +28,9 @@ from decode_service.scheduler import DecodeEngine
 from decode_service.spec_info import SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.scheduler import PrefillEngine
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
 
 _IDLE_STEP_S = 0.001
 
@@ -114,7 +119,8 @@ class PrefillReplica:
 
 class InProcessPair:
     """One decode engine and `options.num_replicas` prefill engines; `prefill` is the first of them. Theirs are
-    `prefill_model` and `prefill_draft`, unless all share one: a fused one is for one engine only.
+    `prefill_model` and `prefill_draft`, unless all share one: a fused one is for one engine only. `draw_kernels` and
+    `prefill_draw_kernels` draw tokens; where they are not given, what draws on such a device.
 
     `tamper` replaces frames between the engines, by none where it holds one back. `clock` is every engine's.
     """
@@ -127,11 +133,15 @@ class InProcessPair:
         draft: DraftHead | None = None,
         prefill_model: TargetModel | None = None,
         prefill_draft: DraftHead | None = None,
+        draw_kernels: TritonDraws | None = None,
+        prefill_draw_kernels: TritonDraws | None = None,
         options: PairOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options = options or PairOptions()
         self._prefill_draft = prefill_draft or draft
+        self._prefill_draw_kernels = prefill_draw_kernels
+        device = new_device()
         self.prefill_steps: list[StepStats] = []
         self.decode_steps: list[StepStats] = []
         self.outcomes: dict[str, Outcome] = {}
@@ -142,7 +152,8 @@ class InProcessPair:
         self._replica_of_call: dict[str, PrefillReplica] = {}
         self.decode = DecodeEngine(
             model=model,
-            device=new_device(),
+            device=device,
+            draw_kernels=draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.decode_rows,
             max_kv_tokens=options.decode_tokens,
             max_context_tokens=options.context_tokens,
@@ -168,6 +179,7 @@ class InProcessPair:
         engine = PrefillEngine(
             model=model,
             device=device,
+            draw_kernels=self._prefill_draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.prefill_rows,
             max_kv_tokens=options.prefill_tokens,
             max_context_tokens=options.context_tokens,
