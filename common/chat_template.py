@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
@@ -32,8 +33,6 @@ def _marker(index: int) -> str:
     return f"qz{index}zq"
 
 
-_PROBE = _marker(0) + " and so on" * 500 + _marker(1)
-"""Long, since a template may cut a content."""
 _PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
 """A list of parts as Python or JSON writes it."""
 _PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
@@ -64,7 +63,8 @@ class _CallsForm(NamedTuple):
 class ChatTemplate:
     """`parts_roles`: the roles whose content the template reads as a list of parts. None: find it out.
 
-    Whether it keeps what is said is asked of it by markers in place of the contents, once for each order of roles.
+    Each rendered text must have all that is said in it, and each order of roles is rendered once with markers for
+    contents: a short word might be in the text by chance.
     """
 
     def __init__(
@@ -86,6 +86,9 @@ class ChatTemplate:
         if (dropped := self._dropped(_shape(messages))) is not None:
             place, what = dropped
             raise ChatRefused(f"{place}: the model's chat template leaves out {what} here")
+        if (missing := _find_missing(messages, text)) is not None:
+            place, what = missing
+            raise ChatRefused(f"{place}: the model's chat template leaves out or changes some of {what} here")
         return text
 
     def _render(
@@ -129,13 +132,14 @@ class ChatTemplate:
         for parts_roles in (as_strings, as_strings | {role}):
             self.parts_roles = parts_roles
             for before, after in _AROUND[role]:
-                probe = ChatMessage(role, _PROBE, tool_call_id=_PROBE_ID if role == "tool" else "")
+                probe = ChatMessage(role, _marker(0), tool_call_id=_PROBE_ID if role == "tool" else "")
                 try:
-                    text = self._render([*before, probe, *after], form=_CALLS_FORMS[0]).casefold()
+                    text = self._render([*before, probe, *after], form=_CALLS_FORMS[0])
                 except (ChatRefused, TextTooLong) as error:
-                    reason = str(error)
+                    if parts_roles == as_strings:
+                        reason = str(error)
                     continue
-                if _marker(0) in text and _marker(1) in text and not _PRINTED_PART.search(text):
+                if _marker(0) in text and not _PRINTED_PART.search(text):
                     return
         self.parts_roles = as_strings  # what it keeps of this role, if anything, each conversation shows
         if role == "user":
@@ -154,7 +158,7 @@ class ChatTemplate:
         ]
         for form in _CALLS_FORMS:
             try:
-                text = self._render(conversation, form=form).casefold()
+                text = self._render(conversation, form=form)
             except (ChatRefused, TextTooLong):
                 continue
             if all(_marker(index) in text for index in range(3)) and not _PRINTED_ARGUMENT.search(text):
@@ -167,7 +171,7 @@ class ChatTemplate:
         """
         probes, said = _probes(shape)
         try:
-            text = self._render(probes).casefold()
+            text = self._render(probes)
         except (ChatRefused, TextTooLong):
             return None
         return next((each for index, each in enumerate(said) if _marker(index) not in text), None)
@@ -264,6 +268,123 @@ def _probes(shape: bytes) -> tuple[list[ChatMessage], list[_Said]]:
         name = "f" if code & _HAS_NAME else ""
         probes.append(ChatMessage(role, content, tool_call_id=tool_call_id, name=name))
     return probes, said
+
+
+_END_OF_THOUGHTS = re.compile(
+    r"</(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>|<channel\|>"
+)
+_ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
+"""Some models put what they say after their thoughts into this."""
+_SWITCH = re.compile(r"/(?:no_?)?think\b")
+"""Some templates take these out of a content: they switch thinking on or off."""
+
+
+def _find_missing(messages: Sequence[ChatMessage], text: str) -> _Said | None:
+    """What is the first that is not in the text. It comes in order, but a template may move a system's words."""
+    search = _Search(text)
+    end = end_of_systems = 0
+    for index, message in enumerate(messages):
+        is_systems = message.role in ("system", "developer")
+        start = end_of_systems if is_systems else end
+        at = furthest = start
+        for piece in _pieces(message):
+            if (at := search.end_of(piece, start=at, kind=message.role)) < 0:
+                return _Said(f"messages[{index}]", f"what the {message.role} says")
+            furthest = at
+        at = start  # calls may come before what is said beside them
+        for number, call in enumerate(message.tool_calls):
+            place = f"messages[{index}].tool_calls[{number}]"
+            if (end_of_name := search.end_of(call.name, start=at, kind="name")) < 0:
+                return _Said(place, "the function's name")
+            if (end_of_arguments := _end_of_arguments(search, call.arguments, start=at)) < 0:
+                return _Said(place, "the arguments")
+            at = max(end_of_name, end_of_arguments)
+        if is_systems:
+            end_of_systems = furthest
+        else:
+            end = max(furthest, at)
+    return None
+
+
+def _pieces(message: ChatMessage) -> Iterator[str]:
+    """What no template may leave out of a content: all but outer blanks, switches, and what an assistant thought."""
+    content = message.content
+    if message.role == "assistant":
+        for thoughts in _END_OF_THOUGHTS.finditer(message.content):
+            content = message.content[thoughts.end() :]
+        if answer := _ANSWER.fullmatch(content.strip()):
+            content = answer[1]
+    for piece in _SWITCH.split(content):
+        if piece := piece.strip():
+            yield piece
+
+
+def _end_of_arguments(search: _Search, arguments: str, *, start: int) -> int:
+    """Where they first end in the text, or -1: all that is in the object, as it comes or sorted, or the text of it."""
+    values = _object_of(arguments)
+    writings = [] if values is None else [_leaves(values, is_sorted=False), _leaves(values, is_sorted=True)]
+    end = -1
+    for words in (*writings, iter([arguments.strip()])):
+        at = start
+        for each in words:
+            if (at := search.end_of(each, start=at, stop=end if end >= 0 else None, kind="arguments")) < 0:
+                break
+        else:
+            end = at
+    return end
+
+
+def _leaves(value: Any, *, is_sorted: bool) -> Iterator[str]:
+    """Names, texts and numbers in a value of JSON, from the first to the last. `is_sorted`: by names."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case dict() as entries:
+                pairs = sorted(entries.items(), key=itemgetter(0)) if is_sorted else list(entries.items())
+                waiting += [each for pair in reversed(pairs) for each in reversed(pair)]
+            case list() as entries:
+                waiting += reversed(entries)
+            case str() as words:
+                yield words.strip()
+            case bool() | None:  # true, True or yes
+                pass
+            case number:
+                yield json.dumps(number)
+
+
+def _in_json(words: str, *, ensure_ascii: bool) -> str:
+    return json.dumps(words, ensure_ascii=ensure_ascii)[1:-1]
+
+
+def _printed(words: str) -> str:
+    return repr(words)[1:-1]
+
+
+class _Search:
+    """Finds words in a text: as they are, as JSON writes them, or as Python does.
+
+    Of each kind the form found last is tried first: a form that is nowhere is looked for up to the text's end.
+    """
+
+    _FORMS = (str, partial(_in_json, ensure_ascii=False), partial(_in_json, ensure_ascii=True), _printed)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._found_as: dict[str, int] = {}
+
+    def end_of(self, words: str, *, start: int, kind: str, stop: int | None = None) -> int:
+        """Where the first of these words between `start` and `stop` end, or -1."""
+        if words.isalnum() and words.isascii():  # no form is another
+            at = self._text.find(words, start, stop)
+            return -1 if at < 0 else at + len(words)
+        end = -1
+        found_as = self._found_as.get(kind, 0)
+        for form in (found_as, *(each for each in range(len(self._FORMS)) if each != found_as)):
+            written = self._FORMS[form](words)
+            if (at := self._text.find(written, start, stop)) >= 0:
+                end = at + len(written)
+                stop, self._found_as[kind] = at + len(written) - 1, form
+        return end
 
 
 class _refusing:

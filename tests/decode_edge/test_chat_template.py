@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,11 +58,11 @@ def test_a_template_that_reads_both_forms_gets_strings() -> None:
         "a fixed text",
         "{% for m in messages %}<{{ m.role }}>{% endfor %}",
         "{% for m in messages %}{{ m.text }}{% endfor %}",
-        "{% for m in messages %}{{ m.content[:100] }}{% endfor %}",
-        "{% for m in messages %}{{ m.content | truncate(200) }}{% endfor %}",
         "{% for m in messages %}{{ m.content | length }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:3] }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
     ],
-    ids=["fixed", "roles", "another field", "sliced", "truncated", "length"],
+    ids=["fixed", "roles", "another field", "length", "sliced", "upper"],
 )
 def test_a_template_that_drops_what_a_user_says_is_refused_at_once(source: str) -> None:
     with pytest.raises(ChatRefused, match="leaves out what a user says"):
@@ -108,18 +109,95 @@ def test_what_says_nothing_may_be_left_out() -> None:
     assert rendered(source, ChatMessage("system", " "), USER, ChatMessage("assistant", ""), USER) == "hihi"
 
 
+LONG = ChatMessage("user", 'what is 2 < 3,\n\tand "why"?   \n' * 300 + "tell me")
+
+
 @pytest.mark.parametrize(
-    "change",
-    ["trim", "upper", "replace('i', 'o')", "tojson", "e"],
-    ids=["trim", "upper", "replace", "tojson", "escape"],
+    ("change", "user"),
+    [
+        ("[:8000]", LONG),
+        ("[-8000:]", LONG),
+        (" | truncate(500)", LONG),
+        ("[:100]", LONG),
+        (".split('\n')[0]", LONG),
+        (".split() | join(' ')", LONG),
+        (" | wordwrap(40)", LONG),
+        (" | indent", LONG),
+        (" | striptags", LONG),
+        (" | escape", LONG),
+        (" | lower", ChatMessage("user", "Who is May?")),
+        (" | replace('not', '')", ChatMessage("user", "do not stop")),
+        (" | replace('/think', '')", ChatMessage("user", "look into /thinking/me")),
+        (".split('</think>')[-1]", ChatMessage("user", "what is </think> for?")),
+    ],
 )
-def test_a_template_may_change_what_it_keeps(change: str) -> None:
-    rendered("{% for m in messages %}{{ m.content | " + change + " }}{% endfor %}", SYSTEM, USER, ASSISTANT, USER)
+def test_a_template_that_cuts_or_changes_words_is_refused_by_the_message(change: str, user: ChatMessage) -> None:
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content" + change + " }}{% endfor %}", {})
+    assert template.render([SYSTEM, USER]) == "<system>be kind<user>hi"
+    with pytest.raises(ChatRefused) as refusal:
+        template.render([SYSTEM, USER, ASSISTANT, user])
+    expected = "messages[3]: the model's chat template leaves out or changes some of what the user says here"
+    assert str(refusal.value) == expected
 
 
-def test_what_a_model_thought_may_be_cut_from_what_it_said() -> None:
-    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-    assert rendered(source, USER, ChatMessage("assistant", "hm</think>yes"), USER) == "hiyeshi"
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for c in messages | map(attribute='content') | unique %}[{{ c }}]{% endfor %}",
+        "{% for m in messages | sort(attribute='role') %}[{{ m.content }}]{% endfor %}",
+        "{% for m in messages %}{% if loop.last or m.content != 'no' %}[{{ m.content }}]{% endif %}{% endfor %}",
+        "{% if messages | tojson | length > 200 %}{{ messages[-1].content }}{% else %}{{ messages }}{% endif %}",
+    ],
+    ids=["each once", "sorted", "a word", "long ones"],
+)
+def test_messages_that_are_dropped_or_moved_for_what_they_say_are_missed(source: str) -> None:
+    no = ChatMessage("user", "no")
+    with pytest.raises(ChatRefused, match=r"^messages\[\d\]: .* leaves out or changes some of what the "):
+        rendered(source, no, ChatMessage("assistant", "so?"), no, ChatMessage("assistant", "well " * 40), no)
+
+
+@pytest.mark.parametrize(
+    "change", ["trim", "tojson", "tojson(ensure_ascii=True)", "escape", "string", "pprint"], ids=lambda change: change
+)
+def test_a_template_may_trim_or_quote_what_it_keeps(change: str) -> None:
+    said = ChatMessage("user", ' \n¿\tQué es \\n?  "it\'s"\r\n' if change != "escape" else "hi")
+    source = "{% for m in messages %}{{ m.content | " + change + " }}{% endfor %}"
+    rendered(source, SYSTEM, said, ASSISTANT, said)
+
+
+def test_a_system_s_words_may_be_moved_to_a_user_s_turn() -> None:
+    source = (
+        "{% for m in messages if m.role != 'system' %}[{% if loop.last %}{{ messages[0].content }}\n{% endif %}"
+        "{{ m.content }}]{% endfor %}"
+    )
+    assert rendered(source, SYSTEM, USER, ASSISTANT, ChatMessage("user", "why?")) == "[hi][yes][be kind\nwhy?]"
+
+
+def test_what_some_templates_take_for_a_switch_may_be_left_out() -> None:
+    source = "{% for m in messages %}{{ m.content | replace('/no_think', '') | trim }}{% endfor %}"
+    assert rendered(source, ChatMessage("system", "be kind /no_think\nand short"), USER) == "be kind \nand shorthi"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (".split('</think>')[-1]", "hm</think>yes"),
+        (".split('</think>')[-1].strip()", "<think>\nhm\n</think>\n\nyes"),
+        (".split('</think>')[-1]", "<think>hm</think>yes"),
+        (".split('[/THINK]')[-1]", "[THINK]hm[/THINK]yes"),
+        (".split('</seed:think>')[-1]", "<seed:think>hm</seed:think>yes"),
+        (".split('<answer>')[-1].split('</answer>')[0].strip()", "<think>hm</think>\n<answer>\nyes\n</answer>"),
+    ],
+)
+def test_what_a_model_thought_may_be_cut_from_what_it_said(change: str, said: str) -> None:
+    source = "{% for m in messages %}{{ m.content" + change + " }}{% endfor %}"
+    assert rendered(source, USER, ChatMessage("assistant", said), USER) == "hiyeshi"
+
+
+def test_what_a_model_said_after_its_thoughts_is_not_cut() -> None:
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1][:100] }}{% endfor %}"
+    with pytest.raises(ChatRefused, match=r"^messages\[1\]: .* some of what the assistant says"):
+        rendered(source, USER, ChatMessage("assistant", f"hm</think>{LONG.content}"), USER)
 
 
 @pytest.mark.parametrize(
@@ -281,15 +359,25 @@ def test_arguments_that_an_object_would_not_keep_stay_text(arguments: str, read:
     assert text == '<user>hi<assistant><tool_call>{"name": "f", "arguments": ' + read + "}</tool_call>"
 
 
+@pytest.mark.parametrize("written", ["arguments | tojson(sort_keys=True)", "arguments | string"])
+def test_arguments_may_be_sorted_or_quoted(written: str) -> None:
+    arguments = json.dumps({"b": 'it\'s \n "é"', "a": {"d": [-2.5, True, None], "c": 1e22}})
+    called = ChatMessage("assistant", tool_calls=[ToolCall("f", arguments)])
+    source = LOOP + "{{ m.content }};{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function." + written
+    rendered(source + " }}{% endfor %}" + END, USER, called, called, USER, ChatMessage("assistant", "a b c d"), USER)
+
+
 CALLS = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}"
 ONE_ARGUMENT = CALLS + "{{ c.function.arguments.a }}{% endfor %}" + END
 ONLY_OBJECTS = (
     CALLS + "{% if c.function.arguments is mapping %}{{ c.function.arguments | tojson }}{% endif %}{% endfor %}" + END
 )
 ONE_CALL = LOOP + "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}" + END
+FIRST_ARGUMENTS = CALLS + "{{ (c.function.arguments | tojson)[:100] }}{% endfor %}" + END
 CALLS_ALONE = LOOP + "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}" + END
 CONTENT_ALONE = LOOP + "{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls | tojson }}{% endif %}" + END
 NO_ANSWERS = CALLS_ALONE.replace("m.content", "m.content if m.role != 'tool'")
+LONG_CALL = ToolCall("calculate", json.dumps({"terms": [{"value": number} for number in range(100)]}))
 SAYING = ChatMessage("assistant", "let me see", [SUM])
 
 
@@ -301,6 +389,12 @@ SAYING = ChatMessage("assistant", "let me see", [SUM])
         (CONTENT_ALONE, [USER, SAYING], r"messages\[1\].tool_calls\[0\]: .* the function's name"),
         (CALLS_ALONE, [USER, SAYING], r"messages\[1\]: .* what the assistant says"),
         (ONE_ARGUMENT, ASKED, r"messages\[1\].tool_calls\[0\]: .* the arguments"),
+        (FIRST_ARGUMENTS, [USER, ChatMessage("assistant", tool_calls=[LONG_CALL])], r"messages\[1\].*the arguments"),
+        (
+            CALLS.replace("name", "name[:5]") + "{{ c.function.arguments | tojson }}{% endfor %}" + END,
+            [USER, ChatMessage("assistant", tool_calls=[LONG_CALL])],
+            r"messages\[1\].*the function's name",
+        ),
         (ONE_CALL, [USER, replace(CALLING, tool_calls=[SUM, SUM])], r"tool_calls\[1\]: "),
         (ONLY_OBJECTS, [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "[1]")])], ".* the arguments"),
         (
@@ -309,7 +403,18 @@ SAYING = ChatMessage("assistant", "let me see", [SUM])
             r"messages\[2\]: .* what the tool says",
         ),
     ],
-    ids=["calls", "nulls", "content", "beside calls", "an argument", "one call", "objects", "answers"],
+    ids=[
+        "calls",
+        "nulls",
+        "content",
+        "beside calls",
+        "an argument",
+        "cut arguments",
+        "cut name",
+        "one call",
+        "objects",
+        "answers",
+    ],
 )
 def test_a_call_or_answer_that_would_be_dropped_is_refused_by_its_place(
     source: str, messages: Sequence[ChatMessage], dropped: str
