@@ -229,7 +229,11 @@ class SpeculativeWorker(ABC):
         return RelayPayload(verified.tokens[:, 0])
 
     def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
-        """A step's own tokens, of which those past the accepted ones mean nothing."""
+        """A step's own tokens, of which those past the accepted ones mean nothing.
+
+        A number of accepted tokens that cannot be fails its row, but later, where the host looks at it: until then it
+        indexes that row's own.
+        """
         assert not batch.draft_lag.any(), "a step that drafts has seeds, and so a head that has read everything"
         num_rows, num_tokens = verified.tokens.shape
         starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
@@ -237,7 +241,7 @@ class SpeculativeWorker(ABC):
             window_input(batch, verified.tokens, self._pool, self._draft.layer_group.name),
             verified.captured.flatten(0, 1),
             verified.tokens.flatten(),
-            starts + verified.accept_lens - 1,
+            starts + verified.accept_lens.clamp(1, num_tokens) - 1,
         )
 
 

@@ -130,11 +130,12 @@ class ScriptedEngine:
         overlap: bool = True,
         debug_checks: bool = True,
         spec_info: SpecInfo | None = None,
+        head: TagHead | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel()
-        self.head = TagHead() if spec_info else None
+        self.head = (head or TagHead()) if spec_info else None
         self._spec_info = spec_info
         ticks = itertools.count()
         self.engine = DecodeEngine(

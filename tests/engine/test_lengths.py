@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,19 +16,24 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Scope
+from common.draft.head import DraftOutput
+from common.model.attention import ForwardInput
 from common.model.sampling_params import ResolvedSampling
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import PrebuiltBatch
+from decode_service.draft_tree import Accepted, DraftTree
 from decode_service.future_map import FutureMap
 from decode_service.messages import Submit
 from decode_service.request import Request
 from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
+from decode_service.spec_info import SpecInfo
 from decode_service.worker import OnPublish, Worker, WorkerOutput
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch, make_pool
-from tests.engine.speculating import CHAIN
+from tests.engine.speculating import CHAIN, TREE
+from tests.engine.tag_head import TagHead
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 100.0
@@ -271,6 +277,52 @@ def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: p
 def test_a_number_of_accepted_tokens_that_cannot_be_fails_its_row_alone(lie: int) -> None:
     errors = errors_beside_a_wrong_length(lie, is_accepted=True)
     assert errors == ["a decode step relayed or produced no valid token", "", ""]
+
+
+class WatchedHead(TagHead):
+    """`foreign`: places at which a row was to draft on, and which are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.foreign: list[int] = []
+
+    def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
+        assert batch.extend_lens is not None and batch.logits_rows is not None
+        stops = itertools.accumulate(batch.extend_lens)
+        each = zip(batch.logits_rows.tolist(), batch.extend_lens, stops, strict=False)
+        self.foreign += [place for place, length, stop in each if not stop - length <= place < stop]
+        return super().extend(batch, captured)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("spec_info", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("lie", [0, -1, CHAIN.max_accept_len + 1, 1 << 40])
+def test_a_tree_that_accepts_what_cannot_be_fails_its_row_alone(
+    lie: int, spec_info: SpecInfo, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in the same step the head reads no tokens but that row's own: past them an index is an end of the process on
+    a GPU.
+    """
+    accept, num_trees, head = DraftTree.accept, itertools.count(1), WatchedHead()
+
+    def lying(tree: DraftTree, target_ids: Tensor) -> Accepted:
+        accepted = accept(tree, target_ids)
+        if next(num_trees) == 3:
+            accepted.accept_lens[0] = lie
+        return accepted
+
+    monkeypatch.setattr(DraftTree, "accept", lying)
+    scripted = ScriptedEngine(max_kv_tokens=200, spec_info=spec_info, head=head, overlap=overlap)
+    outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
+    scripted.run()
+    assert head.foreign == []
+    told, *others = [str(outcome.error) if outcome.error else "" for outcome in outcomes]
+    assert told in (
+        f"a decode step published a length of {len(outcomes[0].prompt) + len(outcomes[0].token_ids) - 1 + lie}",
+        "a decode step relayed or produced no valid token",
+    )
+    assert others == ["", ""]
+    assert all(outcome.token_ids == outcome.expected for outcome in outcomes[1:])
 
 
 def test_lengths_are_looked_at_without_assertions_too() -> None:
