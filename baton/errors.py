@@ -31,6 +31,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from baton.service_log import why_it_ended
+from common.connection_words import connection_words
 from common.peer_text import peer_text
 
 _MAX_MESSAGE_BYTES = 1024
@@ -178,8 +179,9 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
     """The typed error of a failed call, sync or asyncio."""
     code: grpc.StatusCode = rpc_error.code()
     info = _error_info(rpc_error)
+    details = rpc_error.details() or code.name
     return _KIND_BY_CODE.get(code, BatonError)(
-        peer_text(rpc_error.details() or code.name, _MAX_MESSAGE_BYTES),
+        peer_text(details if info else connection_words(details), _MAX_MESSAGE_BYTES),
         code=code,
         reason=peer_text(info.reason) if info else "",
         metadata={peer_text(key): peer_text(value) for key, value in info.metadata.items()} if info else None,

@@ -177,11 +177,11 @@ class _OtherCalls(grpc.GenericRpcHandler):
 
     def _words(self, method: str) -> str:
         service = method.removeprefix("/").rpartition("/")[0]
-        own = self._names[0]
-        words = f"{peer_text(method, 128)!r} is not served here: this is the {_ANSWERING.get(own, own)}, and serves "
-        words += ", ".join(self._names)
-        other = _ANSWERING.get(service)
-        return words if other is None or service == own else f"{words}; {service} is served by the {other}"
+        own, other = self._names[0], _ANSWERING.get(service)
+        here = f"this is the {_ANSWERING.get(own, own)}, and serves {', '.join(self._names)}"
+        if other is None or service == own:
+            return f"{peer_text(method, 128)!r} is not served here: {here}"
+        return f"{service} is served by the {other}, at another address: {here}"
 
 
 @contextmanager

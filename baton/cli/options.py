@@ -14,12 +14,13 @@ import typer
 from baton.cli.output import text_console
 from baton.client import Client, Tls
 from baton.client.channel import check_token
-from baton.errors import Unavailable
+from baton.errors import Unavailable, Unimplemented
 from baton.running_pairs import running_pairs
 from common.addresses import is_listened_on
 
 LOADING_S = 60.0
 _LOADING_LOOK_S = 0.2
+_NOT_SERVED = "NOT_SERVED"
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
@@ -114,10 +115,17 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
     with Client(address, tls=tls, token=token) as client:
         try:
             yield client
-        except Unavailable as error:
-            if given or found or error.reason:  # a reason is a server's, which is there
+        except (Unavailable, Unimplemented) as error:
+            if found or (error.reason and error.reason != _NOT_SERVED):  # a reason is a server's, which is there
                 raise
-            raise Unavailable(f"no pair of `baton up` runs here, and {address} does not answer: {error}") from error
+            pairs = running_pairs()
+            if pairs and address not in pairs:
+                words = f"{error}; the pair of `baton up` here is at {pairs[0]}"
+            elif given or isinstance(error, Unimplemented):
+                raise
+            else:
+                words = f"no pair of `baton up` runs here, and {address} does not answer: {error}; give --address"
+            raise type(error)(words, reason=error.reason, metadata=error.metadata) from error
 
 
 def _wait_loaded(pair: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from baton.client.trace_context import Metadata
+from baton.errors import InvalidArgument
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_TIME_S = 60
@@ -32,10 +33,11 @@ class Tls:
     server_name: str | None = None  # expected in the certificate, when it is not the address's host
 
     def credentials(self) -> grpc.ChannelCredentials:
+        """Raises InvalidArgument for a file that cannot be read."""
         return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca_file),
-            private_key=_read(self.key_file),
-            certificate_chain=_read(self.cert_file),
+            root_certificates=_read("ca_file", self.ca_file),
+            private_key=_read("key_file", self.key_file),
+            certificate_chain=_read("cert_file", self.cert_file),
         )
 
 
@@ -96,5 +98,10 @@ class _Authorized:
         return method(*args, metadata=(*self._metadata, *metadata), **options)
 
 
-def _read(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
+def _read(field: str, path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(
+            f"{field}: {path}: {error.strerror}", reason="INVALID_FIELD", metadata={"field": field}
+        ) from None

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
+from common.connection_words import connection_words
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
 from common.nixl.backoff import Backoff
@@ -99,7 +100,7 @@ class GrpcReplica:
             if peer_text(load.instance_id) != self._known_instance_id or time.monotonic() >= self._retry_pool_at_s:
                 await self._compare_fingerprints(timeout_s)
         except grpc.aio.AioRpcError as failure:
-            reason = f"{self.address}: {failure.code().name}: {peer_text(failure.details() or '')}"
+            reason = f"{self.address}: {failure.code().name}: {peer_text(connection_words(failure.details() or ''))}"
             return self._not_ready(PrefillUnavailable(reason))
         except ProtocolError as error:
             return self._not_ready(PrefillUnavailable(f"{self.address}: answered something else: {error}"))

@@ -8,6 +8,7 @@ import grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+from common.connection_words import connection_words
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.peer_text import peer_text
 
@@ -29,7 +30,8 @@ def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
     A message beyond the size bound is RESOURCE_EXHAUSTED without an ErrorInfo: it would be too large for any replica.
     """
     code, info = failure.code(), error_info(failure)
-    message = f"{replica}: {code.name}: {peer_text(failure.details() or '')}"
+    details = failure.details() or ""
+    message = f"{replica}: {code.name}: {peer_text(details if info else connection_words(details))}"
     if info is None:
         return PrefillUnavailable(message) if code in _PEER_LOST else EngineFault(message)
     if info.reason == FingerprintMismatch.reason:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socketserver
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cli.main import app
+from baton.running_pairs import announced
 from baton.v1 import types_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
@@ -167,6 +173,58 @@ def test_what_is_no_address_is_refused_in_words_at_once(arguments: tuple[str, ..
     assert (result.exit_code, result.stderr.splitlines()) == (1, [result.stderr.strip()])
     assert result.stderr.startswith(f"INVALID_ARGUMENT: address: '{address}' is not HOST:PORT")
     assert ("leave http:// away" in result.stderr) == address.startswith("http")
+
+
+@contextmanager
+def answering(text: bytes) -> Iterator[str]:
+    """The address of who writes `text` to everybody and then leaves."""
+
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(text)
+            self.request.recv(1024)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"HTTP/1.1 505 HTTP Version Not Supported\r\n\r\n", "speaks HTTP/1 and no gRPC: it may be Baton's gateway"),
+        (b"SSH-2.0-OpenSSH_9\r\n", "does not speak gRPC: it is no service of Baton"),
+    ],
+    ids=["HTTP", "SSH"],
+)
+def test_what_else_answers_at_an_address_is_said_and_where_the_pair_is(
+    server: ScriptedServer, text: bytes, words: str
+) -> None:
+    with answering(text) as address:
+        for arguments in (["info"], ["generate", "Hi"], ["chat"]):
+            alone = run(*arguments, "--address", address, stdin="Hi\n").stderr
+            with announced([server.address]):
+                beside = run(*arguments, "--address", address, stdin="Hi\n").stderr
+            assert alone.startswith(f"UNAVAILABLE: {address} {words}") and len(alone.splitlines()) == 1
+            assert beside == f"{alone.strip()}; the pair of `baton up` here is at {server.address}\n"
+        assert words in run("health", address).stderr
+        assert words in run("bench", "--address", address).stderr
+
+
+def test_nothing_but_the_line_of_the_error_comes_of_a_connection_that_fails(server: ScriptedServer) -> None:
+    command = [sys.executable, "-c", "from baton.cli.main import main; main()", "info", "--tls"]
+    result = subprocess.run(
+        [*command, "--address", server.address], capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"UNAVAILABLE: {server.address} does not speak TLS: leave TLS off, or give another address\n"
+    )
 
 
 def test_chat_ends_with_its_input(server: ScriptedServer) -> None:

@@ -41,21 +41,47 @@ async def test_both_clients_speak_mutual_tls(server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "tls",
+    ("tls", "words"),
     [
-        pytest.param(None, id="plain text"),
-        pytest.param(Tls(ca_file=MUTUAL.ca_file, server_name=MUTUAL.server_name), id="no client certificate"),
+        pytest.param(None, "closed the connection at once: it wants TLS", id="plain text"),
         pytest.param(
-            Tls(ca_file=MUTUAL.ca_file, cert_file=MUTUAL.cert_file, key_file=MUTUAL.key_file), id="another host's name"
+            Tls(ca_file=MUTUAL.ca_file, server_name=MUTUAL.server_name),
+            "closed the connection at once: it wants TLS, or a client certificate",
+            id="no client certificate",
         ),
         pytest.param(
-            Tls(cert_file=MUTUAL.cert_file, key_file=MUTUAL.key_file, server_name=MUTUAL.server_name), id="unknown CA"
+            Tls(ca_file=MUTUAL.ca_file, cert_file=MUTUAL.cert_file, key_file=MUTUAL.key_file),
+            "is for another name",
+            id="another host's name",
         ),
+        pytest.param(
+            Tls(cert_file=MUTUAL.cert_file, key_file=MUTUAL.key_file, server_name=MUTUAL.server_name),
+            "is not trusted",
+            id="unknown CA",
+        ),
+        pytest.param(Tls(ca_file=Path(__file__)), "no TLS with these files", id="no CA"),
     ],
 )
-def test_a_connection_that_cannot_be_trusted_is_unavailable(server: ScriptedServer, tls: Tls | None) -> None:
-    with Client(server.address, tls=tls) as client, pytest.raises(errors.Unavailable):
+def test_a_connection_that_cannot_be_trusted_is_unavailable_and_says_why(
+    server: ScriptedServer, tls: Tls | None, words: str
+) -> None:
+    with Client(server.address, tls=tls) as client, pytest.raises(errors.Unavailable) as refusal:
         client.health()
+    assert server.address in str(refusal.value) and words in str(refusal.value)
+
+
+def test_tls_to_a_server_without_it_says_so() -> None:
+    server = ScriptedServer()
+    with Client(server.address, tls=MUTUAL) as client, pytest.raises(errors.Unavailable) as refusal:
+        client.health()
+    server.stop()
+    assert str(refusal.value).startswith(f"{server.address} does not speak TLS")
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name() -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"ca_file: /no/such\.pem: No such file") as refusal:
+        Client("127.0.0.1:1", tls=Tls(ca_file=Path("/no/such.pem")))
+    assert refusal.value.field == "ca_file"
 
 
 def test_the_command_line_takes_the_same_files(server: ScriptedServer) -> None:
