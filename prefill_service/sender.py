@@ -134,7 +134,8 @@ class KvSender:
         self._num_ended = 0
         self._copying: deque[_Copy] = deque()
         self._num_pieces: dict[Prompt, int] = {}
-        self._unsent: dict[str, int] = {}
+        self._unsent: dict[str, int] = {}  # by call
+        self._unsent_bytes = 0  # of all
         self._sharing: set[str] = set()
         self._lendable: deque[_Piece] = deque()
         self._lent: dict[int, Prompt] = {}
@@ -142,7 +143,7 @@ class KvSender:
     @property
     def unsent_bytes(self) -> int:
         """Copied out of the pool, or being copied, and not yet taken by a transport."""
-        return sum(self._unsent.values())
+        return self._unsent_bytes
 
     @property
     def is_copying(self) -> bool:
@@ -225,7 +226,7 @@ class KvSender:
     def forget_call(self, call_id: str) -> None:
         """The call's transport is gone: what it had not taken is dropped, and its budget is free."""
         self._queued.pop(call_id, None)
-        self._unsent.pop(call_id, None)
+        self._set_unsent(call_id, 0)
         self._sharing.discard(call_id)
 
     def open_call(self, call_id: str, *, shares_memory: bool) -> None:
@@ -245,20 +246,21 @@ class KvSender:
         self._sharing.discard(call_id)
 
     def start_copies(self) -> None:
-        """Start as many copies as the budget allows, the calls taking turns.
+        """Start as many copies as the budget allows, the calls taking turns. A call is not asked again once its next
+        piece may not be copied.
 
         One stream copies, in order. So what a later forward is to write is not started yet: what is there already, or
-        will be sooner, would wait behind it.
+        will be sooner, would wait for it.
         """
-        progressing = True
-        while progressing:
-            progressing = False
-            for call_id, pieces in list(self._queued.items()):
-                if not pieces:
-                    del self._queued[call_id]
-                elif pieces[0].forward <= self._num_ended and self._may_copy(call_id, pieces[0].num_bytes):
-                    self._copy(pieces.popleft())
-                    progressing = True
+        turns = deque(self._queued)
+        while turns:
+            call_id = turns.popleft()
+            pieces = self._queued[call_id]
+            if not pieces:
+                del self._queued[call_id]
+            elif pieces[0].forward <= self._num_ended and self._may_copy(call_id, pieces[0].num_bytes):
+                self._copy(pieces.popleft())
+                turns.append(call_id)
 
     def poll(self) -> list[SentPiece]:
         """The segments whose copies have ended, and those that can be lent, each in order.
@@ -315,8 +317,8 @@ class KvSender:
         self._stream.close(timeout_s)
 
     def _may_copy(self, call_id: str, num_bytes: int) -> bool:
-        unsent, mine = self.unsent_bytes, self._unsent.get(call_id, 0)
-        if unsent + num_bytes > self._budget_bytes:
+        mine = self._unsent.get(call_id, 0)
+        if self._unsent_bytes + num_bytes > self._budget_bytes:
             return mine == 0
         share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
@@ -364,10 +366,9 @@ class KvSender:
         return payload
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
+        self._unsent_bytes += num_bytes - self._unsent.pop(call_id, 0)
         if num_bytes:
             self._unsent[call_id] = num_bytes
-        else:
-            self._unsent.pop(call_id, None)
 
 
 def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:

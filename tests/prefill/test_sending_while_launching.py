@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,13 +16,18 @@ import pytest
 from common.device.errors import DeviceLost, PieceFailed
 from common.device.scripted import Observer, ScriptedDevice, ScriptedStream
 from common.errors import RowFailure
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from prefill_service.chunk_batch import Chunk
 from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
+from prefill_service.prompt import Prompt
 from prefill_service.scheduler import PrefillEngine
+from prefill_service.sender import KvSender
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
 
 NUM_LAYERS = 2
@@ -212,6 +218,61 @@ def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_th
     rig.run()
     (failed,) = [event.frame for event in rig.frames if isinstance(event.frame, RowFailed)]
     assert failed.reason is RowFailure.COMPUTE and failed.retryable
+
+
+class CountedBytes(int):
+    """A number of bytes. `num_added`: how often one was added to another, or to a sum of them."""
+
+    num_added = 0
+
+    def __mul__(self, other: int) -> CountedBytes:
+        return CountedBytes(int(self) * other)
+
+    def __add__(self, other: int) -> CountedBytes:
+        CountedBytes.num_added += 1
+        return CountedBytes(int(self) + other)
+
+    __radd__ = __add__
+
+
+@dataclass(frozen=True, slots=True)
+class CountedGroup(LayerGroupSpec):
+    @property
+    def layer_token_bytes(self) -> int:
+        return CountedBytes(self.num_planes * self.row_bytes)
+
+
+def additions_while_layers_are_sent(num_calls: int, *, num_segments: int) -> int:
+    """Of calls that all have a prompt in one forward, and of which each may have so many segments under way."""
+    group = CountedGroup("target", num_layers=8, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
+    device = ScriptedDevice()
+    pool = KvPool(
+        groups=[group],
+        max_rows=num_calls,
+        max_kv_tokens=num_calls,
+        max_tokens_per_row=1,
+        torch_device=device.torch_device,
+    )
+    segment_bytes = int(group.layer_token_bytes)
+    budget_bytes = num_calls * num_segments * segment_bytes
+    sender = KvSender(device=device, pool=pool, memory=None, budget_bytes=budget_bytes, max_segment_bytes=segment_bytes)
+    chunks = []
+    for number in range(num_calls):
+        row = HandoffRow(str(number), 0, (5,), 1, ResolvedSampling(seed=1, max_tokens=4))
+        prompt = Prompt(f"call {number}", 0, row, arrived_s=0.0, lease=pool.reserve(1))
+        chunks.append(Chunk(prompt, 0, 1))
+    CountedBytes.num_added = 0
+    for layer in range(group.num_layers):
+        sender.queue_layers(chunks, group, range(layer, layer + 1), device.schedule_stream.record())
+        sender.start_copies()
+    assert sender.unsent_bytes == budget_bytes
+    return CountedBytes.num_added
+
+
+@pytest.mark.parametrize("num_segments", [1, 3])
+def test_what_a_layer_costs_grows_with_the_calls_and_not_with_their_square(num_segments: int) -> None:
+    few, many = (additions_while_layers_are_sent(number, num_segments=num_segments) for number in (8, 64))
+    assert many <= 8 * few
 
 
 def test_a_device_that_is_lost_meanwhile_ends_the_engine(make_rig: Callable[..., Rig]) -> None:
