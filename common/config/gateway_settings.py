@@ -14,26 +14,48 @@ from common.config.process_settings import ProcessSettings
 class GatewaySettings(ProcessSettings):
     """`decode` are the decode services it serves from, `metrics_targets` the services that its status page shows."""
 
+    example = "--listen 127.0.0.1:8000 --decode 127.0.0.1:50051"
+
     listen: Address = "127.0.0.1:8000"
+    """HOST:PORT to listen on."""
     decode: Targets = ("127.0.0.1:50051",)
+    """HOST:PORT of each decode service, with commas, or one dns:///NAME:PORT for all behind a name."""
     decode_tls: bool = False
+    """The decode services speak TLS."""
     decode_tls_ca: Path | None = None
+    """PEM file of the authority that signed their certificates; unset: the system's."""
     decode_tls_server_name: str | None = None
+    """Name in their certificates; unset: the address's host."""
     decode_token_file: Path | None = None
+    """File whose first token is shown to the decode services."""
     api_key_file: Path | None = None
+    """File of keys, one a line; HTTP clients must then show one."""
     cors_origins: Origins = ()
+    """Origins whose pages a browser lets call the gateway, with commas; * for all."""
     served_model_name: str = ""
+    """Name of the model over HTTP; unset: that of the decode service."""
     max_request_bytes: RequestBytes = 4 << 20
+    """Size of a request, at most."""
     max_open_requests: Positive = 512
+    """Requests at a time, of all clients together."""
     max_choices: Choices = 32
+    """Choices of a request: n for each of its prompts."""
     request_timeout_s: Seconds | None = None
+    """Deadline of a request; unset: none."""
     admission_timeout_s: Seconds = 5.0
+    """How long a request looks for a decode service that takes it."""
     resume_timeout_s: Seconds = 60.0
+    """How long a broken stream looks for a decode service that goes on with it."""
     client_stall_timeout_s: Seconds = 30.0
+    """A client that takes nothing for so long is dropped."""
     status_page: bool = True
+    """Serves the status page at /."""
     status_needs_key: bool = False
+    """With api_key_file: the status page and metrics need a key too."""
     metrics_targets: Addresses = ()
+    """HOST:PORT of the metrics of each service that the status page shows, with commas."""
     metrics_token_file: Path | None = None
+    """File whose first token is shown to metrics_targets."""
 
     @model_validator(mode="after")
     def _check_decode(self) -> Self:

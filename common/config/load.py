@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -35,8 +35,11 @@ def load_settings(
     """Read every source once. Raises ConfigError naming each key or flag that is wrong or unknown.
 
     A variable of the environment may belong to another of Baton's processes; those in `without` are not read. `--help`
-    ends the process with status 0.
+    prints every setting and ends the process with status 0.
     """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(help_text(kind, program))
+        raise SystemExit(0)
     _check_environment()
     read = _sources(kind, list(argv), program, frozenset(name.lower() for name in without))
     try:
@@ -45,6 +48,43 @@ def load_settings(
         raise ConfigError("; ".join(map(_describe, error.errors()))) from error
     except SettingsError as error:
         raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
+
+
+def help_text(kind: type[ProcessSettings], program: str) -> str:
+    """Every setting with what it does and its default."""
+    lines = [
+        f"usage: python -m {program} [--SETTING VALUE ...]",
+        "",
+        f"example: python -m {program} {kind.example}",
+        "",
+        f"Every setting is also an environment variable ({ENV_PREFIX}LISTEN) and a key of the YAML file that",
+        "--config names (listen); a flag wins over the environment, and that over the file.",
+        "",
+    ]
+    for name, field in kind.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        is_switch = field.annotation is bool
+        lines.append(f"{flag}, --no-{flag[2:]}" if is_switch else f"{flag} {_placeholder(name, field)}")
+        lines.append(f"    {field.description}{_default_words(field.default)}")
+    return "\n".join(lines)
+
+
+def _placeholder(name: str, field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return "|".join(get_args(field.annotation))
+    return name.rpartition("_")[2].upper()
+
+
+def _default_words(default: object) -> str:
+    match default:
+        case True | False:
+            return f" (default: {'on' if default else 'off'})"
+        case None | "" | ():
+            return ""
+        case tuple():
+            return f" (default: {','.join(map(str, default))})"
+        case _:
+            return f" (default: {default})"
 
 
 def _sources(kind: type[SettingsT], argv: list[str], program: str, without: frozenset[str]) -> Callable[[], SettingsT]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -17,17 +17,30 @@ LogFormat = Literal["json", "console"]
 class ProcessSettings(BaseSettings):
     """Where it listens, how it logs and traces, and how it ends."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, use_attribute_docstrings=True
+    )
+    example: ClassVar[str]
+    """Flags of a start that works, for `--help`."""
 
     config: Path | None = None
+    """YAML file with any of these keys."""
     listen: Address
+    """HOST:PORT to listen on."""
     grace_period_s: NonNegativeSeconds = 30.0
+    """How long running requests may take after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines below this level are not written."""
     log_format: LogFormat = "json"
+    """What goes to stderr: one JSON object a line, or lines for people."""
     tls_cert: Path | None = None
+    """PEM file of the certificate; with tls_key the server speaks TLS."""
     tls_key: Path | None = None
+    """PEM file of the key of tls_cert."""
     otlp_endpoint: OptionalEndpoint = ""
+    """http://HOST:PORT of a collector for traces; without it nothing is traced."""
     trace_sample_ratio: Ratio = 1.0
+    """With otlp_endpoint: the share of requests without a trace of their own that begin one."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -31,7 +31,7 @@ NO_DRAFT = "none"
 
 
 class ServiceSettings(ProcessSettings):
-    """What both services have."""
+    """What both services have. `draft` is resolved: the head that is used, or "" without one."""
 
     share_of_cores: ClassVar[float]
     """What `num_threads = 0` takes of a CPU's cores."""
@@ -52,33 +52,59 @@ class ServiceSettings(ProcessSettings):
         return "cuda:0" if self.device == "cuda" else self.device
 
     metrics_listen: OptionalAddress = ""
+    """HOST:PORT where Prometheus finds /metrics; without it there are no metrics."""
     metrics_token_file: Path | None = None
+    """File of tokens, one a line; whoever asks for metrics must show one."""
     model: str = DEMO_MODEL
+    """ "demo", a directory, a GGUF file or a hub id."""
     draft: Annotated[str, Field(validate_default=True)] = ""
-    """Resolved: the head that is used, or "" without one."""
+    """Draft head for speculation: "demo", a directory, a hub id or "none". The demo model has its own by default."""
     draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
+    """1 drafts chains, 2 to 8 trees whose nodes have so many children."""
     device: DeviceName = "cpu"
+    """cpu, cuda or cuda:<index>."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of weights and KV; both services need the same."""
     attention: Literal["kernels", "torch"] = "kernels"
+    """Kernels made for the device, or PyTorch's slower operators."""
     tf32: bool = False
+    """Lets float32 products on CUDA use TF32."""
     num_threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of a forward; 0: by the cores there are."""
     fused_forward: bool = True
+    """On a CPU, computes a forward as one kernel where the model is known to it."""
     optimized_modules: bool = True
+    """On a CPU, replaces modules of the model by faster ones."""
     keep_kernels: bool = True
+    """Keeps compiled kernels on disk for the next start."""
     populate_pool: bool = True
+    """On a CPU, takes the KV pool's memory from the system beside serving."""
     keep_freed_memory: bool = True
+    """Keeps up to 512 MiB of freed memory for the next KV segments."""
     forwards_first: bool = True
+    """On a CPU, keeps other threads from interrupting a forward."""
     switch_interval_s: Annotated[float, Field(gt=0, le=0.1)] = SWITCH_INTERVAL_S
+    """How long one thread may keep the interpreter from another."""
     max_rows: Positive | None = None
+    """Requests that hold KV at a time; unset: by the memory there is."""
     max_kv_tokens: Positive | None = None
+    """Tokens whose KV fits the pool; unset: by the memory there is."""
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Where max_kv_tokens is unset: the share of the device's memory to take."""
     max_context_tokens: Positive | None = None
+    """Caps prompt plus output below what the model allows."""
     engine_stall_timeout_s: Seconds = 60.0
+    """An engine that does not move for so long ends the process."""
     overlap: bool = True
+    """Prepares a step while the one before it runs."""
     debug_checks: bool = False
+    """Checks invariants at every step; slow."""
     tls_ca: Path | None = None
+    """PEM file; clients must then present a certificate that it signed."""
     auth_token_file: Path | None = None
+    """File of tokens, one a line; every call but health must then show one."""
     max_streams: Positive = 1024
+    """Open streams at a time of each method that streams."""
 
     @field_validator("draft")
     @classmethod
@@ -96,17 +122,28 @@ class ServiceSettings(ProcessSettings):
 
 
 class PrefillSettings(ServiceSettings):
+    example = "--model demo --listen 127.0.0.1:50052"
     share_of_cores = 0.5
     listen: Address = "127.0.0.1:50052"
+    """HOST:PORT to listen on."""
     chunk_tokens: Positive = 512
+    """Tokens of one prompt in a forward, at most."""
     max_batch_tokens: Positive = 2048
+    """Tokens of all prompts in a forward, at most."""
     send_budget_bytes: Positive = 64 << 20
+    """KV copied out of the pool and not yet taken by a receiver."""
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
+    """Size of one KV segment."""
     kv_transport: KvTransport = "auto"
+    """How KV reaches decode services; auto: through shared memory on one host, else over gRPC."""
     max_queued_rows: Positive = 1024
+    """Prompts that may wait for a row."""
     early_sending: bool = True
+    """Sends KV of a chunk's first layers while its later ones compute."""
     framed_payloads: bool = True
+    """Gathers KV that goes over gRPC into the memory of its frame."""
     stall_timeout_s: Seconds = 30.0
+    """A receiver that takes nothing for so long loses its call."""
 
     @property
     def max_fused_tokens(self) -> int:
@@ -120,25 +157,44 @@ class PrefillSettings(ServiceSettings):
 
 
 class DecodeSettings(ServiceSettings):
+    example = "--model demo --listen 127.0.0.1:50051 --prefill 127.0.0.1:50052"
     share_of_cores = 1.0
     listen: Address = "127.0.0.1:50051"
+    """HOST:PORT to listen on."""
     prefill: Targets = ("127.0.0.1:50052",)
+    """HOST:PORT of each prefill service, with commas, or dns:///NAME:PORT for all behind a name."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
+    """With draft: drafts that a verification covers, 1 to 15; unset: 4."""
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
+    """With draft_topk above 1: levels of the tree."""
     adaptive_depth: bool = True
+    """Drafts less deep, or not at all, where that is faster."""
     cuda_graphs: bool = True
+    """On CUDA, records decode forwards at start and replays them."""
     nontemporal_copies: bool = True
+    """On a CPU, copies large KV past the caches."""
     receive_budget_bytes: Positive = 128 << 20
+    """KV received and not yet in the pool."""
     connections_per_prefill: Annotated[int, Field(ge=1, le=16)] = 2
+    """Connections to each prefill service."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
+    """Requests that may wait beyond max_rows; more are refused."""
     max_handoff_attempts: Positive = 3
+    """Prefill services a request is handed to before it fails."""
     prefill_timeout_s: Seconds = 10.0
+    """How long a request waits for any prefill service to be ready."""
     handoff_progress_timeout_s: Seconds = 30.0
+    """A prefill service that sends nothing for so long loses the call."""
     client_stall_timeout_s: Seconds = 60.0
+    """A client that reads nothing for so long counts as gone."""
     prefill_tls: bool = False
+    """The prefill services speak TLS."""
     prefill_tls_ca: Path | None = None
+    """PEM file of the authority that signed their certificates; unset: the system's."""
     prefill_token_file: Path | None = None
+    """File whose first token is shown to the prefill services."""
     max_request_bytes: RequestBytes = 4 << 20
+    """Size of a request, at most."""
 
     @property
     def max_fused_tokens(self) -> int:

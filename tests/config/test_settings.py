@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
+from common.config.process_settings import ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.errors import ConfigError
 
@@ -198,3 +201,21 @@ def test_an_empty_variable_leaves_the_demo_model_its_head(monkeypatch: pytest.Mo
     assert decode().draft == prefill().draft == ""
     assert decode("--draft=owner/head").draft == "owner/head"
     assert decode(written(tmp_path / "decode.yaml", "draft: other/head")).draft == "", "the file comes last"
+
+
+@pytest.mark.parametrize("kind", [PrefillSettings, DecodeSettings, GatewaySettings])
+def test_help_explains_every_setting_with_its_default_and_an_example(
+    kind: type[ProcessSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_settings(kind, ["--help"], program="program")
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0
+    for name in kind.model_fields:
+        flag = f"--{name.replace('_', '-')}"
+        (place,) = [at for at, line in enumerate(lines) if re.match(rf"{flag}\b(?!-)", line)]
+        assert re.fullmatch(r"    \S.{10,}", lines[place + 1]), f"{name} is not explained"
+        assert "None" not in lines[place + 1]
+    assert any(line.endswith(f"(default: {kind.model_fields['listen'].default})") for line in lines)
+    (example,) = [line.partition("python -m program ")[2] for line in lines if line.startswith("example: ")]
+    assert load_settings(kind, example.split(), program="program").listen in example
