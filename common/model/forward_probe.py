@@ -5,14 +5,17 @@ values of every layer, and the logits. `check_forwards` computes the same prompt
 use: twice side by side, in parts, and token by token. Wrong positions change keys by a good part of their size, however
 small the weights are; rounding does not. So a model is refused that ignores `position_ids`, mixes the tokens of
 neighbours, or fails when it is called like a decoder.
+
+Some models compute otherwise only far into a context. So the same is done with a few tokens at its end, and around each
+limit that the config names (`far_positions`): transformers computes them as what follows a long past, which is told and
+not there, and the pool beside tokens at the beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +26,24 @@ from common.model.attention import ForwardInput
 from common.model.model_files import one_line
 from common.model.target import TargetModel
 
-NUM_TOKENS = 16
+NUM_TOKENS, NUM_FAR_TOKENS = 16, 4
 _FORWARDS: tuple[tuple[str, dict[int, tuple[int, int]]], ...] = (
     ("prompts side by side", {1: (0, 5), 2: (0, 9)}),
     ("a later part of a prompt", {1: (5, 15), 2: (9, 13)}),
     ("single tokens", {2: (13, 14), 1: (15, 16)}),
 )
 """Each computes tokens [start, stop) of the prompt, for either of two rows."""
+_LIMIT = re.compile(r"position|window|chunk|length|context|floor|seq|distance|local")
+"""Names of a config's numbers from which some models compute otherwise."""
+_ROUTES = re.compile(r"expert|router|moe")
+"""Names of modules that choose others for a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """Of the median token's difference, relative to its size. Layers add to what those before them rounded: twelve
-    random ones come to a third of what is allowed.
+    """Of a token's difference, relative to its size. Layers add to what those before them rounded: twelve random ones
+    come to a third of what is allowed. Each token's in float32 and in the first layer, else the median's. Where modules
+    choose others for a token, and rounding may change a choice, `most` holds from the second layer on.
     """
 
     first_layer: float
@@ -56,8 +64,11 @@ _TF32_TOLERANCE = _TOLERANCES[torch.float16]
 
 @dataclass(frozen=True, slots=True)
 class Unsplit:
-    """A prompt's tokens [N], its keys and values [layers, 2, N, heads, head_dim] and logits [N, vocab] float32."""
+    """A prompt's tokens [N], the first of which is at position `start`, its keys and values [layers, 2, N, heads,
+    head_dim] and logits [N, vocab] float32.
+    """
 
+    start: int
     token_ids: Tensor
     kv: Tensor
     logits: Tensor
@@ -71,87 +82,104 @@ def probe_tokens(model: Any, torch_device: torch.device) -> Tensor:
     return torch.tensor([ids[index] for index in drawn], dtype=torch.int64, device=torch_device)
 
 
+def far_positions(config: Any) -> list[int]:
+    """Where NUM_FAR_TOKENS tokens are computed beside a prompt's first, in order: where the prompt ends, at the end of
+    the context, and so that each limit which `config` names is among their positions.
+    """
+    last = config.max_position_embeddings - NUM_FAR_TOKENS
+    starts = {NUM_TOKENS, *(limit - NUM_FAR_TOKENS // 2 for limit in _limits(config.to_dict()))}
+    return [*sorted(start for start in starts if NUM_TOKENS <= start < last), max(last, 0)]
+
+
+def _limits(fields: Mapping[str, Any]) -> Iterator[int]:
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            yield from _limits(value)
+        elif type(value) is int and _LIMIT.search(str(key)):
+            yield value
+
+
 @torch.inference_mode()
-def check_forwards(target: TargetModel, unsplit: Unsplit, *, name: str) -> None:
-    """Raises UnsupportedModel where `target` fails, or computes something else than `unsplit`."""
-    pool = _Pool(target, name)
+def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit], *, name: str) -> None:
+    """Raises UnsupportedModel where `target` fails, or computes something else than `unsplit` and each of `far`."""
+    pool = _Pool(target, name, num_rows=2)
     for what, parts in _FORWARDS:
-        logits = pool.forward(what, {row: unsplit.token_ids[start:stop] for row, (start, stop) in parts.items()})
-        first = 0
-        for row, (start, stop) in parts.items():
-            _compare(
-                target, unsplit, pool.kv(row, start, stop), logits[first : first + stop - start], start, what, name
-            )
-            first += stop - start
-    _check_last_position(target, unsplit.token_ids[:1], name)
+        pool.check(what, {row: (unsplit, start, stop) for row, (start, stop) in parts.items()})
+    pool = _Pool(target, name, num_rows=1 + len(far))
+    stretches = dict(enumerate((unsplit, *far), 1))
+    where = f"tokens at positions 0, {', '.join(str(each.start) for each in far)}"
+    last = NUM_FAR_TOKENS - 1
+    pool.check(f"{where} and later, side by side", {row: (each, 0, last) for row, each in stretches.items()})
+    pool.check(f"{where} and later, one by one", {row: (each, last, last + 1) for row, each in stretches.items()})
 
 
-def _compare(
-    target: TargetModel, unsplit: Unsplit, kv: Tensor, logits: Tensor, start: int, what: str, name: str
-) -> None:
-    stop = start + logits.shape[0]
-    tolerance = _TOLERANCES[target.dtype]
-    if target.torch_device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32 and target.dtype == torch.float32:
-        tolerance = _TF32_TOLERANCE
-    differences = [
-        (f"{plane} of layer {layer}", tolerance.of_layer(layer), kv[layer, index], unsplit.kv[layer, index, start:stop])
-        for layer in range(target.num_layers)
-        for index, plane in enumerate(("keys", "values"))
-    ]
-    differences.append(("logits", tolerance.of_layer(target.num_layers), logits, unsplit.logits[start:stop]))
-    for where, allowed, seen, expected in differences:
-        apart = _median_difference(seen, expected)
-        if not apart <= allowed:
-            raise UnsupportedModel(
-                f"{name}: {target.architecture} computes something else for {what} than for a prompt as a whole:"
-                f" {where} differ by {apart:.2g}, and rounding makes {allowed:.2g}; it cannot be served"
-            )
-
-
-def _median_difference(seen: Tensor, expected: Tensor) -> float:
+def difference(seen: Tensor, expected: Tensor, *, share: float) -> float:
+    """Of tokens [N, ...], relative to their sizes: that which a `share` of them does not exceed."""
     distances = (seen.float() - expected.float()).flatten(1).norm(dim=1)
     sizes = expected.float().flatten(1).norm(dim=1)
-    return float((distances / sizes.clamp_min(torch.finfo(torch.float32).tiny)).quantile(0.5))
+    return float((distances / sizes.clamp_min(torch.finfo(torch.float32).tiny)).quantile(share))
 
 
 class _Pool:
-    """KV of two rows, whose slots alternate."""
+    """KV of some rows, whose slots alternate."""
 
-    def __init__(self, target: TargetModel, name: str) -> None:
+    def __init__(self, target: TargetModel, name: str, *, num_rows: int) -> None:
         self._target = target
         self._name = name
         device, group = target.torch_device, target.layer_group
         self._kv = torch.zeros(
-            (group.num_layers, group.num_planes, 1 + 2 * NUM_TOKENS, group.num_heads, group.head_dim),
+            (group.num_layers, group.num_planes, 1 + num_rows * NUM_TOKENS, group.num_heads, group.head_dim),
             dtype=target.dtype,
             device=device,
         )
-        self._table = torch.zeros((3, NUM_TOKENS), dtype=torch.int64, device=device)
-        self._table[1:] = 1 + torch.arange(2 * NUM_TOKENS, device=device).view(NUM_TOKENS, 2).T
-        self._lens = {1: 0, 2: 0}
+        self._table = torch.zeros((1 + num_rows, NUM_TOKENS), dtype=torch.int64, device=device)
+        self._table[1:] = 1 + torch.arange(num_rows * NUM_TOKENS, device=device).view(NUM_TOKENS, num_rows).T
+        is_narrowed = target.torch_device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        self._tolerance = (
+            _TF32_TOLERANCE if is_narrowed and target.dtype == torch.float32 else _TOLERANCES[target.dtype]
+        )
+        self._routes = any(_ROUTES.search(module_name) for module_name, _ in target.modules_of(nn.Module))
+        self._is_exact = self._tolerance is _TOLERANCES[torch.float32] and not self._routes
 
-    def kv(self, row: int, start: int, stop: int) -> Tensor:
-        return self._kv.index_select(2, self._table[row, start:stop])
+    def check(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> None:
+        """Compute tokens [start, stop) of what each row has, and compare."""
+        logits = self._forward(what, parts)
+        for row, (unsplit, start, stop) in parts.items():
+            kv = self._kv.index_select(2, self._table[row, start:stop])
+            of_row, logits = logits[: stop - start], logits[stop - start :]
+            for layer in range(self._target.num_layers):
+                for index, plane in enumerate(("keys", "values")):
+                    expected = unsplit.kv[layer, index, start:stop]
+                    self._compare(f"{plane} of layer {layer}", layer, kv[layer, index], expected, what)
+            self._compare("logits", self._target.num_layers, of_row, unsplit.logits[start:stop], what)
 
-    def forward(self, what: str, tokens: dict[int, Tensor], *, first_position: int = 0) -> Tensor:
-        """Logits of all tokens. `first_position` is added to their positions in their rows."""
+    def _compare(self, where: str, layer: int, seen: Tensor, expected: Tensor, what: str) -> None:
+        allowed = self._tolerance.most if self._routes and layer > 0 else self._tolerance.of_layer(layer)
+        apart = difference(seen, expected, share=1.0 if layer == 0 or self._is_exact else 0.5)
+        if not apart <= allowed:
+            raise UnsupportedModel(
+                f"{self._name}: {self._target.architecture} computes something else for {what} than for a prompt as a"
+                f" whole: {where} differ by {apart:.2g}, and rounding makes {allowed:.2g}; it cannot be served"
+            )
+
+    def _forward(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> Tensor:
+        """Logits of all tokens."""
         device = self._target.torch_device
-        prefix_lens = tuple(self._lens[row] for row in tokens)
-        extend_lens = tuple(new.numel() for new in tokens.values())
-        for row, new in tokens.items():
-            self._lens[row] += new.numel()
-        places = [range(self._lens[row] - new.numel(), self._lens[row]) for row, new in tokens.items()]
-        is_decode = set(extend_lens) == {1}
+        lens = tuple(stop - start for _, start, stop in parts.values())
+        seq_lens = [stop for _, _, stop in parts.values()]
+        is_decode = set(lens) == {1}
         batch = ForwardInput(
-            input_ids=torch.cat(list(tokens.values())),
-            positions=torch.tensor([first_position + place for each in places for place in each], device=device),
-            out_cache_loc=torch.cat([self._table[row, list(each)] for row, each in zip(tokens, places, strict=True)]),
+            input_ids=torch.cat([unsplit.token_ids[start:stop] for unsplit, start, stop in parts.values()]),
+            positions=torch.cat(
+                [unsplit.start + torch.arange(start, stop, device=device) for unsplit, start, stop in parts.values()]
+            ),
+            out_cache_loc=torch.cat([self._table[row, start:stop] for row, (_, start, stop) in parts.items()]),
             req_to_token=self._table,
-            req_pool_indices=torch.tensor(list(tokens), device=device),
-            seq_lens=torch.tensor([self._lens[row] for row in tokens], device=device),
-            prefix_lens=None if is_decode else prefix_lens,
-            extend_lens=None if is_decode else extend_lens,
-            max_seq_len=max(self._lens[row] for row in tokens),
+            req_pool_indices=torch.tensor(list(parts), device=device),
+            seq_lens=torch.tensor(seq_lens, device=device),
+            prefix_lens=None if is_decode else tuple(start for _, start, _ in parts.values()),
+            extend_lens=None if is_decode else lens,
+            max_seq_len=max(seq_lens),
             kv=self._kv,
             logits_rows=None,
         )
@@ -163,29 +191,3 @@ class _Pool:
             raise UnsupportedModel(
                 f"{self._name}: {self._target.architecture} fails in a forward of {what}: {one_line(error)}"
             ) from error
-
-
-def _check_last_position(target: TargetModel, token: Tensor, name: str) -> None:
-    """Raises UnsupportedModel where the last position that config.json promises has no row in a table of positions."""
-    last = target.max_context_tokens - 1
-    with _checked_tables(target, f"{name}/config.json: max_position_embeddings is {last + 1}"):
-        _Pool(target, name).forward(f"a token at position {last}", {1: token}, first_position=last)
-
-
-@contextmanager
-def _checked_tables(target: TargetModel, says: str) -> Iterator[None]:
-    """Looked up past their end, embeddings are a device's fault on CUDA, after which nothing runs."""
-
-    def check(table: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        num_rows: int = module.num_embeddings  # type: ignore[assignment]
-        if args and isinstance(args[0], Tensor) and args[0].numel() and int(args[0].max()) >= num_rows:
-            raise UnsupportedModel(f"{says}, and {table} has {num_rows} rows")
-
-    hooks = [
-        module.register_forward_pre_hook(partial(check, table)) for table, module in target.modules_of(nn.Embedding)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

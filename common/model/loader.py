@@ -95,7 +95,7 @@ def target_of(
         raise UnsupportedModel(f"{name}: an architecture that cannot select logits is not supported")
     model = model.to(torch_device).eval().requires_grad_(False)
     check_finite(model, name=name)
-    shape, unsplit = probe_attention(model, name=name, torch_device=torch_device)
+    shape, unsplit, far = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
     new_decoder = None
     if torch_device.type == "cpu":
@@ -129,7 +129,7 @@ def target_of(
         new_decoder=new_decoder,
         files=files,
     )
-    check_forwards(target, unsplit, name=name)
+    check_forwards(target, unsplit, far, name=name)
     return target
 
 

@@ -6,21 +6,27 @@ each layer asks of its attention, so that an unknown architecture is judged by w
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UnsupportedModel
-from common.model.forward_probe import Unsplit, probe_tokens
+from common.model.forward_probe import NUM_FAR_TOKENS, Unsplit, difference, far_positions, probe_tokens
 from common.model.model_files import CONFIG, ROTATED_SHARES, one_line
 
-PROBE_NAME = "baton_probe"
+PROBE_NAME, _MASKED_PROBE_NAME = "baton_probe", "baton_probe_with_masks"
 _ALIBI_MODEL_TYPES = ("bloom", "mpt")
+_TOLERANCE = 1e-3  # of forwards that compute the same with the same kernels
+_MAX_KEYS = 1 << 16
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTION_KEYWORDS = {
     "sliding_window": "sliding-window attention",
@@ -88,6 +94,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.layers: list[tuple[int, int, int, int]] = []
+        self.queries: list[Tensor] = []
         self.kv: list[Tensor] = []
         self.trait: str | None = None
 
@@ -98,6 +105,7 @@ class _Probe:
         if not isinstance(layer, int):
             self._refuse("an attention layer without an index")
             return
+        self.queries.append(query[0].transpose(0, 1))
         self.layers.append((layer, query.shape[1], key.shape[1], key.shape[3]))
         if key.shape == value.shape:
             self.kv.append(torch.stack([key[0], value[0]]).transpose(1, 2))
@@ -135,13 +143,58 @@ def _probe_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _probe_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    device: Any = "cpu",
+    **_: Any,
+) -> Tensor | None:
+    """None where tokens attend all up to their own; else what their layers are refused for."""
+    queries = q_offset + torch.arange(q_length, device=device).unsqueeze(1)
+    spread = torch.arange(0, kv_length, 1 + kv_length // _MAX_KEYS, device=device)
+    keys = kv_offset + torch.cat([spread, torch.arange(max(0, kv_length - _MAX_KEYS), kv_length, device=device)])
+    first = torch.zeros((), dtype=torch.int64, device=device)
+    attended: Tensor = mask_function(first, first, queries, keys)
+    return None if bool((attended == (keys <= queries)).all()) else attended
+
+
 AttentionInterface.register(PROBE_NAME, _probe_attention)
+AttentionInterface.register(_MASKED_PROBE_NAME, _probe_attention)
+AttentionMaskInterface.register(_MASKED_PROBE_NAME, _probe_mask)
+
+
+class _ToldPast(DynamicCache):
+    """A past of `length` tokens, whose keys and values nobody has."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 @torch.inference_mode()
-def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tuple[AttentionShape, Unsplit]:
-    """The shape of the model's KV, from what its layers hand to attention, and what transformers computes of a prompt.
-    `model` must use PROBE_NAME; it uses another attention afterwards.
+def probe_attention(
+    model: Any, *, name: str, torch_device: torch.device
+) -> tuple[AttentionShape, Unsplit, list[Unsplit]]:
+    """The shape of the model's KV, from what its layers hand to attention, and what transformers computes of a prompt,
+    and of some of its tokens at `far_positions`. `model` must use PROBE_NAME; it uses another attention afterwards.
 
     Raises UnsupportedModel, naming the trait, unless each layer attends exactly once, fully, causally and with
     one shape.
@@ -152,7 +205,10 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tup
 
     def forward(tokens: Tensor, **keywords: Any) -> Tensor:
         try:
-            logits: Tensor = model(input_ids=tokens.unsqueeze(0), use_cache=False, **keywords).logits[0].float()
+            keywords = {"use_cache": False, **keywords}
+            logits: Tensor = model(input_ids=tokens.unsqueeze(0), **keywords).logits[0].float()
+        except UnsupportedModel:
+            raise
         except Exception as error:  # whatever the model's code does
             raise refused(
                 f"{type(model).__name__}, whose forward fails when called like a decoder's ({one_line(error)}),"
@@ -177,6 +233,11 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tup
         raise refused("layers with different attention shapes")
     shape = AttentionShape(num_layers, *shapes.pop())
     _check_rotated_share(model, shape.head_dim, name)
+    model.set_attn_implementation(_MASKED_PROBE_NAME)
+    with _checked_tables(model, f"{name}/{CONFIG}: max_position_embeddings is {model.config.max_position_embeddings}"):
+        far = [
+            _compute_far(forward, model, tokens[:NUM_FAR_TOKENS], start, name) for start in far_positions(model.config)
+        ]
     model.set_attn_implementation("eager")
     logits = forward(tokens)
     if not bool(torch.isfinite(logits).all()):
@@ -185,7 +246,61 @@ def probe_attention(model: Any, *, name: str, torch_device: torch.device) -> tup
         )
     if logits.shape[-1] != model.config.vocab_size:
         raise refused(f"logits of {logits.shape[-1]} tokens, and vocab_size {model.config.vocab_size},")
-    return shape, Unsplit(tokens, torch.stack(probe.kv), logits)
+    return shape, Unsplit(0, tokens, torch.stack(probe.kv), logits), far
+
+
+def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
+    """What follows a past of `start` tokens. Raises UnsupportedModel where it is something else when no past is told,
+    but positions, which is how forwards are called.
+    """
+    positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
+    past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    own, told = _Probe(), _Probe()
+    logits = forward(tokens, attention_probe=own, use_cache=True, **{past: _ToldPast(start)})
+    forward(tokens, attention_probe=told, position_ids=positions)
+    if own.trait is not None or told.trait is not None:
+        raise UnsupportedModel(f"{name}: {own.trait or told.trait} is not supported")
+    kv, told_kv = torch.stack(own.kv), torch.stack(told.kv)
+    pairs = [
+        pair
+        for layer in range(len(own.kv))
+        for pair in (
+            ("queries", layer, own.queries[layer], told.queries[layer]),
+            ("keys", layer, kv[layer, 0], told_kv[layer, 0]),
+            ("values", layer, kv[layer, 1], told_kv[layer, 1]),
+        )
+    ]
+    for plane, layer, expected, seen in pairs:
+        apart = difference(seen, expected, share=0.5)
+        if not apart <= _TOLERANCE:
+            raise UnsupportedModel(
+                f"{name}: {type(model).__name__} computes something else at position {start} of a prompt than when it"
+                f" is told this position: {plane} of layer {layer} differ by {apart:.2g}; it cannot be served"
+            )
+    return Unsplit(start, tokens, kv, logits)
+
+
+@contextmanager
+def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
+    """Raises UnsupportedModel where a position has no row in a table of positions: looked up past their end, embeddings
+    are a device's fault on CUDA, after which nothing runs.
+    """
+
+    def check(table: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        num_rows: int = module.num_embeddings  # type: ignore[assignment]
+        if args and isinstance(args[0], Tensor) and args[0].numel() and int(args[0].max()) >= num_rows:
+            raise UnsupportedModel(f"{says}, and {table} has {num_rows} rows")
+
+    hooks = [
+        module.register_forward_pre_hook(partial(check, table))
+        for table, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_rotated_share(model: Any, head_dim: int, name: str) -> None:

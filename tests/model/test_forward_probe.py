@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_sliding_window_causal_mask
 
 from common.errors import UnsupportedModel
 from common.model.loader import load_target, target_of
@@ -57,7 +58,7 @@ WITHOUT_POSITIONS: dict[str, Any] = {
 def test_a_model_with_positions_of_its_own_is_refused(name: str, dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(WITHOUT_POSITIONS[name]).save_pretrained(str(tmp_path))
-    with pytest.raises(UnsupportedModel, match=r"(side by side|a later part|single tokens).* (keys|values) of layer 0"):
+    with pytest.raises(UnsupportedModel, match=r"position 16 .* told this position: (queries|keys|values) of layer 0"):
         load_target(tmp_path, device="cpu", dtype=dtype)
 
 
@@ -135,6 +136,130 @@ def test_tokens_that_read_their_neighbours_are_seen() -> None:
     model.model.layers[0].mlp.register_forward_hook(shifted)
     with pytest.raises(UnsupportedModel, match="prompts side by side"):
         served(model)
+
+
+def test_one_token_of_many_is_seen() -> None:
+    model = llama(initializer_range=0.1)
+
+    def change_the_third(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output * torch.where(torch.arange(output.shape[-2]) == 2, 1.1, 1.0)[:, None]
+
+    model.model.layers[0].mlp.register_forward_hook(change_the_third)
+    with pytest.raises(UnsupportedModel, match=r"side by side .* of layer 1 differ"):
+        served(model)
+
+
+# ---- far into a context ----------------------------------------------------------------------------------------------
+
+FAR: dict[str, Any] = {"max_position_embeddings": 4096, "initializer_range": 0.1}
+
+
+def kept_below(bound: int) -> Callable[..., Any]:
+    def change(_module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**keywords, "position_ids": keywords["position_ids"].clamp(max=bound - 1)}
+
+    return change
+
+
+def halved_when_one_is_far(_module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions: Tensor = keywords["position_ids"]
+    return args, {**keywords, "position_ids": positions / 2 if positions.max() >= 2048 else positions}
+
+
+def wrong_at(position: int) -> Callable[..., Any]:
+    def change(_module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions: Tensor = keywords["position_ids"]
+        return args, {**keywords, "position_ids": torch.where(positions == position, 0, positions)}
+
+    return change
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("change", "fields", "where"),
+    [
+        (kept_below(4000), {}, "one by one|side by side"),
+        (wrong_at(4095), {}, "one by one"),
+        (wrong_at(512), {"local_window": 512}, "side by side|one by one"),
+        (
+            wrong_at(1024),
+            {"rope_parameters": {**hf.LlamaConfig().rope_parameters, "old_length": 1024}},
+            "one by one|side",
+        ),
+    ],
+)
+def test_a_model_that_is_served_with_other_positions_far_away_is_refused(
+    change: Callable[..., Any], fields: dict[str, Any], where: str, dtype: str
+) -> None:
+    model = llama(**FAR, **fields)
+
+    def when_served(module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+        return change(module, args, keywords) if "attention_plan" in keywords else None
+
+    model.model.register_forward_pre_hook(when_served, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match=rf"tokens at positions 0, 16, .*({where}).* differ"):
+        served(model, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_rotation_that_depends_on_what_shares_the_forward_is_refused(dtype: str) -> None:
+    model = llama(**FAR)
+    model.model.rotary_emb.register_forward_pre_hook(halved_when_one_is_far, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match=r"tokens at positions 0, 16, 4092 .* differ"):
+        served(model, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_attention_that_grows_with_the_length_that_a_cache_tells_is_refused(dtype: str, tmp_path: Path) -> None:
+    """Llama 4's attention asks its cache how many tokens came before; ours is no cache of transformers'."""
+    config = hf.Llama4TextConfig(
+        **SIZES,
+        hidden_size=32,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=2,
+        max_position_embeddings=256,
+        attention_chunk_size=None,
+        layer_types=["full_attention"] * 4,
+        floor_scale=64,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(tmp_path))
+    with pytest.raises(UnsupportedModel, match=r"at position 62 .* told this position: queries of layer 3"):
+        load_target(tmp_path, device="cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize("window", [3000, 100])
+def test_a_window_that_only_a_mask_shows_is_refused(window: int) -> None:
+    model = llama(**FAR)
+
+    def look_back(_module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        mask = create_sliding_window_causal_mask(
+            config=SlidingConfig(model.config, window),
+            inputs_embeds=args[0],
+            attention_mask=None,
+            cache=keywords.get("cache"),
+        )
+        return args, {**keywords, "attention_mask": mask}
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(look_back, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match="an attention mask of the model's own"):
+        served(model)
+
+
+class SlidingConfig:
+    """A config with a window under the name that the mask's maker knows."""
+
+    def __init__(self, config: Any, window: int) -> None:
+        self._config, self.sliding_window = config, window
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def test_a_forward_that_fails_when_it_decodes_is_seen() -> None:
