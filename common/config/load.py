@@ -57,8 +57,8 @@ def help_text(kind: type[ProcessSettings], program: str) -> str:
         "",
         f"example: python -m {program} {kind.example}",
         "",
-        f"Every setting is also an environment variable ({ENV_PREFIX}LISTEN) and a key of the YAML file that",
-        "--config names (listen); a flag wins over the environment, and that over the file.",
+        f"Every setting is also an environment variable ({ENV_PREFIX}LISTEN) and a key of the YAML file (listen)",
+        "that --config names; a flag wins over the environment, and that over the file.",
         "",
     ]
     for name, field in kind.model_fields.items():
