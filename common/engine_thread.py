@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar
@@ -23,6 +23,7 @@ from common.telemetry.timeline import ENGINE, Timeline
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
+TakenT = TypeVar("TakenT")
 _CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
 _EventT_co = TypeVar("_EventT_co", covariant=True)
 
@@ -89,6 +90,7 @@ class EngineThread(EnginePort[CommandT]):
         self._track = (timeline or Timeline()).track(ENGINE)
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
+        self._left: list[CommandT | None] = []  # of the inbox, by `take`
         self._load = engine.load()
         self._stopping = threading.Event()
         self._num_steps_begun = 0
@@ -101,6 +103,15 @@ class EngineThread(EnginePort[CommandT]):
 
     def post(self, command: CommandT) -> None:
         self._inbox.put(command)
+
+    def take(self, kind: type[TakenT]) -> list[TakenT]:
+        """The commands of this kind that were posted since the step began. All others are left for the next step. Only
+        the engine calls it, within a step, for a kind that may overtake the others.
+        """
+        self._left += self._posted()
+        taken = [command for command in self._left if isinstance(command, kind)]
+        self._left = [command for command in self._left if not isinstance(command, kind)]
+        return taken
 
     @property
     def load(self) -> EngineLoad:
@@ -159,10 +170,13 @@ class EngineThread(EnginePort[CommandT]):
             self._on_death(error)
 
     def _drain(self, timeout_s: float) -> list[CommandT]:
-        commands: list[CommandT | None] = []
-        if timeout_s > 0:
+        commands, self._left = self._left, []
+        if timeout_s > 0 and not commands:
             with suppress(queue.Empty):
                 commands.append(self._inbox.get(timeout=timeout_s))
-        while not self._inbox.empty():  # nobody else takes from it
-            commands.append(self._inbox.get_nowait())
+        commands += self._posted()
         return [command for command in commands if command is not None]
+
+    def _posted(self) -> Iterator[CommandT | None]:
+        while not self._inbox.empty():  # nobody else takes from it
+            yield self._inbox.get_nowait()

@@ -32,7 +32,7 @@ from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.lent_memory import LentMemory
-from prefill_service.messages import Command, Drain, Event, FrameReady
+from prefill_service.messages import Command, Drain, Event, FrameReady, SegmentBytesSent
 from prefill_service.scheduler import PrefillEngine
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
@@ -72,8 +72,12 @@ async def _serve(settings: PrefillSettings, process: Process, size: PoolSize, le
     def on_death(error: BaseException) -> None:
         servicer.engine_died(error)
 
-    engine = _engine(settings, process, size, lent.pool, on_step=engine_metrics.on_step, deliver=deliver)
+    def returned() -> Sequence[SegmentBytesSent]:
+        return thread.take(SegmentBytesSent)
 
+    engine = _engine(
+        settings, process, size, lent.pool, on_step=engine_metrics.on_step, deliver=deliver, returned=returned
+    )
     thread: EngineThread[Command] = EngineThread(
         engine=engine,
         deliver=deliver,
@@ -157,6 +161,7 @@ def _engine(
     shared_pool: SharedPool | None,
     on_step: OnStep,
     deliver: Callable[[Sequence[Event]], None] | None = None,
+    returned: Callable[[], Sequence[SegmentBytesSent]] = tuple,
 ) -> PrefillEngine:
     runtime = process.runtime
     with room_beside_pool():
@@ -178,6 +183,7 @@ def _engine(
             overlap=settings.overlap,
             on_step=on_step,
             deliver=deliver,
+            returned=returned,
             timeline=runtime.timeline,
             debug_checks=settings.debug_checks,
             shared_pool=shared_pool,

@@ -65,7 +65,8 @@ class PrefillEngine:
     `draft_topk`: the best first drafts that the decode service starts its trees from.
     A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
     prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
-    `deliver` takes news for the edge where a launch takes long; else steps return them.
+    `deliver` takes news for the edge where a launch takes long; else steps return them. `returned` gives the bytes that
+    transports took since a step began, to be sent anew within the same launch.
     `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
     `new_payload`: for what leaves as copies, where none of the device's own is to be taken.
     """
@@ -92,6 +93,7 @@ class PrefillEngine:
         wall_clock: Callable[[], float] = time.time,
         on_step: OnStep = lambda stats: None,
         deliver: Callable[[Sequence[Event]], None] | None = None,
+        returned: Callable[[], Sequence[SegmentBytesSent]] = tuple,
         timeline: Timeline | None = None,
         debug_checks: bool = False,
         shared_pool: SharedPool | None = None,
@@ -111,6 +113,7 @@ class PrefillEngine:
         self._wall_clock = wall_clock
         self._on_step = on_step
         self._deliver = deliver
+        self._returned = returned
         self.track = (timeline or Timeline()).track(ENGINE)
         self._debug_checks = debug_checks
         self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
@@ -329,6 +332,8 @@ class PrefillEngine:
         while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
             self._finish(self._in_flight.popleft())
             self._num_steps += 1
+        for command in self._returned():
+            self._apply(command)
         self._sender.start_copies()
         self._post_segments()
         if self._deliver is not None and self._outbox:

@@ -85,6 +85,44 @@ def test_a_waiting_engine_steps_when_it_is_woken() -> None:
         assert thread.stop(BOUND_S)
 
 
+class Taker(Sleeper):
+    """In its first step numbers and words are posted, and it takes the numbers. `steps`: what each step was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Sequence[object]] = []
+        self.during_first: Callable[[], None] = lambda: None
+
+    def step(self, commands: Sequence[object]) -> Sequence[str]:
+        self.steps.append(commands)
+        if len(self.steps) == 1:
+            self.during_first()
+        else:
+            self.has_stepped.set()
+        return ()
+
+
+def test_an_engine_takes_some_commands_within_a_step_and_the_others_in_the_next() -> None:
+    engine = Taker()
+    thread: EngineThread[object] = EngineThread(
+        engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="taker"
+    )
+    taken: list[int] = []
+
+    def post_and_take() -> None:
+        for command in ("a", 1, "b", 2):
+            thread.post(command)
+        taken.extend(thread.take(int))
+        thread.post("c")
+
+    engine.during_first = post_and_take
+    thread.post("first")
+    thread.start()
+    assert engine.has_stepped.wait(BOUND_S), "what was left was waited for"
+    assert thread.stop(BOUND_S)
+    assert taken == [1, 2] and engine.steps[:2] == [["first"], ["a", "b", "c"]]
+
+
 def test_prefill_is_woken_when_a_forward_ends_and_when_its_kv_is_copied(
     tiny_target: Callable[[str], TargetModel],
 ) -> None:

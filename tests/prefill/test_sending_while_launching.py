@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,10 @@ class LaunchedTarget(FaultyTarget):
 
 
 class Rig:
-    def __init__(self, target: TargetModel, *, early_sending: bool = True) -> None:
+    """`num_unsent`: how many segments may be on their way at a time."""
+
+    def __init__(self, target: TargetModel, *, early_sending: bool = True, num_unsent: int = 64) -> None:
+        self.segment_bytes = target.layer_group.layer_token_bytes * PROMPT_TOKENS
         self.queue = LaunchQueue()
         self.device = ScriptedDevice(runs_pieces_beside=False, observer=self.queue)
         self.target = LaunchedTarget(target, self.queue)
@@ -100,9 +104,11 @@ class Rig:
             max_context_tokens=64,
             chunk_tokens=PROMPT_TOKENS,
             max_batch_tokens=PROMPT_TOKENS,  # so each forward is of one prompt
-            max_segment_bytes=target.layer_group.layer_token_bytes * PROMPT_TOKENS,
+            max_segment_bytes=self.segment_bytes,
+            send_budget_bytes=num_unsent * self.segment_bytes,
             early_sending=early_sending,
             deliver=self.take,
+            returned=self.returned,
             debug_checks=True,
         )
 
@@ -123,14 +129,18 @@ class Rig:
                 if isinstance(event.frame, KvSegment):
                     self._sent.append(SegmentBytesSent(event.call_id, event.frame.num_bytes))
 
+    def returned(self) -> list[SegmentBytesSent]:
+        """Of the segments that have come since, all of which were taken at once."""
+        sent, self._sent = self._sent, []
+        return sent
+
     def run(self) -> None:
         for _ in range(50):
             load = self.engine.load()
             if load.rows.free == load.rows.total and not load.unsent_bytes and not load.num_queued:
                 return
             self.device.run_all()
-            sent, self._sent = self._sent, []
-            self.take(self.engine.step(sent))
+            self.take(self.engine.step(self.returned()))
         raise AssertionError(f"not over: {self.engine.load()}")
 
 
@@ -138,7 +148,7 @@ class Rig:
 def make_rig(tiny_target: Callable[[str], TargetModel]) -> Iterator[Callable[..., Rig]]:
     made: list[Rig] = []
 
-    def make(**options: bool) -> Rig:
+    def make(**options: Any) -> Rig:
         made.append(Rig(tiny_target("llama"), **options))
         return made[-1]
 
@@ -176,6 +186,16 @@ def test_frames_and_first_tokens_are_delivered_between_the_layers_of_the_next_fo
     last = names.index("forward 1, layer 1")
     assert names[:last].count("KvSegment of x") == NUM_LAYERS
     assert names[:last].count("PrebuiltBatch of x") == 1
+    rig.run()
+
+
+def test_bytes_that_were_taken_make_room_within_the_same_launch(make_rig: Callable[..., Rig]) -> None:
+    """Where one segment may be on its way, and each forward has one of every layer."""
+    rig = make_rig(num_unsent=1)
+    open_two(rig)
+    names = [name for name, _ in rig.queue.journal]
+    assert names[: names.index("forward 1, layer 0")].count("copy_out") == NUM_LAYERS
+    assert names[: names.index("forward 1, layer 1") + 1].count("KvSegment of x") == NUM_LAYERS
     rig.run()
 
 
