@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from importlib.metadata import version as package_version
 
 from opentelemetry.trace import Tracer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import AsyncClient
 from baton.errors import BatonError
@@ -28,11 +30,13 @@ from gateway.health import Health
 from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
-from gateway.responses import JsonResponse, error_response
+from gateway.responses import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
 from gateway.tracing import TracedApp
+
+_METHODS = ("GET", "POST")
 
 
 def build_app(
@@ -105,14 +109,31 @@ def build_app(
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Pages of these origins may call `app` in a browser. It asks first, and shows its key only then."""
-    return CORSMiddleware(
+    return _Origins(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=_METHODS,
         allow_headers=["*"],
         allow_private_network=True,
         expose_headers=["retry-after", "x-request-id"],
     )
+
+
+class _Origins(CORSMiddleware):
+    """Its refusals have the shape of every error, and a log line that says why."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        if scope["method"] == "OPTIONS" and {"origin", "access-control-request-method"} <= set(headers):
+            answer = self.preflight_response(headers)
+            if answer.status_code != HTTPStatus.OK:
+                why = bytes(answer.body).decode()  # "Disallowed CORS origin, method"
+                message = f"{why}: pages of origins that cors_origins names may call, with {' or '.join(_METHODS)}"
+                kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+                error = ApiError(answer.status_code, message, code="origin_not_allowed", headers=kept)
+                await send_error(error, scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ import pytest
 from google.rpc import code_pb2
 from opentelemetry.trace import StatusCode
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 
 from common.config.gateway_settings import GatewaySettings
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
@@ -68,14 +69,14 @@ def test_a_stream_that_ends_with_an_error_is_a_span_that_failed(loop: LoopThread
 ORIGIN, OTHER = "https://chat.example", "https://other.example"
 
 
-def preflight(gateway: GatewayHere, origin: str) -> Answer:
+def preflight(gateway: GatewayHere, origin: str, path: str = "/v1/chat/completions") -> Answer:
     """What a browser asks before a page's own request, without its key."""
     asked = {
         "origin": origin,
         "access_control_request_method": "POST",
         "access_control_request_headers": "authorization,content-type,x-stainless-os",
     }
-    return gateway.ask("OPTIONS", "/v1/chat/completions", **asked)
+    return gateway.ask("OPTIONS", path, **asked)
 
 
 @pytest.fixture
@@ -105,6 +106,19 @@ def test_a_page_of_another_origin_is_not(shared: GatewayHere) -> None:
     assert (asked.status, "access-control-allow-origin" in asked.headers) == (400, False)
     answer = shared.ask("POST", "/v1/chat/completions", HELLO, authorization="Bearer some-long-key", origin=OTHER)
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/metrics"])
+def test_a_refused_page_is_an_error_like_any_other_with_a_line_of_the_log(shared: GatewayHere, path: str) -> None:
+    with capture_logs() as lines:
+        refusal = preflight(shared, OTHER, path)
+        wait_until(lambda: any(line["event"] == "request_finished" for line in lines))
+    assert (refusal.status, refusal.headers["content-type"]) == (400, "application/json")
+    error = refusal.json["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "origin_not_allowed")
+    assert "cors_origins" in error["message"]
+    (line,) = [line for line in lines if line["event"] == "request_finished"]
+    assert (line["log_level"], line["status"], line["error_code"]) == ("info", 400, "origin_not_allowed")
 
 
 def test_no_page_of_another_origin_may_without_the_setting(edge: GatewayHere) -> None:
