@@ -42,6 +42,7 @@ class _BoundedConnection(H11Protocol):
     http_limits: HttpLimits
     open_connections: OpenConnections
     conn: StrictConnection
+    _descriptor = -1
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -53,15 +54,14 @@ class _BoundedConnection(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1)  # so that writing is paused whenever something is not taken
         # The system reports room only once a third of its buffer was taken; a slow reader would seem to take nothing.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE_BYTES)
+        connection: socket.socket = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE_BYTES)
+        self._descriptor = connection.fileno()
         self._await_head()
-        self.open_connections.is_idle(self)
-
-    def close_idle(self) -> None:
-        self.transport.abort()
+        self.open_connections.is_idle(self._descriptor, close=transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.open_connections.is_not_idle(self)
+        self._descriptor = -1  # another connection's soon
         self._head_alarm.stop()
         self._stall_alarm.stop()
         super().connection_lost(exc)
@@ -130,9 +130,9 @@ class _BoundedConnection(H11Protocol):
         if self._has_request:
             self._head_alarm.stop()
         if self._has_request and not self.cycle.more_body:
-            self.open_connections.is_not_idle(self)
+            self.open_connections.is_not_idle(self._descriptor)
         else:
-            self.open_connections.is_idle(self)
+            self.open_connections.is_idle(self._descriptor)
 
     @property
     def _has_request(self) -> bool:

@@ -7,11 +7,15 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import structlog
 
+from common.addresses import network_of
+from common.fair_places import FairPlaces, Full
 from gateway.errors import unavailable
 from gateway.responses import error_response
 
@@ -23,55 +27,78 @@ _LOG_INTERVAL_S = 10.0
 _log = structlog.get_logger(__name__)
 
 
-class IdleConnection(Protocol):
-    def close_idle(self) -> None:
-        """At once: it has no whole request."""
-
-
 class Room(Enum):
     FREE = auto()
     MADE = auto()
     NONE = auto()
 
 
+@dataclass(slots=True)
+class _Open:
+    """One connection. `close` ends it at once."""
+
+    client: str
+    taken_s: float
+    close: Callable[[], None]
+
+
 class OpenConnections:
-    """How many connections of one listener are open, and which of them have no whole request. Event loop only."""
+    """The connections of one listener, by descriptor, and which of them have no whole request. Event loop only.
+
+    Clients, by network, share the places. Where a client finds none, an idle connection goes for its new one: the
+    longest idle of the client that has most connections, be it itself or another with more than it has.
+    """
 
     def __init__(self, *, max_connections: int) -> None:
-        self._max_connections = max_connections
-        self._num_open = 0
-        self._idle: dict[IdleConnection, None] = {}  # the one that is so for longest first
+        self._places = FairPlaces(max(1, max_connections * 8 // 9))  # and an eighth more
+        self._open: dict[int, _Open] = {}
+        self._idle: dict[str, dict[int, None]] = {}  # by client; the one that is so for longest first
         self._num_idle_closed = self._num_refused = 0
         self._told_s = float("-inf")
 
-    def is_idle(self, connection: IdleConnection) -> None:
-        self._idle.setdefault(connection)
-
-    def is_not_idle(self, connection: IdleConnection) -> None:
-        """It has a whole request, or is closed."""
-        self._idle.pop(connection, None)
-
-    def add(self) -> Room:
-        """A connection, unless there is no room for it. Where there are too many, the longest idle one goes."""
-        room = Room.FREE
-        if self._num_open >= self._max_connections:
-            room = self._make_room()
-            self._tell()
-        self._num_open += room is not Room.NONE
-        return room
-
-    def remove(self) -> None:
-        self._num_open -= 1
-
-    def _make_room(self) -> Room:
-        oldest = next(iter(self._idle), None)
-        if oldest is None:
+    def make_room(self, client: str) -> tuple[Room, float]:
+        """For a connection, unless there is none: then it is refused. And when it took its place."""
+        try:
+            return Room.FREE, self._places.take(client)
+        except Full:
+            pass
+        self._tell()
+        num_held = self._places.num_held
+        holder = max(self._idle, key=lambda each: (num_held(each), each == client), default=None)
+        if holder is None or (holder != client and num_held(holder) <= num_held(client)):
             self._num_refused += 1
-            return Room.NONE
-        del self._idle[oldest]
-        oldest.close_idle()
+            return Room.NONE, 0.0
+        longest_idle = next(iter(self._idle[holder]))
+        self.is_not_idle(longest_idle)
+        closed = self._open.pop(longest_idle)
+        closed.close()
         self._num_idle_closed += 1
-        return Room.MADE
+        return Room.MADE, self._places.pass_on(holder, closed.taken_s, client)
+
+    def add(self, descriptor: int, client: str, taken_s: float, *, close: Callable[[], None]) -> None:
+        """A connection that has its place."""
+        self._open[descriptor] = _Open(client, taken_s, close)
+
+    def remove(self, descriptor: int) -> None:
+        """It is closed."""
+        self.is_not_idle(descriptor)
+        if (closed := self._open.pop(descriptor, None)) is not None:  # else its place was passed on
+            self._places.give_back(closed.client, closed.taken_s)
+
+    def is_idle(self, descriptor: int, *, close: Callable[[], None] | None = None) -> None:
+        """From now on, if it was not. `close` is how it ends from now on."""
+        if (connection := self._open.get(descriptor)) is not None:  # else it is being closed
+            connection.close = close or connection.close
+            self._idle.setdefault(connection.client, {}).setdefault(descriptor)
+
+    def is_not_idle(self, descriptor: int) -> None:
+        """It has a whole request."""
+        if (connection := self._open.get(descriptor)) is None:
+            return
+        idle = self._idle.get(connection.client, {})
+        idle.pop(descriptor, None)
+        if not idle:
+            self._idle.pop(connection.client, None)
 
     def _tell(self) -> None:
         now_s = time.monotonic()
@@ -80,7 +107,7 @@ class OpenConnections:
         self._told_s = now_s
         _log.warning(
             "connections_full",
-            max_connections=self._max_connections,
+            max_connections=self._places.num_places,
             num_idle_closed=self._num_idle_closed,
             num_refused=self._num_refused,
         )
@@ -94,6 +121,7 @@ class BoundedListener(socket.socket):
         family, kind, protocol = listener.family, listener.type, listener.proto
         super().__init__(family, kind, protocol, fileno=listener.detach())
         self._connections = connections
+        self._is_tls = is_tls
         self._refusal = b"" if is_tls else _refusal()
         self._exhausted_until_s = 0.0
         self._waits_for_room = False
@@ -108,14 +136,19 @@ class BoundedListener(socket.socket):
             if error.errno in _EXHAUSTED:
                 self._exhausted_until_s = time.monotonic() + _EXHAUSTED_S
             raise
-        match self._connections.add():
+        connection = _Connection(self.family, self.type, self.proto, fileno=descriptor)
+        client = network_of(address[0])
+        room, taken_s = self._connections.make_room(client)
+        match room:
             case Room.NONE:
-                self._refuse(socket.socket(fileno=descriptor))
+                self._refuse(connection)
                 raise BlockingIOError
             case Room.MADE:
                 self._waits_for_room = True  # what was closed is gone in the event loop's next round
-        connection = _Connection(self.family, self.type, self.proto, fileno=descriptor)
-        connection.on_close = self._connections.remove
+        self._connections.add(descriptor, client, taken_s, close=connection.end)
+        if self._is_tls:
+            self._connections.is_idle(descriptor)  # a plain one may have sent its request already
+        connection.on_close = partial(self._connections.remove, descriptor)
         return connection, address
 
     def _refuse(self, connection: socket.socket) -> None:
@@ -130,6 +163,11 @@ class _Connection(socket.socket):
     """Tells when it is closed."""
 
     on_close: Callable[[], None] | None = None
+
+    def end(self) -> None:
+        """Who reads meets the end, as during a handshake."""
+        with suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         super().close()

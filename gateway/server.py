@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import structlog
 import uvicorn
@@ -90,7 +91,7 @@ class GatewayServer:
             timeout_graceful_shutdown=_CLOSE_GRACE_S,
             ssl_context_factory=None if tls is None else lambda *_: tls,
         )
-        self._http = _HttpServer(config)
+        self._http = _HttpServer(config, handshake_timeout_s=limits.head_timeout_s)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -130,7 +131,29 @@ class GatewayServer:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's, without its own signal handlers."""
+    """uvicorn's, with a bound on TLS handshakes and without its own signal handlers."""
+
+    def __init__(self, config: uvicorn.Config, *, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+
+        def protocol() -> Any:
+            return config.http_protocol_class(config=config, server_state=self.server_state, app_state={})  # type: ignore[call-arg]
+
+        self.servers = [
+            await loop.create_server(
+                protocol,
+                sock=listener,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=None if config.ssl is None else self._handshake_timeout_s,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

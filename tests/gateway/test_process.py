@@ -8,6 +8,7 @@ import queue
 import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from gateway.main import run_gateway
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import Answer, GatewayHere, post
+from tests.security.certificates import Authority
 
 BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 
@@ -133,10 +135,12 @@ def test_a_second_signal_ends_it_at_once(
 FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 160; exec "$@"', "sh")
 
 
-def open_connections(gateway: GatewayHere, stack: ExitStack) -> Iterator[socket.socket]:
+def open_connections(
+    gateway: GatewayHere, stack: ExitStack, *, source: str = "127.0.0.1", num: int = 300
+) -> Iterator[socket.socket]:
     """More than a gateway with few descriptors may have."""
-    for _ in range(300):
-        yield stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S))
+    for _ in range(num):
+        yield stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S, (source, 0)))
 
 
 @pytest.mark.parametrize("sent", [b"", post(BODY)[:-1]], ids=["silent", "half a body"])
@@ -169,6 +173,53 @@ def test_where_all_have_a_request_others_are_told_when_to_come_again(scripted: S
     )
     warnings = [json.loads(line) for line in log.read_text().splitlines() if '"warning"' in line]
     assert [line["event"] for line in warnings] == ["connections_full"]
+
+
+OTHER = ("127.0.0.2", 0)
+
+
+def test_one_address_that_has_all_connections_keeps_no_other_out(scripted: ScriptedServer, tmp_path: Path) -> None:
+    scripted.inference.script = [started(), scripted.inference.HOLD]
+    with (
+        running(scripted.address, tmp_path / "log", "--max-open-requests=300", within=FEW_DESCRIPTORS) as (_, gateway),
+        ExitStack() as stack,
+    ):
+        for connection in open_connections(gateway, stack):
+            connection.sendall(post(BODY))
+            if gateway.ask("GET", "/health/live").status == 503:
+                break
+        assert [gateway.ask("GET", "/health/live", source=OTHER).status for _ in range(20)] == [200] * 20
+
+
+def test_who_has_few_connections_loses_none_to_who_has_many(scripted: ScriptedServer, tmp_path: Path) -> None:
+    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
+        few = list(open_connections(gateway, stack, source=OTHER[0], num=4))
+        many = list(open_connections(gateway, stack))
+        for connection in few:
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(1024).startswith(b"HTTP/1.1 200 ")
+        assert len(many) == 300
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
+def test_tls_handshakes_that_do_not_come_make_room_for_others(
+    scripted: ScriptedServer, tmp_path: Path, sent: bytes
+) -> None:
+    authority = Authority(tmp_path, "ours")
+    files = authority.issue("gateway")
+    tls = (f"--tls-cert={files.certificate}", f"--tls-key={files.key}")
+    with (
+        running(scripted.address, tmp_path / "log", *tls, within=FEW_DESCRIPTORS) as (_, gateway),
+        ExitStack() as stack,
+    ):
+        for connection in open_connections(gateway, stack):
+            connection.sendall(sent)
+        context = ssl.create_default_context(cafile=str(authority.ca))
+        for source in ("127.0.0.1", OTHER[0]):
+            (connection,) = open_connections(gateway, stack, source=source, num=1)
+            with context.wrap_socket(connection, server_hostname="127.0.0.1") as honest:
+                honest.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert honest.recv(1024).startswith(b"HTTP/1.1 200 ")
 
 
 def test_the_limit_of_descriptors_is_raised(scripted: ScriptedServer, tmp_path: Path) -> None:

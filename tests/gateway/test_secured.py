@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,21 @@ def test_https_outside_and_mutual_tls_with_a_token_inside(
     finally:
         decode.stop()
     assert decode.inference.metadata.get(timeout=BOUND_S)["authorization"] == "Bearer inner-token"
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
+def test_a_tls_handshake_that_does_not_come_costs_the_connection(
+    loop: LoopThread, authority: Authority, sent: bytes
+) -> None:
+    files = authority.issue("gateway")
+    settings = {"tls_cert": files.certificate, "tls_key": files.key}
+    with (
+        gateway_here(loop, "127.0.0.1:1", limits={"head_timeout_s": 0.2}, **settings) as here,
+        socket.create_connection(("127.0.0.1", here.port), BOUND_S) as connection,
+    ):
+        connection.sendall(sent)
+        with suppress(ConnectionError):  # aborted
+            assert connection.recv(1024) == b""
 
 
 @pytest.mark.parametrize(
