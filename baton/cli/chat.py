@@ -17,7 +17,7 @@ _COMMAND = re.compile(r"/\w+")
 _HELP = """/help    this list
 /reset   forget the conversation
 /exit    end, as Ctrl-D does
-Ctrl-C   stop the answer"""
+Ctrl-C   stop the answer; without one, end"""
 
 
 def chat(
@@ -75,8 +75,14 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """None at the end of the input."""
-    if sys.stdin.isatty():
-        text_console().print("you> ", end="", style="bold")
-    line = sys.stdin.readline()
+    """None at the end of the input, and when the wait for it is interrupted."""
+    is_asked = sys.stdin.isatty()
+    try:
+        if is_asked:
+            text_console().print("you> ", end="", style="bold")
+        line = sys.stdin.readline()
+    except KeyboardInterrupt:
+        line = ""
+    if is_asked and not line:
+        print(file=sys.stderr)  # the shell's prompt gets a line of its own
     return line.strip() if line else None

@@ -14,7 +14,9 @@ from common.chat_messages import ChatMessage
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help='The prompt; "-" reads standard input.')] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help='The prompt. "-", or a pipe and no prompt, reads standard input.')
+    ] = None,
     token_ids: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's chat message.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
@@ -49,7 +51,13 @@ def generate(
     as_json: options.Json = False,
 ) -> None:
     """Stream the answer to a prompt."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    prompt_ids = options.parse_token_ids(token_ids, "--token-ids")
+    biases = options.parse_logit_bias(logit_bias)
+    text = prompt
+    if prompt == "-" or (prompt is None and token_ids is None and not sys.stdin.isatty()):
+        text = sys.stdin.read()
+    if token_ids is None and (text is None or (text == "" and prompt is None)):
+        raise typer.BadParameter("give one, on standard input or as an argument, or --token-ids", param_hint="prompt")
     messages = None
     if (chat or system is not None) and text is not None:
         messages = [ChatMessage("user", text)]
@@ -61,7 +69,7 @@ def generate(
         events = client.generate(
             text if messages is None else None,
             chat=messages,
-            token_ids=options.parse_token_ids(token_ids, "--token-ids"),
+            token_ids=prompt_ids,
             generated_token_ids=options.parse_token_ids(generated_token_ids, "--generated-token-ids") or (),
             request_id=request_id,
             timeout_s=timeout_s,
@@ -79,7 +87,7 @@ def generate(
             repetition_penalty=repetition_penalty,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
-            logit_bias=options.parse_logit_bias(logit_bias),
+            logit_bias=biases,
             logprobs=logprobs,
         )
         shown = show(events, as_json=as_json)

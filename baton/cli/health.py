@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from baton.cli import options
-from baton.cli.output import print_json, reported_errors
+from baton.cli.output import print_json, reported_errors, text_console
 from baton.client import Client
 from baton.server_info import HealthStatus
 
@@ -33,5 +33,12 @@ def health(
         print_json("health", address=address, service=service, status=status)
     else:
         print(status.value)
+        if status is HealthStatus.UNKNOWN_SERVICE:
+            text_console().print(
+                f"{address} does not serve {service!r}: a decode service serves baton.v1.Inference, a prefill service "
+                "baton.v1.Prefill",
+                style="red",
+                markup=False,
+            )
     if status is not HealthStatus.SERVING:
         raise typer.Exit(1)

@@ -51,3 +51,7 @@ def main() -> None:
     """SIGTERM ends a command as Ctrl-C does, so that what it started is stopped."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
+
+
+if __name__ == "__main__":
+    main()

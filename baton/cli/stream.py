@@ -36,8 +36,25 @@ class Shown:
 
 
 def show(events: EventStream, *, as_json: bool) -> Shown:
-    """Print text as it arrives, or every event as a JSON line."""
-    return _follow(events, lambda event: _print(event, as_json))
+    """Print text as it arrives, or every event as a JSON line. A line of text is ended even where the stream is not."""
+    if as_json:
+        return _follow(events, print_event)
+    is_line_open = False
+
+    def print_part(event: Event) -> None:
+        nonlocal is_line_open
+        if isinstance(event, Delta) and event.text:
+            print_text(event.text)
+            is_line_open = True
+        elif isinstance(event, Finished):
+            print(flush=True)
+            is_line_open = False
+
+    try:
+        return _follow(events, print_part)
+    finally:
+        if is_line_open:
+            print(flush=True)
 
 
 def measure(events: EventStream) -> Shown:
@@ -58,12 +75,3 @@ def _follow(events: EventStream, on_event: Callable[[Event], None]) -> Shown:
             completion = builder.add(event) or completion
     assert completion is not None  # EventStream ends without Finished only by raising
     return Shown(completion, ttft_s, time.perf_counter() - start_s)
-
-
-def _print(event: Event, as_json: bool) -> None:
-    if as_json:
-        print_event(event)
-    elif isinstance(event, Delta):
-        print_text(event.text)
-    elif isinstance(event, Finished):
-        print(flush=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import signal
 import socketserver
 import subprocess
 import sys
@@ -11,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -103,6 +106,91 @@ def test_generate_leaves_what_is_not_given_to_the_server(server: ScriptedServer)
     request = server.inference.requests.get(timeout=BOUND_S)
     assert request.text == "from a pipe"
     assert request.sampling.ListFields() == []
+
+
+def test_generate_reads_a_pipe_where_no_prompt_is_given(server: ScriptedServer) -> None:
+    assert run("generate", "--address", server.address, stdin="from a pipe").exit_code == 0
+    assert server.inference.requests.get(timeout=BOUND_S).text == "from a pipe"
+
+
+@pytest.mark.parametrize("options", [(), ("--chat",), ("--system", "Be brief.")])
+def test_generate_without_any_prompt_is_a_usage_error(server: ScriptedServer, options: tuple[str, ...]) -> None:
+    result = run("generate", *options, "--address", server.address, stdin="")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "give one, on standard input or as an argument" in result.stderr
+    assert server.inference.requests.empty()
+
+
+def test_text_of_a_stream_that_breaks_ends_with_a_line(server: ScriptedServer) -> None:
+    server.inference.script = [started(), delta([5], "Hel"), failure(14, "gone")]
+    for command in (("generate", "Hi"), ("chat",)):
+        result = run(*command, "--address", server.address, stdin="Hi\n")
+        assert (result.exit_code, result.stdout, result.stderr) == (1, "Hel\n", "UNAVAILABLE: gone\n")
+
+
+class Terminal:
+    """A command on a terminal of its own: what it shows, and what is typed."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._shown = b""
+        self._terminal, of_command = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton", *arguments], stdin=of_command, stdout=of_command, stderr=of_command
+        )
+        os.close(of_command)
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def type_ctrl_c(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def read_until(self, words: str) -> str:
+        """What is shown from the last call up to these words."""
+        while words.encode() not in self._shown:
+            try:
+                part = os.read(self._terminal, 4096)
+            except OSError:  # Linux's, for a terminal whose last process has ended
+                part = b""
+            assert part, f"it ended after {self._shown!r}"
+            self._shown += part
+        before, _, self._shown = self._shown.partition(words.encode())
+        return before.decode()
+
+    def end(self) -> int:
+        """Its exit status, once it has ended."""
+        return self._process.wait(BOUND_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(BOUND_S)
+        os.close(self._terminal)
+
+
+def test_ctrl_c_stops_an_answer_and_at_the_prompt_ends_the_chat(server: ScriptedServer) -> None:
+    answer = [started(), delta([5], "Hello"), finished(num_completion_tokens=1)]
+    server.inference.scripts.extend([[started(), delta([5], "Hel"), server.inference.HOLD], answer])
+    with Terminal("chat", "--address", server.address) as chat:
+        chat.read_until("you> ")
+        chat.type("one\n")
+        chat.read_until("Hel")
+        chat.type_ctrl_c()
+        assert "\n" in chat.read_until("(stopped; this turn is forgotten)"), "on a line of its own"
+        chat.read_until("you> ")
+        chat.type("two\n")
+        assert "Hello" in chat.read_until("you> ")
+        chat.type_ctrl_c()
+        assert chat.end() == 0
+
+
+@pytest.mark.parametrize("module", ["baton", "baton.cli.main"])
+def test_the_command_is_a_module_too(module: str) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, check=True)
+    assert result.stdout == f"baton {version('baton-serve')}\n"
 
 
 def test_generate_wraps_a_chat_message(server: ScriptedServer) -> None:
@@ -252,6 +340,8 @@ def test_info_as_json_has_both(server: ScriptedServer) -> None:
 def test_health_ends_with_the_answer(server: ScriptedServer, service: str, said: str, status: int) -> None:
     result = run("health", server.address, "--service", service)
     assert (result.stdout, result.exit_code) == (f"{said}\n", status)
+    explained = f"does not serve {service!r}: a decode service serves baton.v1.Inference"
+    assert (explained in result.stderr) == (said == "unknown_service")
 
 
 def test_health_of_nothing_is_status_1(server: ScriptedServer) -> None:
