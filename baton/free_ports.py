@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from contextlib import ExitStack
 
 LOOPBACK = "127.0.0.1"
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ones, free on loopback at this moment."""
+def free_ports(count: int, *, taken: Collection[int] = ()) -> list[int]:
+    """Different ones, free on loopback at this moment, and none of those that others are about to take."""
+    ports: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
+        while len(ports) < count:
+            held = stack.enter_context(socket.socket())
             held.bind((LOOPBACK, 0))
-        return [held.getsockname()[1] for held in sockets]
+            port = held.getsockname()[1]
+            if port not in taken:
+                ports.append(port)
+    return ports

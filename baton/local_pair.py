@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from http import HTTPStatus
 from pathlib import Path
@@ -52,8 +52,9 @@ class LocalPair:
     As a context manager it is entered once all are ready, and left once all have ended. The processes die with the
     thread that starts them, however it ends. Options that are None are left to the services' own defaults. `modules`
     are run as the services. With `exposes_metrics` each has a port for them, else none; with a gateway each has. The
-    first decode service listens on `decode_port` where that is free. Logs go to `log_dir`; without one they are kept
-    only where the pair failed. `on_phase` and `on_words` hear what health and logs tell while the pair is looked at.
+    first decode service listens on `decode_port` where that is free. `taken_ports` are others', who do not listen yet.
+    Logs go to `log_dir`; without one they are kept only where the pair failed. `on_phase` and `on_words` hear what
+    health and logs tell while the pair is looked at.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LocalPair:
         modules: Mapping[Role, str] = MODULES,
         exposes_metrics: bool = False,
         decode_port: int | None = None,
+        taken_ports: Collection[int] = (),
         gateway_listen: str | None = None,
         start_timeout_s: float = 300.0,
         stop_timeout_s: float = 40.0,  # longer than the grace that services give their requests
@@ -84,14 +86,15 @@ class LocalPair:
         self._stop_timeout_s = stop_timeout_s
         self._on_phase = on_phase
         self._on_words = on_words
-        gateway_address = None if gateway_listen is None else _url_address(gateway_listen)
+        gateway_address = None if gateway_listen is None else _url_address(gateway_listen, taken_ports)
         self._owns_log_dir = log_dir is None
         self.log_dir = _writable(log_dir)
         num_services = num_prefill + num_decode
         exposes_metrics = exposes_metrics or gateway_address is not None
-        ports = free_ports(num_services * (2 if exposes_metrics else 1))
-        if decode_port is not None and not why_not_listen(address_of(LOOPBACK, decode_port)):
-            ports[num_prefill] = decode_port
+        ports = free_ports(num_services * (2 if exposes_metrics else 1), taken=taken_ports)
+        if decode_port is not None and decode_port not in taken_ports:
+            ports[num_prefill] = ports[num_prefill] if why_not_listen(f"{LOOPBACK}:{decode_port}") else decode_port
+        self.ports = tuple(ports if gateway_address is None else [*ports, host_and_port(gateway_address)[1]])
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
         self.prefill_addresses = tuple(addresses[:num_prefill])
         self.decode_addresses = tuple(addresses[num_prefill:num_services])
@@ -381,17 +384,21 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
     return shares
 
 
-def _url_address(listen: str) -> str:
-    """Where the gateway listens; port 0 becomes a free one. Raises InvalidArgument without HOST:PORT."""
+def _url_address(listen: str, taken_ports: Collection[int]) -> str:
+    """Where the gateway listens; port 0 becomes a free one. Raises InvalidArgument without HOST:PORT, or where it is
+    taken.
+    """
     try:
         host, port = host_and_port(listen)
         if not host.isascii() or "%" in host:  # it becomes part of a URL
             raise ValueError(f"{listen!r} is not HOST:PORT")
+        if port in taken_ports:
+            raise ValueError(f"another `baton up` has port {port}")
     except ValueError as error:
         raise InvalidArgument(
             f"gateway_listen: {error}", reason="INVALID_FIELD", metadata={"field": "gateway_listen"}
         ) from None
-    return address_of(host, port or free_ports(1)[0])
+    return address_of(host, port or free_ports(1, taken=taken_ports)[0])
 
 
 def _writable(log_dir: Path | None) -> Path:

@@ -13,24 +13,40 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
 _SUFFIX = ".pair.json"
+_CHOOSING = "choosing.lock"
 
 
 @contextmanager
-def announced(decode_addresses: Sequence[str]) -> Iterator[None]:
-    """The pair is found by this user's commands until this is left. A place that cannot be written makes it unfound."""
+def choosing_ports() -> Iterator[frozenset[int]]:
+    """The ports of this user's pairs, those that are loading too. Nobody else chooses until this is left: a pair has to
+    be announced before. A place that cannot be written makes others' ports unknown.
+    """
     with ExitStack() as stack:
         with suppress(OSError):
-            directory = _directory()
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = stack.enter_context((_made_directory() / _CHOOSING).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield frozenset(port for pair in _read_pairs() for port in pair.ports)
+
+
+@contextmanager
+def announced(decode_addresses: Sequence[str], ports: Sequence[int] = ()) -> Iterator[None]:
+    """The pair is found by this user's commands until this is left, and nobody chooses its ports.
+
+    A place that cannot be written makes it unfound.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            directory = _made_directory()
             path = directory / f"{os.getpid()}{_SUFFIX}"
             draft = path.with_suffix(".new")  # under the name that is looked for it is locked and whole
             file = stack.enter_context(draft.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            json.dump(list(decode_addresses), file)
+            json.dump({"decode": list(decode_addresses), "ports": list(ports)}, file)
             file.flush()
             os.replace(draft, path)
             stack.callback(path.unlink, missing_ok=True)
@@ -38,8 +54,19 @@ def announced(decode_addresses: Sequence[str]) -> Iterator[None]:
 
 
 def running_pairs() -> list[str]:
-    """The decode addresses of each, as a client takes them, newest first; leftovers are removed."""
-    found: list[tuple[int, str]] = []
+    """The decode addresses of each, as a client takes them, newest first."""
+    return [",".join(pair.decode) for pair in sorted(_read_pairs(), reverse=True)]
+
+
+class _Pair(NamedTuple):
+    announced_ns: int
+    decode: list[str]
+    ports: list[int]
+
+
+def _read_pairs() -> list[_Pair]:
+    """Of those that run; leftovers are removed."""
+    found: list[_Pair] = []
     with suppress(OSError):
         directory = _directory()
         if directory.stat().st_uid != os.getuid():
@@ -49,8 +76,8 @@ def running_pairs() -> list[str]:
                 if _is_leftover(file.fileno()):
                     path.unlink()
                 else:
-                    found.append((path.stat().st_mtime_ns, ",".join(json.load(file))))
-    return [addresses for _, addresses in sorted(found, reverse=True)]
+                    found.append(_Pair(path.stat().st_mtime_ns, **json.load(file)))
+    return found
 
 
 def _is_leftover(descriptor: int) -> bool:
@@ -59,6 +86,12 @@ def _is_leftover(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _made_directory() -> Path:
+    directory = _directory()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
 
 
 def _directory() -> Path:

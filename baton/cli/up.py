@@ -18,7 +18,7 @@ from baton.cli.prepare_model import prepare_pair
 from baton.errors import BatonError, ServiceDied
 from baton.local_pair import LocalPair, Phase
 from baton.restarts import Ended, Restarts, StartedAgain
-from baton.running_pairs import announced
+from baton.running_pairs import announced, choosing_ports
 from baton.service_process import ServiceProcess
 
 _TUNING = "Tuning"
@@ -66,32 +66,34 @@ def up(
     overlap_flag = [] if overlap is None else ["--overlap" if overlap else "--no-overlap"]
     told = _Told(as_json)
     try:
-        with reported_errors(as_json):
-            pair = LocalPair(
-                model=model,
-                draft=draft,
-                num_prefill=num_prefill,
-                num_decode=num_decode,
-                device=device,
-                dtype=dtype,
-                prefill_args=[*shared, *_flags(chunk_tokens=chunk_tokens), *(prefill_args or ())],
-                decode_args=[*shared, *overlap_flag, *(decode_args or ())],
-                prefill_config=prefill_config,
-                decode_config=decode_config,
-                log_dir=log_dir,
-                decode_port=_DECODE_PORT,
-                gateway_listen=gateway_listen or (_GATEWAY_LISTEN if with_gateway else None),
-                start_timeout_s=start_timeout_s,
-                stop_timeout_s=stop_timeout_s,
-                on_phase=told.phase,
-                on_words=told.words,
-            )
-            with announced(pair.decode_addresses):  # while it loads too: other commands then wait for it
-                prepare_pair(pair, as_json=as_json)
-                told.starting(pair)
-                with pair, LoadReader(pair) as loads:
-                    told.ready(pair)
-                    _follow(pair, told, loads, restarts, refresh_s)
+        with reported_errors(as_json), ExitStack() as keeping:
+            with choosing_ports() as taken_ports:
+                pair = LocalPair(
+                    model=model,
+                    draft=draft,
+                    num_prefill=num_prefill,
+                    num_decode=num_decode,
+                    device=device,
+                    dtype=dtype,
+                    prefill_args=[*shared, *_flags(chunk_tokens=chunk_tokens), *(prefill_args or ())],
+                    decode_args=[*shared, *overlap_flag, *(decode_args or ())],
+                    prefill_config=prefill_config,
+                    decode_config=decode_config,
+                    log_dir=log_dir,
+                    decode_port=_DECODE_PORT,
+                    taken_ports=taken_ports,
+                    gateway_listen=gateway_listen or (_GATEWAY_LISTEN if with_gateway else None),
+                    start_timeout_s=start_timeout_s,
+                    stop_timeout_s=stop_timeout_s,
+                    on_phase=told.phase,
+                    on_words=told.words,
+                )
+                keeping.enter_context(announced(pair.decode_addresses, pair.ports))  # others wait for it while it loads
+            prepare_pair(pair, as_json=as_json)
+            told.starting(pair)
+            with pair, LoadReader(pair) as loads:
+                told.ready(pair)
+                _follow(pair, told, loads, restarts, refresh_s)
     except KeyboardInterrupt:
         pass  # how `up` is meant to end; the pair has been stopped
     told.stopped()

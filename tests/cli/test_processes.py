@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from baton.cli.demo_answer import TOKEN_IDS
 from baton.cli.main import app
 from baton.errors import InvalidArgument
+from baton.free_ports import free_ports
 from baton.local_pair import LocalPair
 from baton.running_pairs import running_pairs
 from baton.service_process import ChildProcess
@@ -260,6 +261,41 @@ def test_up_interrupted_while_it_starts_leaves_no_process(
     status, lines = up.end()
     assert (status, lines[-1]["event"]) == (0, "stopped")
     assert await_end(alive)
+
+
+@pytest.fixture
+def first_is_loading(command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Begins to start a pair, none of whose processes has listened anywhere yet; the ports that it has chosen."""
+    monkeypatch.setenv("FAKE_PREFILL", "--fake-trouble=loads")
+    monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=loads")
+
+    def start(*arguments: str) -> list[int]:
+        command("up", "--model=tiny", *arguments)
+        wait_until(lambda: running_pairs() != [])
+        (addresses,) = running_pairs()
+        return [int(address.rpartition(":")[2]) for address in addresses.split(",")]
+
+    return start
+
+
+def test_a_pair_takes_no_port_of_another_that_is_still_loading(
+    first_is_loading: Callable[..., list[int]], command: Callable[..., Command]
+) -> None:
+    (first,) = first_is_loading()
+    command("up", "--model=tiny")
+    wait_until(lambda: len(running_pairs()) == 2)
+    assert {int(address.rpartition(":")[2]) for address in running_pairs()} > {first}
+
+
+def test_a_gateway_where_another_pair_that_is_loading_will_have_its_own_is_told_so(
+    first_is_loading: Callable[..., list[int]], command: Callable[..., Command]
+) -> None:
+    (port,) = free_ports(1)
+    listen = f"--gateway-listen=127.0.0.1:{port}"
+    first_is_loading(listen)
+    status, lines = command("up", "--model=tiny", listen).end()
+    assert (status, lines[-1]["event"], lines[-1]["metadata"]) == (1, "error", {"field": "gateway_listen"})
+    assert lines[-1]["message"] == f"gateway_listen: another `baton up` has port {port}"
 
 
 def test_up_ends_with_a_service_that_dies_while_it_starts(

@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 from baton.cli import options
 from baton.cli.main import app
 from baton.free_ports import free_ports
-from baton.running_pairs import announced, running_pairs
+from baton.local_pair import LocalPair
+from baton.running_pairs import announced, choosing_ports, running_pairs
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 
 KEEPS_A_PAIR = """
 import sys
 from baton.running_pairs import announced
-with announced(sys.argv[1:]):
+with announced(sys.argv[1:], [int(address.rpartition(":")[2]) for address in sys.argv[1:]]):
     print("announced", flush=True)
     sys.stdin.read()
 """
@@ -60,15 +61,32 @@ def test_a_pair_is_found_while_its_keeper_lives_however_that_ends(tmp_path: Path
     assert list(tmp_path.rglob("*.pair.json")) == []
 
 
+def test_ports_of_a_pair_that_does_not_listen_yet_are_not_chosen_again() -> None:
+    port, other = free_ports(2)
+    process = keeper(f"127.0.0.1:{port}")
+    with choosing_ports() as taken_ports:
+        assert taken_ports == {port}
+        pairs = [LocalPair(decode_port=wanted, taken_ports=taken_ports) for wanted in (port, other)]
+    assert pairs[0].decode_addresses != (f"127.0.0.1:{port}",)
+    assert pairs[1].decode_addresses == (f"127.0.0.1:{other}",)
+    end(process)
+    with choosing_ports() as taken_ports:
+        assert taken_ports == frozenset()
+
+
 def test_a_place_that_cannot_be_written_keeps_nobody_from_serving(tmp_path: Path) -> None:
     (tmp_path / "baton").write_text("in the way")
-    with announced(["127.0.0.1:1"]):
-        assert running_pairs() == []
+    with choosing_ports() as taken_ports, announced(["127.0.0.1:1"], [1]):
+        assert (running_pairs(), taken_ports) == ([], frozenset())
 
 
 def test_what_is_no_announcement_misleads_nobody(tmp_path: Path) -> None:
     process = keeper("127.0.0.1:1")
-    for name, text in (("7.pair.json", "{"), ("8.pair.json", "[1]"), ("9.pair.json", '["127.0.0.1:9"]')):
+    for name, text in (
+        ("7.pair.json", "{"),
+        ("8.pair.json", "[1]"),
+        ("9.pair.json", '{"decode": ["127.0.0.1:9"], "ports": [9]}'),
+    ):
         (tmp_path / "baton" / name).write_text(text)
     assert running_pairs() == ["127.0.0.1:1"]
     end(process)

@@ -78,7 +78,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
 def main(ready_service: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", required=True)
-    parser.add_argument("--fake-trouble", choices=["", "die", "never-ready", "mismatch", "ignore-sigterm"], default="")
+    troubles = ["", "die", "loads", "never-ready", "mismatch", "ignore-sigterm"]
+    parser.add_argument("--fake-trouble", choices=troubles, default="")
     parser.add_argument(
         "--fake-token-ids", type=lambda text: [int(token_id) for token_id in text.split(",")], default=()
     )
@@ -92,6 +93,9 @@ def main(ready_service: str) -> None:
         signal.SIGTERM,
         signal.SIG_IGN if options.fake_trouble == "ignore-sigterm" else lambda number, frame: ended.set(),
     )
+    if options.fake_trouble == "loads":
+        ended.wait()
+        return
     server = grpc.server(ThreadPoolExecutor(8))
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
