@@ -1,8 +1,9 @@
-"""Every Triton kernel that a pair launches for a request was compiled before the first one came."""
+"""Every Triton kernel that a pair launches for a request, to attend or draw, was compiled before the first one came."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,16 +13,14 @@ from torch import Tensor
 
 from benchmarks.kernel_variants import Variant
 from common.draft.paged_head import PagedHead
-from common.kv.pool import KvPool
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import HeadShape, TritonAttention
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import SamplingState
-from common.model.sampling_triton import TritonDraws
+from common.model.sampling_triton import TritonDraws, draw
 from common.model.target import TargetModel
-from common.warm_kernels import warm_kernels
+from common.model.triton_launch import Launch
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, load_drafted
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import RecordingCpuDevice
@@ -59,6 +58,21 @@ def noted(seen: set[Variant], model: TargetModel | PagedHead, directory: Path, d
     model.attention = NotedAttention(HeadShape(num_heads, group.num_heads, group.head_dim, dtype), seen)
 
 
+def noted_draws(seen: set[Variant]) -> TritonDraws:
+    """Draw in Triton's interpreter, one launch at a time, and take note of what would be compiled on a GPU."""
+
+    def launch(drawn: Launch) -> None:
+        seen.add(Variant.of(drawn))
+        with _INTERPRETER:
+            drawn.run()
+
+    return TritonDraws(launch)
+
+
+_INTERPRETER = threading.Lock()
+"""Triton has one for all threads."""
+
+
 def check_nothing_compiles(
     load: Callable[[set[Variant]], tuple[TargetModel, PagedHead | None]], options: PairOptions
 ) -> None:
@@ -74,6 +88,8 @@ def check_nothing_compiles(
         draft=decode[1],
         prefill_model=prefill[0],
         prefill_draft=prefill[1],
+        draw_kernels=noted_draws(decode_seen),
+        prefill_draw_kernels=noted_draws(prefill_seen),
         options=options,
     )
     try:
@@ -86,6 +102,7 @@ def check_nothing_compiles(
             pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(1 + 13 * number)], sampling)
         pair.run()
         assert all(outcome.finished for outcome in pair.outcomes.values())
+        assert all(any(each.kernel is draw for each in seen) for seen in compiled), "nothing that draws was noted"
         assert (prefill_seen, decode_seen) == compiled
     finally:
         pair.close()
@@ -128,35 +145,3 @@ def test_plain_decoding_launches_nothing_that_is_not_compiled(
         return target, None
 
     check_nothing_compiles(load, PairOptions(decode_rows=7, replays_forwards=replays_forwards))
-
-
-def test_what_draws_tokens_is_compiled_too(leaning: Drafted) -> None:
-    target, head = leaning.target, leaning.head
-    seen: set[Variant] = set()
-    draws = TritonDraws(lambda launch: seen.add(Variant.of(launch)))
-    device = RecordingCpuDevice()
-    pool = KvPool(
-        groups=[target.layer_group, head.layer_group],
-        max_rows=3,
-        max_kv_tokens=64,
-        max_tokens_per_row=64,
-        torch_device=device.torch_device,
-    )
-    state = SamplingState(max_rows=3, vocab_size=target.vocab_size, torch_device=device.torch_device, kernels=draws)
-    warm_kernels(
-        model=target,
-        draft=head,
-        draft_topk=1,
-        pool=pool,
-        sampling_state=state,
-        device=device,
-        stream=device.new_stream("forward"),
-        timeout_s=20.0,
-    )
-    device.close(20.0)
-    compiled = {*seen}
-    rows = torch.arange(1, 4)
-    draws.draw(torch.zeros(3, target.vocab_size), rows, rows, state, None, is_counted=True)
-    for way in (draws.propose, draws.couple):
-        way(torch.zeros(3, head.token_ids.shape[0]), head.token_ids, rows, rows, state)
-    assert seen == compiled and len(seen) == 3
