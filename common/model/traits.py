@@ -233,11 +233,6 @@ def probe_attention(
         raise refused("layers with different attention shapes")
     shape = AttentionShape(num_layers, *shapes.pop())
     _check_rotated_share(model, shape.head_dim, name)
-    model.set_attn_implementation(_MASKED_PROBE_NAME)
-    with _checked_tables(model, f"{name}/{CONFIG}: max_position_embeddings is {model.config.max_position_embeddings}"):
-        far = [
-            _compute_far(forward, model, tokens[:NUM_FAR_TOKENS], start, name) for start in far_positions(model.config)
-        ]
     model.set_attn_implementation("eager")
     logits = forward(tokens)
     if not bool(torch.isfinite(logits).all()):
@@ -246,6 +241,11 @@ def probe_attention(
         )
     if logits.shape[-1] != model.config.vocab_size:
         raise refused(f"logits of {logits.shape[-1]} tokens, and vocab_size {model.config.vocab_size},")
+    model.set_attn_implementation(_MASKED_PROBE_NAME)
+    with _checked_tables(model, f"{name}/{CONFIG}: max_position_embeddings is {model.config.max_position_embeddings}"):
+        far = [
+            _compute_far(forward, model, tokens[:NUM_FAR_TOKENS], start, name) for start in far_positions(model.config)
+        ]
     return shape, Unsplit(0, tokens, torch.stack(probe.kv), logits), far
 
 
