@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hmac
-import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,60 +12,28 @@ from typing import Any
 import grpc
 import structlog
 
-from common.errors import ConfigError, Unauthenticated
+from common.errors import Unauthenticated
 from common.rpc_errors import abort_with
 from common.rpc_requests import Context, Continuation
+from common.token_files import is_open_to_others, read_token_file
 from common.wire.grpc_options import Metadata
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _SCHEME = "Bearer "
-_MAX_FILE_BYTES = 1 << 20
-_MIN_TOKEN_CHARS = 8
 
 _log = structlog.get_logger(__name__)
 
 
 def read_tokens(setting: str, path: Path) -> tuple[str, ...]:
-    """The tokens in a file, one a line, each once. Raises ConfigError naming `setting`, and never quotes what was read.
-
-    A file that others may read is warned about: where secrets are mounted, the group often may. One that everybody may
-    write to is refused.
-    """
-
-    def wrong(reason: str | None) -> ConfigError:
-        return ConfigError(f"{setting}: {path}: {reason}")
-
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = file.read(_MAX_FILE_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise wrong(error.strerror) from None
-    except UnicodeDecodeError:
-        raise wrong("is not text") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise wrong("is too large for a file of tokens")
-    if mode & stat.S_IWOTH and stat.S_ISREG(mode):
-        raise wrong("everybody may write to it: chmod 600")
+    """As `read_token_file`. A file that others may read is warned about only: mounted secrets often are so."""
+    tokens, mode = read_token_file(setting, path)
     warn_if_open(setting, path, mode)
-    tokens: dict[str, None] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not (token := line.strip(" \t\r")):
-            continue
-        if not token.isascii() or not token.isprintable() or " " in token:
-            raise wrong(f"line {number} has spaces, or characters other than printable ASCII")
-        if len(token) < _MIN_TOKEN_CHARS:
-            raise wrong(f"line {number} is shorter than {_MIN_TOKEN_CHARS} characters: it can be guessed")
-        tokens[token] = None
-    if not tokens:
-        raise wrong("holds no token")
-    return tuple(tokens)
+    return tokens
 
 
 def warn_if_open(setting: str, path: Path, mode: int) -> None:
     """Of a file with a secret, whose mode this is."""
-    if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if is_open_to_others(mode):
         _log.warning("secret_open_to_others", setting=setting, path=str(path), mode=f"{stat.S_IMODE(mode):o}")
 
 

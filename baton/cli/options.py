@@ -13,14 +13,16 @@ import typer
 
 from baton.cli.output import text_console
 from baton.client import Client, Tls
-from baton.client.channel import check_token
 from baton.errors import Unavailable, Unimplemented
 from baton.running_pairs import running_pairs
 from common.addresses import is_listened_on
+from common.errors import ConfigError
+from common.token_files import is_open_to_others, read_token_file
 
 LOADING_S = 60.0
 _LOADING_LOOK_S = 0.2
 _NOT_SERVED = "NOT_SERVED"
+_TOKEN_FILE = "--token-file"
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
@@ -157,20 +159,16 @@ def tls_options(
 
 
 def read_token(path: Path | None) -> str | None:
-    """The first token in a file like those of the services."""
+    """The first token in a file, which is read as the services read theirs."""
     if path is None:
         return None
     try:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError):
-        raise typer.BadParameter(f"{path} cannot be read", param_hint="--token-file") from None
-    if not lines:
-        raise typer.BadParameter(f"{path} holds no token", param_hint="--token-file")
-    try:
-        check_token(lines[0])
-    except ValueError as error:
-        raise typer.BadParameter(f"{path}: {error}", param_hint="--token-file") from None
-    return lines[0]
+        tokens, mode = read_token_file(_TOKEN_FILE, path)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    if is_open_to_others(mode):
+        text_console().print(f"{_TOKEN_FILE}: {path}: others may read it: chmod 600", style="yellow", markup=False)
+    return tokens[0]
 
 
 def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:

@@ -161,7 +161,7 @@ def test_a_file_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
         read_tokens("auth_token_file", path)
 
 
-@pytest.mark.parametrize(
+bad_files = pytest.mark.parametrize(
     "make",
     [
         lambda path: path / "absent",
@@ -194,12 +194,36 @@ def test_a_file_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
         "endless",
     ],
 )
+
+
+@bad_files
 def test_a_file_without_tokens_is_refused_by_its_key_and_never_quoted(
     tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=r"^auth_token_file: ") as refusal:
         read_tokens("auth_token_file", make(tmp_path))
     assert "cret" not in str(refusal.value)
+
+
+@bad_files
+def test_the_command_line_refuses_the_same_files_in_the_same_words(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    path = make(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        read_tokens("auth_token_file", path)
+    result = CliRunner().invoke(app, ["info", "--address=127.0.0.1:1", f"--token-file={path}"])
+    assert result.exit_code == 2
+    words = "".join(str(refusal.value).replace("auth_token_file", "--token-file").split())
+    assert words in "".join(result.output.replace("│", "").split()), "wherever its lines are broken"
+
+
+def test_the_command_line_looks_at_the_file_s_mode(tmp_path: Path) -> None:
+    path = written(tmp_path / "tokens", f"\ufeff{OLD}\r\n")
+    for mode, words, code in ((0o600, "", 1), (0o644, "others may read it: chmod 600", 1), (0o666, "everybody may", 2)):
+        path.chmod(mode)
+        result = CliRunner().invoke(app, ["info", "--address=127.0.0.1:1", f"--token-file={path}"])
+        assert (result.exit_code, words in result.output, OLD in result.output) == (code, True, False)
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nfeed", "sécret"])
