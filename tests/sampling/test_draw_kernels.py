@@ -102,6 +102,14 @@ def test_it_draws_the_same_tokens(rules: dict[str, dict[str, Any]]) -> None:
     check_same(*both(random_logits(len(sampling)), sampling, positions=(5, 6)))
 
 
+@pytest.mark.parametrize("seed", [(1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_seeds_have_64_bits(seed: int) -> None:
+    """Of which the host's table and the kernel hold the same, though torch knows no such unsigned numbers."""
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.3}, CUTS["top_p"], CUTS["all three"]]
+    sampling = [ResolvedSampling(seed=seed, max_tokens=64, **each) for each in options]
+    check_same(*both(random_logits(len(sampling)), sampling, positions=(0, 5, 1 << 20)))
+
+
 def test_log_probabilities_are_of_the_unmodified_distribution() -> None:
     sampling = requests([{"num_logprobs": 2, "logit_bias": ((9, 40.0),)}, {}])
     (ours,), (theirs,) = both(random_logits(2), sampling)
