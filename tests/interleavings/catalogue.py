@@ -38,6 +38,7 @@ _aborted_when_short = Scenario(scenarios.aborted_when_short_of_slots, 2, 7, head
 _growing = Scenario(scenarios.growing_beside_an_abort, 2, 60)
 _at_once = Scenario(scenarios.one_request, 1, 24, at_once=True)
 _at_once_chain = Scenario(scenarios.two_requests, 2, 60, CHAIN, at_once=True)
+_growing_at_once_by_frames = Scenario(scenarios.growing_beside_an_abort, 2, 60, at_once=True, frames_come_apart=True)
 _aborted_at_once = Scenario(scenarios.one_aborted, 1, 16, at_once=True)
 
 _prompt = PrefillScenario(prefill_scenarios.one_prompt, 1, 8)
@@ -88,6 +89,7 @@ LARGE: tuple[AnyScenario, ...] = (
     Scenario(scenarios.soon_short_of_slots, 2, 5, headroom_tokens=1, at_once=True),
     _at_once_chain,
     _aborted_at_once,
+    _growing_at_once_by_frames,
     _prompts_at_once,
     PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2, at_once=True),
     PrefillScenario(prefill_scenarios.two_prompts, 2, 16),
@@ -135,6 +137,8 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (memory.rows_dropped_at_launch, _at_once_chain, "a race for .*schedule.*forward"),
     (memory.chunks_dropped_at_launch, _prompts_at_once, "a race for .*schedule.*forward"),
     (rows.tensors_dropped_before_the_end, _at_once, "a race for .*schedule.*forward"),
+    (rows.waiting_segments_are_not_counted, _growing_at_once_by_frames, "a race for .*kv of target.*landing"),
+    (rows.waiting_segments_land_in_rows_given_up, _growing_at_once_by_frames, "a race for .*kv of target.*landing"),
     (rows.quarantine_skipped, _aborted_at_once, "a race for .*token table|kv of target"),
     (bootstrap.forward_ignores_the_schedule_side, _at_once, "a race for .*schedule side.*forward"),
     (speculation.seeds_stashed_on_another_stream, _at_once_chain, "a race for .*hidden_states.*stash"),

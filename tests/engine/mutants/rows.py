@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 
 from common.device.stream import Event, Stream
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.row_columns import RowColumns
+from decode_service import scheduler
 from decode_service.landing import LandingZone, _LandingRow
+from decode_service.request import Request
 from decode_service.running_rows import Rows
 from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
 from decode_service.scheduler import DecodeEngine
@@ -57,6 +61,42 @@ def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
 def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:
     """The landing zone keeps the row of a request that ended."""
     patch.setattr(LandingZone, "forget", lambda self, req: None)
+
+
+def waiting_segments_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A row has landed once the copies that were started are done, whatever has still to be."""
+    patch.setattr(_LandingRow, "num_waiting", property(lambda row: 0, lambda row, number: None))
+
+
+class _HeldForEver:
+    """A row's lease, to whoever is to look whether it is held."""
+
+    is_held = True
+
+    def __init__(self, lease: RowLease) -> None:
+        vars(self)["_lease"] = lease
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lease, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._lease, name, value)
+
+
+class _DeafLanding(LandingZone):
+    """Is given leases that never end."""
+
+    def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
+        leases = [req.lease for req in reqs]
+        for req in reqs:
+            req.lease = cast(RowLease, _HeldForEver(cast(RowLease, req.lease)))
+        super().open(call_id, replica, reqs)
+        for req, lease in zip(reqs, leases, strict=True):
+            req.lease = lease
+
+
+def waiting_segments_land_in_rows_given_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "LandingZone", _DeafLanding)
 
 
 def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
