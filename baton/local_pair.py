@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import shutil
 import tempfile
 import threading
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +25,7 @@ from baton.server_info import HealthStatus
 from baton.service_log import ServiceLog
 from baton.service_process import READY_SERVICE, TLS_SETTINGS, Role, ServiceProcess
 from common.addresses import address_of, host_and_port, why_not_listen
+from common.peer_text import peer_text
 
 POLL_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
@@ -41,7 +44,8 @@ class Phase(Enum):
     READY = "ready"
 
 
-OnPhase = Callable[[ServiceProcess, Phase], None]
+OnPhase = Callable[[ServiceProcess, Phase, str], None]
+"""The text says why a process that is alive is not ready, "" where that is not known."""
 OnWords = Callable[[ServiceProcess, str], None]
 
 
@@ -78,7 +82,7 @@ class LocalPair:
         gateway_listen: str | None = None,
         start_timeout_s: float = 300.0,
         stop_timeout_s: float = 40.0,  # longer than the grace that services give their requests
-        on_phase: OnPhase = lambda service, phase: None,
+        on_phase: OnPhase = lambda service, phase, why: None,
         on_words: OnWords = lambda service, words: None,
     ) -> None:
         self._modules = modules
@@ -255,7 +259,7 @@ class PairWatch:
         phase = self._healths[process].phase() if process.is_running else Phase.STARTING
         if phase is not self.phases[process]:
             self.phases[process] = phase
-            self._on_phase(process, phase)
+            self._on_phase(process, phase, self.why_not_ready(process) if phase is Phase.ALIVE else "")
 
     def require_agreement(self, process: ServiceProcess) -> None:
         """Raises PairMismatch when no prefill service can ever serve this decode service, as it knows by now."""
@@ -329,6 +333,7 @@ class _HttpHealth:
 
     def __init__(self, process: ServiceProcess) -> None:
         self._url = f"http://{process.address}/health"
+        self._why_not_ready = ""
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def phase(self) -> Phase:
@@ -336,13 +341,14 @@ class _HttpHealth:
             with self._opener.open(self._url, timeout=GATEWAY_HEALTH_TIMEOUT_S) as response:
                 return Phase.READY if response.status == HTTPStatus.OK else Phase.ALIVE
         except urllib.error.HTTPError as refusal:
-            refusal.close()
+            with refusal, suppress(OSError, ValueError, TypeError, LookupError):
+                self._why_not_ready = peer_text(str(json.load(refusal)["reason"]))
             return Phase.ALIVE
         except (OSError, http.client.HTTPException, ValueError):
             return Phase.STARTING
 
     def why_not_ready(self) -> str:
-        return ""
+        return self._why_not_ready
 
     def mismatch(self) -> str:
         return ""

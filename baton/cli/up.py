@@ -64,7 +64,7 @@ def up(
     """Start prefill and decode services here, and keep them until Ctrl-C."""
     shared = _flags(max_rows=max_rows, max_kv_tokens=max_kv_tokens, num_threads=num_threads)
     overlap_flag = [] if overlap is None else ["--overlap" if overlap else "--no-overlap"]
-    told = _Told(as_json)
+    told = _Told(as_json, keeps_logs=log_dir is not None)
     try:
         with reported_errors(as_json), ExitStack() as keeping:
             with choosing_ports() as taken_ports:
@@ -92,8 +92,12 @@ def up(
             prepare_pair(pair, as_json=as_json)
             told.starting(pair)
             with pair, LoadReader(pair) as loads:
-                told.ready(pair)
-                _follow(pair, told, loads, restarts, refresh_s)
+                try:
+                    told.ready(pair)
+                    _follow(pair, told, loads, restarts, refresh_s)
+                except KeyboardInterrupt:
+                    told.stopping(stop_timeout_s)
+                    raise
     except KeyboardInterrupt:
         pass  # how `up` is meant to end; the pair has been stopped
     told.stopped()
@@ -102,15 +106,16 @@ def up(
 class _Told:
     """Tells people, or programs that read JSON lines, what happens to the pair."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, *, keeps_logs: bool) -> None:
         self.as_json = as_json
+        self._keeps_logs = keeps_logs
         self.console = text_console()
 
-    def phase(self, process: ServiceProcess, phase: Phase) -> None:
+    def phase(self, process: ServiceProcess, phase: Phase, why: str) -> None:
         if self.as_json:
-            print_json("phase", name=process.name, address=process.address, pid=process.pid, phase=phase)
+            print_json("phase", name=process.name, address=process.address, pid=process.pid, phase=phase, why=why)
         elif process.is_running:  # else its end is told
-            self._line(f"{process.name} ({process.address}) {_PHASES[phase]}")
+            self._line(f"{process.name} ({process.address}) {_PHASES[phase]}{f': {why}' if why else ''}")
 
     def words(self, process: ServiceProcess, words: str) -> None:
         if self.as_json:
@@ -132,7 +137,9 @@ class _Told:
 
     def starting(self, pair: LocalPair) -> None:
         if not self.as_json:
-            self._line(f"starting {', '.join(process.name for process in pair.processes)}; logs: {pair.log_dir}")
+            names = ", ".join(process.name for process in pair.processes)
+            until = "" if self._keeps_logs else " (removed on Ctrl-C; --log-dir keeps them)"
+            self._line(f"starting {names}; logs: {pair.log_dir}{until}")
 
     def ready(self, pair: LocalPair) -> None:
         address, url = pair.decode_addresses[0], pair.gateway_url
@@ -142,11 +149,14 @@ class _Told:
                 for each in pair.processes
             ]
             addresses = {"prefill": pair.prefill_addresses, "decode": pair.decode_addresses}
-            print_json("ready", **addresses, gateway=url, services=services)
+            print_json("ready", **addresses, gateway=url, metrics=pair.metrics_addresses, services=services)
             return
         self._line(f"ready: baton chat, or baton generate --chat --address {address} 'Hello'   (Ctrl-C stops)")
         if url is not None:
-            self._line(f"gateway: {url}/v1, its status page: {url}/")
+            self._line(f"gateway: {url}/v1, its status page: {url}/, its metrics: {url}/metrics")
+        if pair.metrics_addresses:
+            metrics = zip(pair.services, pair.metrics_addresses, strict=True)
+            self._line("metrics: " + ", ".join(f"http://{address}/metrics ({each.name})" for each, address in metrics))
 
     def loads(self, loads: Mapping[str, ServiceLoad]) -> None:
         for name, load in loads.items():
@@ -154,6 +164,15 @@ class _Told:
                 print_json("load", name=name, error=str(load))
             else:
                 print_json("load", name=name, load=load)
+
+    def stopping(self, timeout_s: float) -> None:
+        if self.as_json:
+            print_json("stopping", timeout_s=timeout_s)
+        else:
+            self._line(
+                f"stopping: requests that run may end first, for up to {timeout_s:g} s of each kind of service; "
+                "Ctrl-C again stops at once"
+            )
 
     def stopped(self) -> None:
         if self.as_json:

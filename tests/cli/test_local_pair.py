@@ -114,7 +114,7 @@ def test_a_service_that_never_becomes_ready_is_named() -> None:
 
 def test_phases_are_reported_once_each() -> None:
     seen: list[tuple[str, Phase]] = []
-    with LocalPair(on_phase=lambda service, phase: seen.append((service.name, phase))):
+    with LocalPair(on_phase=lambda service, phase, why: seen.append((service.name, phase))):
         assert {("prefill-0", Phase.READY), ("decode-0", Phase.READY)} <= set(seen)
         assert len(seen) == len(set(seen))
 

@@ -242,6 +242,52 @@ def test_services_that_can_never_work_together_end_a_start_at_once(
     assert lines[-1]["message"].startswith("decode-0: fingerprints differ in dtype; its log: ")
 
 
+def test_up_tells_people_where_metrics_and_logs_are_and_that_requests_may_end() -> None:
+    arguments = ["up", "--model=tiny", "--gateway-listen=127.0.0.1:0"]
+    with subprocess.Popen([*BATON, *arguments], stderr=subprocess.PIPE, text=True) as up:
+        assert up.stderr is not None
+        said = []
+        for line in up.stderr:
+            said.append(line)
+            if line.startswith("metrics: "):
+                break
+        up.send_signal(signal.SIGINT)
+        ending = up.stderr.readlines()
+        assert up.wait(BOUND_S) == 0
+    assert re.search(r"; logs: \S+ \(removed on Ctrl-C; --log-dir keeps them\)\n", "".join(said))
+    assert re.search(r"its metrics: http://127\.0\.0\.1:\d+/metrics$", said[-2].strip())
+    assert re.findall(r"http://127\.0\.0\.1:\d+/metrics \(([a-z]+-0)\)", said[-1]) == ["prefill-0", "decode-0"]
+    assert ending[-2].startswith("stopping: requests that run may end first, for up to 40 s")
+    assert ending[-1] == "stopped\n"
+
+
+def test_a_second_interrupt_stops_a_pair_that_does_not_end(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=ignore-sigterm")
+    up = command("up", "--model=tiny", "--stop-timeout-s=1000", "--gateway-listen=127.0.0.1:0")
+    log = Path(up.ready()["services"][-1]["log"])
+    up.process.send_signal(signal.SIGINT)
+    assert up.lines_until(lambda line: line["event"] == "stopping")[-1]["timeout_s"] == 1000
+    wait_until(lambda: '"event": "stopped"' in log.read_text())  # the gateway ends first: decode is waited for
+    up.process.send_signal(signal.SIGINT)
+    status, lines = up.end()
+    assert (status, lines[-1]["event"]) == (0, "stopped")
+    assert await_end(up.service_pids)
+
+
+def test_a_service_that_answers_and_is_not_ready_says_why(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=never-ready")
+    up = command("up", "--model=tiny", "--gateway", "--gateway-listen=127.0.0.1:0")
+    seen = up.lines_until(lambda line: line["event"] == "phase" and line["name"] == "gateway")
+    assert seen[-1]["phase"] == "alive"
+    assert "the decode service" in seen[-1]["why"]
+    whys = {line["name"]: line["why"] for line in seen if line["event"] == "phase" and line["phase"] == "ready"}
+    assert set(whys.values()) <= {""}
+
+
 def test_up_that_is_killed_leaves_no_process(command: Callable[..., Command]) -> None:
     up = command("up", "--model=tiny")
     up.ready()
