@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from common.draft.load import load_draft
@@ -123,7 +122,7 @@ def test_a_context_limit_that_the_rotation_follows_is_a_difference(rope: dict[st
 
 def test_another_transformers_is_seen_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(directory)
-    monkeypatch.setattr(transformers, "__version__", "5.0.1")
+    monkeypatch.setattr("common.model_digest.transformers.__version__", "5.0.1")
     difference = first_difference(before, fingerprint(directory))
     assert difference is not None
     assert difference[0] == "config_digest" and "5.0.1" in difference[2]
