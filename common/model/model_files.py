@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,8 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from common.errors import BatonError, StartupError, UnsupportedModel
@@ -419,7 +421,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
     return files
 
 
-def _check_experts(name: str, tensors: Iterable[str]) -> None:
+def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
     """Experts are stacked in the order of their numbers: each has to be there, and have what the others have."""
     experts: dict[str, dict[int, set[str]]] = {}
     for tensor in tensors:
@@ -429,10 +431,19 @@ def _check_experts(name: str, tensors: Iterable[str]) -> None:
                 of_container = experts.setdefault(".".join(parts[: place + 1]), {})
                 of_container.setdefault(int(number), set()).add(".".join(parts[place + 2 :]))
     for container, numbers in experts.items():
+        first = min(numbers)
         members = set().union(*numbers.values())
         for expert in range(len(numbers)):
-            for member in sorted(members - numbers.get(expert, set())):
-                raise UnsupportedModel(f"{name}: {container}.{expert}.{member} is missing, which other experts have")
+            for member in sorted(members):
+                path = f"{container}.{expert}.{member}"
+                if path not in tensors:
+                    raise UnsupportedModel(f"{name}: {path} is missing, which other experts have")
+                stored, like = tensors[path], f"{container}.{first}.{member}"
+                if stored.shape != tensors[like].shape:
+                    raise UnsupportedModel(
+                        f"{name}/{stored.file.name}: {path} is {list(stored.shape)}, and {like} is"
+                        f" {list(tensors[like].shape)}"
+                    )
 
 
 # --------------------------------------------------------------------------------------------------- the weights
@@ -450,8 +461,8 @@ def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attent
     with model_faults(f"{name}/{CONFIG}"):
         _check_counts(files, config)
 
-    def load(tensors: Mapping[str, Any], device: str) -> tuple[Any, dict[str, Any]]:
-        with model_faults(name), _interface_only(attention, name), _silent_transformers():
+    def load(tensors: Mapping[str, Any], device: str, place: str = name) -> tuple[Any, dict[str, Any]]:
+        with model_faults(place), _interface_only(attention, name), _silent_transformers():
             model, report = model_class.from_pretrained(
                 None,
                 config=config,
@@ -464,13 +475,16 @@ def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attent
             )
         return model, report
 
-    shapes, report = load(
-        {
-            tensor: torch.empty(stored.shape, dtype=_dtype_of(name, tensor, stored), device="meta")
-            for tensor, stored in files.tensors.items()
-        },
-        "meta",
-    )
+    empty = {
+        tensor: torch.empty(stored.shape, dtype=_dtype_of(name, tensor, stored), device="meta")
+        for tensor, stored in files.tensors.items()
+    }
+    try:
+        shapes, report = load(empty, "meta")
+    except UnsupportedModel:
+        model, _ = load({}, "meta", f"{name}/{CONFIG}")  # raises where it is no tensor's fault
+        _check_parts(files, _Sources(model, files))
+        raise
     _check_report(files, shapes, report)
     with ExitStack() as stack:
         opened = {file: stack.enter_context(safe_open(str(file), framework="pt")) for file in files.weight_files}
@@ -517,25 +531,77 @@ def _check_counts(files: ModelFiles, config: Any) -> None:
             )
 
 
+class _Sources:
+    """Which of the files' tensors become what in a model: transformers renames some, and stacks or joins others."""
+
+    def __init__(self, model: Any, files: ModelFiles) -> None:
+        conversions = get_model_conversion_mapping(model)
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        state: dict[str, Tensor] = model.state_dict()
+        self._siblings = {pattern: each.source_patterns for each in converters for pattern in each.source_patterns}
+        self._files = files
+        self.parts: dict[str, dict[str | None, list[str]]] = {}
+        """By name in the model, then by transformers' pattern, None for one that is taken as it is."""
+        for tensor in files.tensors:
+            key, pattern = rename_source_key(tensor, renamings, converters, model.base_model_prefix, state)
+            if key not in state and tensor in state:
+                key, pattern = tensor, None
+            self.parts.setdefault(key, {}).setdefault(pattern, []).append(tensor)
+
+    def of(self, key: str) -> list[str]:
+        """The tensors that become `key`, or `key` itself."""
+        return [tensor for tensors in self.parts.get(key, {}).values() for tensor in tensors] or [key]
+
+    def place(self, key: str) -> str:
+        stored = self._files.tensors.get(self.of(key)[0])
+        name = self._files.directory.name
+        return name if stored is None else f"{name}/{stored.file.name}"
+
+    def twice(self, key: str) -> tuple[str, str] | None:
+        """Two tensors of which each is `key`, or a part of it the one and the whole the other."""
+        whole = sorted(self.parts[key].get(None, ()), key=len, reverse=True)
+        parts = [tensor for pattern, tensors in self.parts[key].items() if pattern is not None for tensor in tensors]
+        return ((parts + whole)[0], whole[-1]) if whole and len(parts + whole) > 1 else None
+
+    def absent_patterns(self, key: str) -> list[str]:
+        """Those of the tensors that `key` is made of, where there are some of them and not others."""
+        there = self.parts[key]
+        return [each for pattern in there if pattern for each in self._siblings[pattern] if each not in there]
+
+
+def _check_parts(files: ModelFiles, sources: _Sources) -> None:
+    """Raises UnsupportedModel, naming them, for tensors that do not make one together."""
+    for key, parts in sources.parts.items():
+        if absent := sources.absent_patterns(key):
+            raise UnsupportedModel(f"{sources.place(key)}: {key} needs tensors {_some(absent)}, and there are none")
+        shapes = {files.tensors[tensor].shape: tensor for tensor in sources.of(key)}
+        if len(parts) > 1 and len(shapes) > 1:
+            said = " and ".join(f"{tensor} is {list(shape)}" for shape, tensor in list(shapes.items())[:2])
+            raise UnsupportedModel(f"{sources.place(key)}: {said}, and make no {key} together")
+
+
 def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> None:
-    name, tensors = files.directory.name, files.tensors
+    name, tensors, sources = files.directory.name, files.tensors, _Sources(model, files)
     if missing := sorted(report["missing_keys"]):
         raise UnsupportedModel(f"{name}: {_some(missing)} missing from {_file_names(files)}")
-    for tensor, stored, expected in sorted(report["mismatched_keys"], key=lambda entry: str(entry[0])):
+    for key, stored, expected in sorted(report["mismatched_keys"], key=lambda entry: str(entry[0])):
         raise UnsupportedModel(
-            f"{_place(files, tensor)}: {tensor} is {list(stored)}, which {CONFIG} says is {list(expected)}"
+            f"{sources.place(key)}: {key} is {list(stored)}, which {CONFIG} says is {list(expected)}"
         )
     unexpected = [key for key in sorted(report["unexpected_keys"]) if not _is_old_buffer(key, tensors.get(key))]
     if unexpected:
-        raise UnsupportedModel(
-            f"{_place(files, unexpected[0])}: not known in {type(model).__name__}: {_some(unexpected)}"
-        )
+        said = [tensor for key in unexpected for tensor in sources.of(key)]
+        raise UnsupportedModel(f"{sources.place(unexpected[0])}: not known in {type(model).__name__}: {_some(said)}")
     state: dict[str, Tensor] = model.state_dict()
-    prefix = f"{model.base_model_prefix}."
+    for key in sources.parts.keys() & state.keys():
+        if (twice := sources.twice(key)) is not None:
+            first, again = twice
+            raise UnsupportedModel(
+                f"{name}/{tensors[again].file.name}: {again} is {first} of {tensors[first].file.name} again"
+            )
     for tensor, stored in tensors.items():
-        if tensor not in state and (twin := tensors.get(prefix + tensor)) is not None:
-            raise UnsupportedModel(f"{name}/{stored.file.name}: {tensor} is {prefix}{tensor} of {twin.file.name} again")
-        target = state.get(tensor, state.get(prefix + tensor))
+        target = state.get(tensor, state.get(f"{model.base_model_prefix}.{tensor}"))
         is_computed_with = not _is_old_buffer(tensor, stored) if target is None else target.is_floating_point()
         if stored.dtype not in _WEIGHT_DTYPES and is_computed_with:
             raise UnsupportedModel(
@@ -553,11 +619,6 @@ def _is_old_buffer(tensor: str, stored: StoredTensor | None) -> bool:
         or (tensor.endswith(".masked_bias") and math.prod(stored.shape) == 1)
         or tensor.endswith("position_ids")
     )
-
-
-def _place(files: ModelFiles, tensor: str) -> str:
-    stored = files.tensors.get(tensor)
-    return files.directory.name if stored is None else f"{files.directory.name}/{stored.file.name}"
 
 
 def _file_names(files: ModelFiles) -> str:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config
+from transformers import GPT2Config, MixtralConfig
 
 from common.errors import StartupError, UnsupportedModel
 from common.model.loader import load_target
@@ -387,6 +387,83 @@ TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
         "generation_config.json",
     ),
 }
+
+
+EXPERTS = "model.layers.0.block_sparse_moe.experts"
+GATE = "model.layers.0.block_sparse_moe.gate.weight"
+
+
+def without_all(part: str) -> Callable[[Model], None]:
+    return lambda model: model.tensors(lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name])
+
+
+EXPERT_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
+    "another-shape": (
+        weights(f"{EXPERTS}.1.w1.weight", lambda w: w[:-1]),
+        rf"{WEIGHTS}: {EXPERTS}.1.w1.weight is \[95, 64\], and {EXPERTS}.0.w1.weight is \[96, 64\]",
+    ),
+    "the-first-of-another-shape": (
+        weights(f"{EXPERTS}.0.w2.weight", lambda w: w[:, :-1]),
+        rf"{EXPERTS}\.\d.w2.weight is",
+    ),
+    "a-scalar": (weights(f"{EXPERTS}.2.w3.weight", lambda w: w[0, 0]), rf"{WEIGHTS}: {EXPERTS}.2.w3.weight is \[\]"),
+    "all-of-another-shape": (
+        change_weights(**{f"{EXPERTS}.{expert}.w1.weight": lambda w: w.T for expert in range(4)}),
+        rf"{WEIGHTS}: {EXPERTS}.\d.w1.weight is \[64, 96\] and {EXPERTS}.\d.w3.weight is \[96, 64\]",
+    ),
+    "one-kind-missing": (
+        without_all(".w1."),
+        rf"{WEIGHTS}: \S+gate_up_proj needs tensors \S+\.w1\.weight, and there are none",
+    ),
+    "one-kind-of-a-layer-missing": (
+        without_all("layers.1.block_sparse_moe.experts.0.w3"),
+        r"experts\.0\.w3\.weight is missing",
+    ),
+    "one-missing": (
+        absent(f"{EXPERTS}.1.w1.weight"),
+        rf"{EXPERTS}\.1\.w1\.weight is missing, which other experts have",
+    ),
+    "the-last-missing": (without_all(f"{EXPERTS}.3."), rf"{WEIGHTS}: \S+ is \[3, .*config.json says is \[4, "),
+    "fewer-in-the-config": (config(num_local_experts=3), rf"{WEIGHTS}: \S+ is \[4, .*config.json says is \[3, "),
+    "integers": (weights(f"{EXPERTS}.1.w1.weight", lambda w: w.to(torch.int8)), rf"{EXPERTS}.1.w1.weight is of I8"),
+    "no-gate": (absent(GATE), "gate.weight missing from"),
+    "surplus-members": (
+        added(**{f"{EXPERTS}.{expert}.w4.weight": torch.ones(3) for expert in range(4)}),
+        f"{WEIGHTS}: not known in MixtralForCausalLM: {EXPERTS}.0.w4.weight",
+    ),
+    "stacked-beside-single": (
+        added(**{f"{EXPERTS}.gate_up_proj": torch.ones(4, 192, 64)}),
+        rf"{WEIGHTS}: {EXPERTS}.gate_up_proj is {EXPERTS}.0.w1.weight of {WEIGHTS} again",
+    ),
+    "a-gate-by-its-new-name-too": (
+        added(**{"model.layers.0.mlp.gate.weight": torch.ones(4, 64)}),
+        rf"{WEIGHTS}: model.layers.0.mlp.gate.weight is {GATE} of {WEIGHTS} again",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound") / "broken"
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = MixtralConfig(
+        vocab_size=VOCAB_SIZE, num_key_value_heads=2, num_local_experts=4, sliding_window=None, **sizes
+    )
+    random_model(config).save_pretrained(str(path))
+    return path
+
+
+@pytest.mark.parametrize("defect", EXPERT_DEFECTS)
+def test_experts_that_are_not_the_models_are_refused(defect: str, sound_experts: Path, tmp_path: Path) -> None:
+    model = Model(Path(shutil.copytree(sound_experts, tmp_path / "broken")))
+    break_it, named = EXPERT_DEFECTS[defect]
+    break_it(model)
+    assert re.search(named, refusal(model)), refusal(model)
 
 
 @pytest.fixture(scope="module")
