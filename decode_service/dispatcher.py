@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from common.errors import BatonError, EngineFault, PrefillUnavailable
+from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.landing import FrameRejected, LandingZone, LostRow
@@ -35,9 +35,10 @@ class PrefillDispatcher:
     """Owns requests in WAITING and HANDED_OFF. Only the engine thread calls it.
 
     `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
-    a row; with no replica ready, or all of them refusing, a request waits at most `unavailable_timeout_s`, beside what
-    it waits for slots. It is tried again after that time at the latest, whatever a replica asks for. No younger request
-    is handed off on slots that an older one, put off by a replica, will need.
+    a row; with no replica ready, none that takes it, or all of them refusing, a request waits at most
+    `unavailable_timeout_s`, beside what it waits for slots. Where every replica is ready and too small, it fails at
+    once. It is tried again after that time at the latest, whatever a replica asks for. No younger request is handed off
+    on slots that an older one, put off by a replica, will need.
     """
 
     def __init__(
@@ -160,7 +161,11 @@ class PrefillDispatcher:
             if req.not_before_s > now_s:
                 put_off.append(req)
                 continue
-            replica = self._replicas.least_loaded(rows_at, req.avoid_replica)
+            replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
+            if replica is None and (too_long := self._replicas.too_long_error(len(req.token_ids))) is not None:
+                if isinstance(too_long, ContextExceeded) or self._has_waited(req, now_s):
+                    self._fail(req, too_long)
+                continue  # younger ones may fit
             if replica is None:
                 break
             if not self._reserve(req, put_off):
@@ -248,6 +253,10 @@ class PrefillDispatcher:
         if not row.is_refusal:
             req.num_failures += 1
             return req.num_failures >= self._max_attempts
+        return self._has_waited(req, now_s)
+
+    def _has_waited(self, req: Request, now_s: float) -> bool:
+        """Whether no replica has taken it for long enough."""
         if req.refused_since_s is None:
             req.refused_since_s = now_s
         return now_s - req.refused_since_s >= self._unavailable_timeout_s

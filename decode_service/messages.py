@@ -56,13 +56,18 @@ class Drain:
 class Replica:
     """A prefill replica as the transport sees it. `num_outstanding` counts its queued and computing rows (GetLoad).
 
-    `error` says why a replica that is not ready cannot serve; FingerprintMismatch lasts as long as the replica.
+    It takes no row longer than `max_context_tokens`; None: it does not say. `error` says why a replica that is not
+    ready cannot serve; FingerprintMismatch lasts as long as the replica.
     """
 
     address: str
     is_ready: bool
     num_outstanding: int = 0
     error: BatonError | None = None
+    max_context_tokens: int | None = None
+
+    def takes(self, num_tokens: int) -> bool:
+        return self.max_context_tokens is None or num_tokens <= self.max_context_tokens
 
 
 @dataclass(frozen=True, slots=True)

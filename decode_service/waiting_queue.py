@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
+from common.errors import BatonError, ContextExceeded, FingerprintMismatch, PrefillUnavailable
 from decode_service.messages import Replica, ReplicasChanged
 from decode_service.request import Request
 
@@ -50,13 +50,25 @@ class ReplicaSet:
     def none_ready_since_s(self) -> float | None:
         return self._none_ready_since_s
 
-    def least_loaded(self, num_rows_at: Callable[[str], int], avoid: str) -> str | None:
-        """The ready replica with the fewest rows of ours and of others; `avoid` only when it is the only one."""
-        ready = [replica for replica in self._replicas if replica.is_ready]
+    def least_loaded(self, num_rows_at: Callable[[str], int], avoid: str, num_tokens: int) -> str | None:
+        """The ready replica that takes so many tokens and has the fewest rows of ours and of others; `avoid` only when
+        it is the only one.
+        """
+        ready = [replica for replica in self._replicas if replica.is_ready and replica.takes(num_tokens)]
         preferred = [replica for replica in ready if replica.address != avoid] or ready
         if not preferred:
             return None
         return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
+
+    def too_long_error(self, num_tokens: int) -> BatonError | None:
+        """Why no ready replica takes so many: ContextExceeded where all are ready. None where none is."""
+        limits = [each.max_context_tokens or 0 for each in self._replicas if each.is_ready]
+        if not limits:
+            return None
+        message = f"{num_tokens} tokens are more than any prefill replica takes: the largest takes {max(limits)}"
+        if len(limits) == len(self._replicas):
+            return ContextExceeded("prompt", message, max_context_tokens=max(limits), num_prompt_tokens=num_tokens)
+        return PrefillUnavailable(f"{message}, and {self._causes()}")
 
     @property
     def are_hopeless(self) -> bool:
@@ -67,8 +79,11 @@ class ReplicaSet:
         """FingerprintMismatch when every replica differs, else PrefillUnavailable."""
         if (mismatch := self._mismatch) is not None:
             return mismatch
-        causes = [f"{r.address}: {r.error}" for r in self._replicas if r.error is not None]
-        return PrefillUnavailable("no prefill replica is ready" + (f" ({'; '.join(causes)})" if causes else ""))
+        causes = self._causes()
+        return PrefillUnavailable("no prefill replica is ready" + (f" ({causes})" if causes else ""))
+
+    def _causes(self) -> str:
+        return "; ".join(f"{r.address}: {r.error}" for r in self._replicas if r.error is not None)
 
     @property
     def _mismatch(self) -> FingerprintMismatch | None:

@@ -113,7 +113,12 @@ class GrpcReplica:
             return self._not_ready(self._mismatch)
         if self._opening is not None and self._is_first_opening:
             return self._not_ready(PrefillUnavailable(f"{self.address}: NIXL is being connected"))
-        return Replica(self.address, is_ready=True, num_outstanding=load.num_queued + load.num_computing)
+        return Replica(
+            self.address,
+            is_ready=True,
+            num_outstanding=load.num_queued + load.num_computing,
+            max_context_tokens=load.max_context_tokens or None,
+        )
 
     async def close(self) -> None:
         self._let_go_of_pool()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.addresses import DnsName, is_dns_name, numeric_form
 from common.errors import BatonError, PrefillUnavailable
@@ -66,7 +66,7 @@ class GrpcReplicas:
             if is_dns_name(address)
         )
         self._watched: dict[str, _Watched] = {}
-        self._posted: list[tuple[str, bool, int, str]] | None = None
+        self._posted: list[tuple[Replica, str]] | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._is_open = False
@@ -162,7 +162,7 @@ class GrpcReplicas:
             for watch in self._names
             if not watch.found
         ]
-        texts = [(each.address, each.is_ready, each.num_outstanding, repr(each.error)) for each in replicas]
+        texts = [(replace(each, error=None), repr(each.error)) for each in replicas]
         if texts != self._posted:
             self._posted = texts
             self._post(ReplicasChanged(tuple(replicas), others_may_come=bool(self._names)))

@@ -154,6 +154,7 @@ class PrefillServicer:
             num_computing=load.num_running,
             num_steps=load.num_steps,
             unsent_bytes=load.unsent_bytes,
+            max_context_tokens=self._model_limits.max_context_tokens,
         )
 
     # ---- one call ---------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class RawReplica:
         self.fingerprint = fingerprint
         self.instance_id = instance_id
         self.health = health_pb2.HealthCheckResponse.SERVING
+        self.max_context_tokens = 0
         self.num_queued = 0
         self.num_looks = 0
         self.peers: list[str] = []  # whose connection each call came on
@@ -101,6 +102,7 @@ class RawReplica:
             num_queued=self.num_queued,
             num_computing=self.num_computing + self.num_steps,
             num_steps=self.num_steps,
+            max_context_tokens=self.max_context_tokens,
         )
         return self.answers.get("GetLoad") or response.SerializeToString()
 

@@ -329,7 +329,9 @@ def test_the_load_is_followed(rig: Rig) -> None:
     rig.connect(rig.bring_up(raw))
     rig.decode.latest_replica(lambda replica: replica.num_outstanding == 0 and replica.is_ready)
     raw.num_queued, raw.num_computing = 3, 2
-    rig.decode.latest_replica(lambda replica: replica.num_outstanding == 5)
+    rig.decode.latest_replica(lambda replica: replica.num_outstanding == 5 and replica.takes(1 << 20))
+    raw.max_context_tokens = 100
+    rig.decode.latest_replica(lambda replica: replica.takes(100) and not replica.takes(101))
 
 
 def test_start_order_does_not_matter(rig: Rig) -> None:
