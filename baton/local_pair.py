@@ -399,7 +399,7 @@ def _url_address(listen: str, taken_ports: Collection[int]) -> str:
         if not host.isascii() or "%" in host:  # it becomes part of a URL
             raise ValueError(f"{listen!r} is not HOST:PORT")
         if port in taken_ports:
-            raise ValueError(f"another `baton up` has port {port}")
+            raise ValueError(f"another `baton up` has port {port}; take another, or 0 for a free one")
     except ValueError as error:
         raise InvalidArgument(
             f"gateway_listen: {error}", reason="INVALID_FIELD", metadata={"field": "gateway_listen"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from errno import EADDRINUSE
 from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Self
 
@@ -64,7 +65,8 @@ def why_not_listen(address: str) -> str:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(place)
     except (OSError, UnicodeError) as error:  # the latter of a name with a label that is empty or too long
-        return getattr(error, "strerror", None) or str(error)
+        why = getattr(error, "strerror", None) or str(error)
+        return f"{why}; take another port, or 0 for a free one" if getattr(error, "errno", 0) == EADDRINUSE else why
     return ""
 
 

@@ -17,7 +17,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.bearer_tokens import read_tokens
-from common.config.load import load_settings
+from common.config.load import load_settings, log_format_asked
 from common.config.settings import ServiceSettings
 from common.descriptors import raise_descriptor_limit
 from common.draft_source import check_draft
@@ -62,7 +62,7 @@ def run_service(
     the model and the head they name may be there: `--help` and mistakes are answered at once.
     """
     with exit_on_termination(), only_log_lines():
-        configure_logs("info", service=program)
+        configure_logs("info", log_format_asked(argv), service=program)
         try:
             settings = load_settings(kind, argv, program=program)
             instance_id = uuid.uuid4().hex

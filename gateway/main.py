@@ -10,7 +10,7 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from common.config.gateway_settings import GatewaySettings
-from common.config.load import load_settings
+from common.config.load import load_settings, log_format_asked
 from common.descriptors import raise_descriptor_limit
 from common.process_exit import EXIT_OK, exit_on_termination, exit_status_of
 from common.serving import termination_signals
@@ -26,7 +26,7 @@ _log = structlog.get_logger(__name__)
 def run_gateway(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status: those of a service."""
     with exit_on_termination(), only_log_lines():
-        configure_logs("info", service=PROGRAM)
+        configure_logs("info", log_format_asked(argv), service=PROGRAM)
         try:
             settings = load_settings(GatewaySettings, argv, program=PROGRAM)
             instance_id = uuid.uuid4().hex

@@ -14,7 +14,7 @@ import uvicorn
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
-from common.addresses import is_loopback
+from common.addresses import is_loopback, why_not_listen
 from common.bearer_tokens import read_tokens
 from common.config.gateway_settings import GatewaySettings
 from common.descriptors import MAX_CONNECTIONS, max_connections
@@ -182,6 +182,6 @@ def _listen(address: str) -> socket.socket:
             (host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=both and family is socket.AF_INET6
         )
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"listen: cannot listen on {address}: {error}") from error
+        raise ConfigError(f"listen: cannot listen on {address}: {why_not_listen(address) or error}") from error
     listener.setblocking(False)
     return listener

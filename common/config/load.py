@@ -15,15 +15,17 @@ from pydantic_settings import (
     CliSettingsSource,
     EnvSettingsSource,
     PydanticBaseSettingsSource,
+    SettingsConfigDict,
     SettingsError,
 )
 
 from common.config.gateway_settings import GatewaySettings
-from common.config.process_settings import ENV_PREFIX, ProcessSettings
+from common.config.process_settings import ENV_PREFIX, LogFormat, ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.errors import ConfigError
 
 SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
+AnyT = TypeVar("AnyT", bound=BaseSettings)
 
 # The client's own variables: one environment may serve services and clients.
 _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
@@ -48,6 +50,21 @@ def load_settings(
         raise ConfigError("; ".join(map(_describe, error.errors()))) from error
     except SettingsError as error:
         raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
+
+
+def log_format_asked(argv: Sequence[str]) -> LogFormat:
+    """How to say what is wrong with the settings: as they ask, where that can be read, else as JSON."""
+    try:
+        return _sources(_LogSettings, list(argv), "", frozenset(), ignores_others=True)().log_format
+    except (ValidationError, SettingsError, ConfigError):
+        return "json"
+
+
+class _LogSettings(BaseSettings):
+    model_config = SettingsConfigDict(extra="ignore", env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
+    config: Path | None = None
+    log_format: LogFormat = "json"
 
 
 def help_text(kind: type[ProcessSettings], program: str) -> str:
@@ -87,8 +104,12 @@ def _default_words(default: object) -> str:
             return f" (default: {default})"
 
 
-def _sources(kind: type[SettingsT], argv: list[str], program: str, without: frozenset[str]) -> Callable[[], SettingsT]:
-    """`kind` reading flags, then the environment, then the file that either names."""
+def _sources(
+    kind: type[AnyT], argv: list[str], program: str, without: frozenset[str], *, ignores_others: bool = False
+) -> Callable[[], AnyT]:
+    """`kind` reading flags, then the environment, then the file that either names. Other flags are no mistake where
+    `ignores_others`.
+    """
 
     class Sources(kind):  # type: ignore[valid-type, misc]
         @classmethod
@@ -104,6 +125,7 @@ def _sources(kind: type[SettingsT], argv: list[str], program: str, without: froz
                 cli_implicit_flags=True,
                 cli_hide_none_type=True,
                 cli_avoid_json=True,
+                cli_ignore_unknown_args=ignores_others,
             )
             assert isinstance(env_settings, EnvSettingsSource)
             env_settings.env_vars = {

@@ -16,7 +16,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import MetricsHandler
 
-from common.addresses import host_and_port, is_loopback
+from common.addresses import host_and_port, is_loopback, why_not_listen
 from common.bearer_tokens import is_known, token_in
 from common.errors import ConfigError
 
@@ -52,7 +52,8 @@ class MetricsServer:
             try:
                 server = _Server(self._listen, self._handler)
             except (OSError, UnicodeError) as error:
-                raise ConfigError(f"metrics_listen: cannot listen on {self._listen}: {error}") from error
+                reason = why_not_listen(self._listen) or error
+                raise ConfigError(f"metrics_listen: cannot listen on {self._listen}: {reason}") from error
             if not self._has_tokens and not is_loopback(self._listen):
                 _log.warning("open_to_all", listen=self._listen, what="metrics")
             thread = threading.Thread(target=server.serve_forever, args=(_STOP_POLL_S,), name="metrics", daemon=True)

@@ -150,7 +150,10 @@ def held() -> Iterator[str]:
     ("arguments", "words"),
     [
         (["--gateway-listen=here"], "gateway_listen: 'here' is not HOST:PORT"),
-        (["--gateway", f"--gateway-listen={HELD}"], f"gateway_listen: cannot listen on {HELD}: Address already in use"),
+        (
+            ["--gateway", f"--gateway-listen={HELD}"],
+            f"gateway_listen: cannot listen on {HELD}: Address already in use; take another port, or 0 for a free one",
+        ),
         (
             ["--gateway", "--gateway-listen=192.0.2.1:80"],
             "gateway_listen: cannot listen on 192.0.2.1:80: Cannot assign",
@@ -341,7 +344,8 @@ def test_a_gateway_where_another_pair_that_is_loading_will_have_its_own_is_told_
     first_is_loading(listen)
     status, lines = command("up", "--model=tiny", listen).end()
     assert (status, lines[-1]["event"], lines[-1]["metadata"]) == (1, "error", {"field": "gateway_listen"})
-    assert lines[-1]["message"] == f"gateway_listen: another `baton up` has port {port}"
+    words = f"gateway_listen: another `baton up` has port {port}; take another, or 0 for a free one"
+    assert lines[-1]["message"] == words
 
 
 def test_up_ends_with_a_service_that_dies_while_it_starts(

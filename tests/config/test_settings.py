@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from common.config.gateway_settings import GatewaySettings
-from common.config.load import load_settings
+from common.config.load import load_settings, log_format_asked
 from common.config.process_settings import ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.errors import ConfigError
@@ -201,6 +201,18 @@ def test_an_empty_variable_leaves_the_demo_model_its_head(monkeypatch: pytest.Mo
     assert decode().draft == prefill().draft == ""
     assert decode("--draft=owner/head").draft == "owner/head"
     assert decode(written(tmp_path / "decode.yaml", "draft: other/head")).draft == "", "the file comes last"
+
+
+def test_the_format_to_say_mistakes_in_comes_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path / "decode.yaml", "log_format: console\nno_such_key: 1\n")
+    assert log_format_asked(["--no-such-flag", "x", "--max-rows=0"]) == "json"
+    assert log_format_asked(["--no-such-flag", "x", "--log-format", "console", "--max-rows=0"]) == "console"
+    assert log_format_asked([file]) == "console"
+    assert log_format_asked([file, "--log-format=json"]) == "json"
+    for unreadable in (["--log-format=xml"], ["--log-format"], ["--config=absent.yaml"]):
+        assert log_format_asked(unreadable) == "json"
+    monkeypatch.setenv("BATON_LOG_FORMAT", "console")
+    assert log_format_asked(["--max-rows=0"]) == "console"
 
 
 @pytest.mark.parametrize("kind", [PrefillSettings, DecodeSettings, GatewaySettings])

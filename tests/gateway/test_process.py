@@ -248,6 +248,23 @@ def test_a_wrong_configuration_exits_with_2(
     assert (line["event"], line["error"][: len(message)]) == ("cannot_start", message)
 
 
+def test_a_wrong_configuration_is_said_in_the_format_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_gateway(["--log-format=console", "--max-choices=0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot_start" in line and "max_choices: " in line and not line.startswith("{")
+
+
+def test_a_taken_port_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        assert run_gateway([f"--listen={address}"]) == 2
+    *_, last = map(json.loads, capsys.readouterr().err.splitlines())
+    words = "Address already in use; take another port, or 0 for a free one"
+    assert last["error"] == f"listen: cannot listen on {address}: {words}"
+
+
 def test_a_start_that_cannot_be_exits_with_1() -> None:
     command = [sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", "--decode=a..b:1,a..c:2"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)

@@ -161,6 +161,8 @@ def test_a_wrong_configuration_exits_with_2_and_a_model_that_is_not_there_with_1
     wrong = run(f"--config={tmp_path / 'wrong.yaml'}")
     (line,) = map(json.loads, wrong.stderr.splitlines())
     assert (wrong.returncode, line["event"], line["error"]) == (2, "cannot_start", "unknown key: max_row")
+    for_people = run(f"--config={tmp_path / 'wrong.yaml'}", "--log-format=console").stderr
+    assert "unknown key: max_row" in for_people and not for_people.startswith("{")
     for setting, flags in ("model", ()), ("draft", ("--model=demo",)):
         path = tmp_path / "absent"
         absent = run(f"--{setting}={path}", *flags)
