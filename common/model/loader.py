@@ -27,6 +27,7 @@ from common.model.model_files import (
     read_config,
     read_model_files,
     read_tokenizer,
+    refuse_broken_links,
 )
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
@@ -49,6 +50,7 @@ def load_target(
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
+    refuse_broken_links(directory)
     end_tokens = read_end_tokens(directory)
     version = FileVersion.of_config(directory)
     config = _served_config(directory)
@@ -163,6 +165,7 @@ def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[
     Raises UnsupportedModel for a config with a trait that is not served, and where files are missing, damaged or do not
     fit each other.
     """
+    refuse_broken_links(directory)
     version = FileVersion.of_config(directory)
     config = _served_config(directory)
     files = read_model_files(directory, version)

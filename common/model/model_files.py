@@ -12,9 +12,10 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+_READ = re.compile(r"model.*\.safetensors|[^.].*\.(json|model|txt|jinja)")
 _OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
 
@@ -136,6 +138,14 @@ def read_config(directory: Path) -> Any:
         _refuse_unread(raw, config, place)
     config.return_dict = True  # how a forward answers who asks for nothing
     return config
+
+
+def refuse_broken_links(directory: Path) -> None:
+    """Raises UnsupportedModel, naming it, for a file in `directory` that would pass for absent."""
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if _READ.fullmatch(path.name) and path.is_symlink() and not path.exists():
+            to = peer_text(os.readlink(path))
+            raise UnsupportedModel(f"{directory.name}/{path.name}: a link to {to}, which is not there; fetch it again")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -188,13 +198,17 @@ def _refuse_counts(value: object, place: str) -> None:
         for key, each in value.items():
             if _COUNT.match(key) and isinstance(each, int) and each > _MAX_COUNT:
                 raise UnsupportedModel(f"{place}: {key} is {each}, and has to be at most {_MAX_COUNT}")
-            if key in ROTATED_SHARES and isinstance(each, int | float) and not 0 < each <= 1:
-                raise UnsupportedModel(f"{place}: {key} is {each}, and is a share: above 0, at most 1")
+            if key in ROTATED_SHARES and each is not None and not (isinstance(each, int | float) and 0 < each <= 1):
+                raise UnsupportedModel(f"{place}: {key} is {peer_text(repr(each))}, and is a share: above 0, at most 1")
             _refuse_counts(each, place)
 
 
 def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
-    """Raises where one spelling of how positions rotate contradicts another, of which transformers drops one."""
+    """Raises where a number of how positions rotate is none, or where one spelling of it contradicts another, of which
+    transformers drops one.
+    """
+    for key in ("rope_theta", *_ROPES):
+        _refuse_text(raw.get(key), place, key)
     old, new = (rope if isinstance(rope := raw.get(key), dict) else {} for key in _ROPES)
     for key, rope in zip(_ROPES, (old, new), strict=True):
         for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
@@ -212,6 +226,17 @@ def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
         other = new.get(key, new.get("type", "default") if key == "rope_type" else None)
         if value != other and not _asks_for_nothing(value):
             raise UnsupportedModel(f"{place}: {name} is {value!r}, and {_ROPES[1]}.{key} is {other!r}; remove one")
+
+
+def _refuse_text(value: object, place: str, path: str) -> None:
+    """Raises for a number that is written as text, in a dictionary too."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _refuse_text(each, place, f"{path}.{key}")
+    elif isinstance(value, str):
+        with suppress(ValueError):
+            float(value)
+            raise UnsupportedModel(f"{place}: {path} is the text {peer_text(value)!r}, and has to be a number")
 
 
 def _asks_for_nothing(value: object) -> bool:
@@ -280,7 +305,10 @@ def read_tokenizer(directory: Path) -> Any | None:
     """The tokenizer in `directory`, or None where there is none: transformers would make up an empty one."""
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
-    with model_faults(f"{directory.name}: its tokenizer"):
+    there = [name for name in _TOKENIZER_FILES if (directory / name).exists() and not name.endswith("_config.json")]
+    is_converted = there and _TOKENIZER_FILES[0] not in there
+    only = f" is {there[0]} without {_TOKENIZER_FILES[0]}, which has to be added here" if is_converted else ""
+    with model_faults(f"{directory.name}: its tokenizer{only}"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     return tokenizer
 

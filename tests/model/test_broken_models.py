@@ -306,6 +306,30 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "rope-as-text": (config(rope_parameters="linear"), "config.json"),
     "rope-theta-zero": (config(rope_parameters={"rope_type": "default", "rope_theta": 0.0}), "."),
     "rope-theta-as-text": (config(rope_parameters={"rope_type": "default", "rope_theta": "many"}), "."),
+    "rope-theta-in-quotes": (
+        config(rope_parameters={"rope_type": "default", "rope_theta": "5000"}),
+        "config.json: rope_parameters.rope_theta is the text '5000', and has to be a number",
+    ),
+    "rope-theta-of-old-in-quotes": (
+        lambda m: m.json("config.json", lambda c: (c.pop("rope_parameters"), c.update(rope_theta="5e3"))[1]),
+        "config.json: rope_theta is the text '5e3'",
+    ),
+    "rope-factor-in-quotes": (
+        config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "2.0"}),
+        "config.json: rope_parameters.factor is the text '2.0'",
+    ),
+    "rope-length-in-quotes": (
+        config(rope_parameters={**YARN_WITHOUT_FACTOR, "factor": 2.0, "original_max_position_embeddings": "2048"}),
+        "rope_parameters.original_max_position_embeddings is the text '2048'",
+    ),
+    "a-share-in-quotes": (
+        config(partial_rotary_factor="0.5"),
+        "config.json: partial_rotary_factor is '0.5', and is a share",
+    ),
+    "a-share-as-list": (config(rotary_pct=[0.5]), r"config.json: rotary_pct is \[0.5\], and is a share"),
+    "epsilon-in-quotes": (config(rms_norm_eps="1e-6"), "config.json: .*rms_norm_eps"),
+    "tied-in-quotes": (config(tie_word_embeddings="false"), "config.json: .*tie_word_embeddings"),
+    "padding-past-the-vocabulary": (config(pad_token_id=VOCAB_SIZE), "config.json: Padding_idx"),
     "rope-of-two-types": (
         config(
             rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "dynamic", "rope_type": "linear", "factor": 2.0}
@@ -359,6 +383,25 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "no-causal-model": (config(model_type="vit"), "model_type 'vit' is no causal language model|vit"),
 }
 
+LINKED_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "quantize_config.json", WEIGHTS, INDEX, "model-1.safetensors"),
+)
+
+
+def linked_to_nothing(name: str) -> Callable[[Model], None]:
+    def change(model: Model) -> None:
+        (model.path / name).unlink(missing_ok=True)
+        (model.path / name).symlink_to("../blobs/gone")
+
+    return change
+
+
+def only_sentencepiece(model: Model) -> None:
+    (model.path / "tokenizer.json").unlink()
+    model.write("tokenizer.model", b"\n\x0b\n\x05<unk>\x15")
+
+
 OWN_TOKENIZER = {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}
 TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "no-json": (written("tokenizer.json", "{"), "tokenizer"),
@@ -379,6 +422,10 @@ TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
             "tokenizer_config.json", lambda c: c.update(tokenizer_class="XTokenizer", auto_map=OWN_TOKENIZER)
         ),
         "tokenizer: needs code that comes with the model, which is never run",
+    ),
+    "without-tokenizer.json": (
+        only_sentencepiece,
+        "its tokenizer is tokenizer.model without tokenizer.json, which has to be added here: ",
     ),
     "generation-config-is-no-json": (written("generation_config.json", "{"), "generation_config.json"),
     "generation-config-is-a-list": (written("generation_config.json", "[]"), "generation_config.json"),
@@ -508,6 +555,12 @@ def test_a_tokenizer_that_does_not_fit_is_refused(defect: str, model: Model) -> 
     assert re.search(named, refusal(model)), refusal(model)
 
 
+@pytest.mark.parametrize("name", LINKED_FILES)
+def test_a_link_to_nothing_is_not_taken_for_an_absent_file(name: str, model: Model) -> None:
+    linked_to_nothing(name)(model)
+    assert refusal(model) == f"broken/{name}: a link to ../blobs/gone, which is not there; fetch it again"
+
+
 def test_what_a_narrower_dtype_cannot_hold_is_refused(model: Model) -> None:
     weights(DOWN, lambda weight: weight * 1e6)(model)
     load_target(model.path, device="cpu", dtype="bfloat16")
@@ -527,6 +580,7 @@ SOUND: dict[str, Callable[[Model], object]] = {
     "an-index-of-one-file": lambda model: model.write(
         INDEX, json.dumps({"weight_map": dict.fromkeys(load_file(model.path / WEIGHTS), WEIGHTS)})
     ),
+    "a-link-to-nothing-that-is-not-read": linked_to_nothing("README.md"),
     "no-quantisation": config(quantization_config=None),
     "its-own-code-that-is-not-needed": config(auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "c.C"}),
     "an-infinite-bound": config(time_step_limit=[0.0, INF]),
