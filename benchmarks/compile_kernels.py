@@ -40,7 +40,7 @@ MAX_SPILLED_BYTES = 256  # of a thread
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = [
     *((32, 8, size) for size in (64, 128, 16, 32, 80, 96)),
-    *((32, 32, 128), (28, 4, 128), (64, 8, 128), (71, 1, 64)),
+    *((32, 32, 128), (28, 4, 128), (64, 8, 128), (48, 1, 128), (71, 1, 64)),
     *((16, 8, 256), (8, 2, 512)),
 ]
 """Query heads, heads of K and V, and their size: every size that is served at one grouping, then groupings from a head
@@ -198,6 +198,9 @@ def few() -> Iterator[Compiled | StartupError]:
         yield from itertools.islice(sampling_kernels(capability), 3 if capability == 90 else 1)
     for capability, heads in ((80, wide), (90, narrow), (100, llama)):
         yield list(attention_kernels(capability, heads, [prompt]))[-1]
+    small, shared = HeadShape(32, 8, 16, torch.bfloat16), HeadShape(71, 1, 64, torch.float32)
+    for capability, heads in ((100, small), (90, shared)):  # what holds the most in registers
+        yield list(attention_kernels(capability, heads, [KernelShape(64, 64, has_mask=True)]))[-1]
 
 
 def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:

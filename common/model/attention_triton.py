@@ -58,7 +58,7 @@ class Tiles:
     @classmethod
     def of(cls, num_pairs: int, num_shared: int, dim_block: int, itemsize: int, shared_bytes: int) -> Tiles | None:
         """For a row's `num_pairs` (query, head) pairs, of which `num_shared` read the same keys. None where nothing
-        fits into `shared_bytes`.
+        fits into `shared_bytes`, or into registers.
 
         What a thread holds in registers bounds a tile too. Where it spilled, tiles are smaller or shared by more warps;
         products of float32 are made one by one and hold the most.
@@ -67,15 +67,23 @@ class Tiles:
         row_bytes = dim_block * itemsize
         most = 64 if itemsize == 2 and row_bytes <= 256 else 32 if row_bytes <= 1024 else _MIN_BLOCK
         query_block = max(fewest, min(most, _power_of_two(num_pairs)))
+        num_sums = query_block * dim_block
         if itemsize == 2:
-            token_block, num_stages = (64 if row_bytes <= 256 else 32), (2 if row_bytes <= 512 else 1)
-            is_large = row_bytes > 512 or query_block * dim_block > 64 * 64
+            token_block = 64 if row_bytes <= 256 and query_block <= 64 else 32
+            num_stages = 2 if row_bytes <= 512 else 1
+            most_of_four_warps = 64 if dim_block == 64 else 32  # queries; the scores of smaller heads spill with a mask
+            is_large = row_bytes > 512 or query_block > most_of_four_warps or num_sums > 64 * 64
+            num_warps = 8 if is_large else 4
         else:
-            is_large = query_block > _MIN_BLOCK or row_bytes > 256
-            token_block = 32 if row_bytes <= 512 or (row_bytes <= 1024 and query_block == _MIN_BLOCK) else _MIN_BLOCK
+            token_block = 32 if num_sums <= 64 * 64 else _MIN_BLOCK
             num_stages = 2 if query_block == _MIN_BLOCK and row_bytes <= 1024 else 1
+            num_warps = 8 if query_block > _MIN_BLOCK or row_bytes > 256 else 4
+            if query_block > 32 and num_sums > 64 * 128:
+                num_warps = 16
+            if query_block > 64 and num_sums > 64 * 128:
+                return None  # spilled whatever it was shared by
         while True:
-            tiles = cls(query_block, token_block, num_stages, 8 if is_large else 4)
+            tiles = cls(query_block, token_block, num_stages, num_warps)
             if tiles.shared_bytes(dim_block, itemsize) <= shared_bytes:
                 return tiles
             if num_stages > 1:
@@ -150,7 +158,7 @@ class TritonAttention:
             raise StartupError(
                 f"attention: kernels for heads of {heads.head_dim} numbers, {heads.num_shared} to one of K and V, in "
                 f"{str(heads.dtype).removeprefix('torch.')} need more than the {self._shared_bytes} bytes of shared "
-                "memory that this device gives a program; torch needs none"
+                "memory, or than the registers, that this device gives a program; torch needs neither"
             )
         return tiles
 

@@ -17,7 +17,7 @@ from common.model.attention_triton import TritonAttention
 from common.model.sampling_triton import TritonDraws
 
 CUDA = torch.device("cuda")
-A100, GEFORCE = 166912, 101376
+A100, B200, GEFORCE = 166912, 232448, 101376
 """Bytes of shared memory that a program may have."""
 
 
@@ -123,9 +123,10 @@ def test_operators_draw_where_they_attend_and_on_cpus(programs: Path) -> None:
         (512, 4, torch.float32, 65536),
         (1024, 4, torch.bfloat16, GEFORCE),
         (256, 256, torch.float16, GEFORCE),
+        (128, 142, torch.float32, B200),
     ],
 )
-def test_heads_that_do_not_fit_into_shared_memory_are_named(
+def test_heads_that_do_not_fit_into_shared_memory_or_registers_are_named(
     head_dim: int, num_heads: int, dtype: torch.dtype, shared_bytes: int
 ) -> None:
     named = f"heads of {head_dim} numbers.* in {str(dtype).removeprefix('torch.')} .*{shared_bytes} bytes.*torch"
