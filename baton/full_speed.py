@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
@@ -11,8 +12,8 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servic
 
 
 def are_fused(metrics_addresses: Sequence[str]) -> bool:
-    """All of them. Raises OSError where there is no metrics page."""
-    return all(_is_fused(address) for address in metrics_addresses)
+    """All of them. Raises OSError, which names the page, where one does not tell."""
+    return all(_is_fused(f"http://{address}/metrics") for address in metrics_addresses)
 
 
 def await_fused(metrics_addresses: Sequence[str], *, timeout_s: float) -> bool:
@@ -25,6 +26,12 @@ def await_fused(metrics_addresses: Sequence[str], *, timeout_s: float) -> bool:
     return True
 
 
-def _is_fused(metrics_address: str) -> bool:
-    with _OPENER.open(f"http://{metrics_address}/metrics", timeout=5) as answer:
-        return b"\nbaton_fused 1.0" in answer.read()
+def _is_fused(url: str) -> bool:
+    try:
+        with _OPENER.open(url, timeout=5) as answer:
+            return b"\nbaton_fused 1.0" in answer.read()
+    except urllib.error.HTTPError as refusal:
+        refusal.close()
+        raise OSError(f"{url}: {refusal.code} {refusal.reason}") from None
+    except urllib.error.URLError as error:
+        raise OSError(f"{url}: {getattr(error.reason, 'strerror', None) or error.reason}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
@@ -30,6 +30,11 @@ _SPEED_DTYPE = "bfloat16"  # in it services compute unless they are told otherwi
 _OPTIONS = ("--max-rows=4", "--max-kv-tokens=4096")  # short answers take little memory
 _MEASURED_TOKENS = 128
 _WARM_UP = "Name the planets of the solar system."
+_SPEEDS = {
+    True: "at full speed",
+    False: "by operators: kernels are not compiled yet",
+    None: "at a speed that is perhaps not the full one",
+}
 _PROMPTS = (
     "Why is the sky blue?",
     "Write a short story about a lighthouse.",
@@ -40,18 +45,17 @@ _PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Figures of prompts answered one at a time. `is_full_speed`: whether forwards were fused meanwhile."""
+    """Figures of prompts answered one at a time. `is_full_speed`: whether forwards were fused meanwhile, if known."""
 
     drafted: Sequence[Shown]
     plain: Sequence[Shown]
-    is_full_speed: bool
+    is_full_speed: bool | None
 
-    def as_dict(self) -> dict[str, float | int | bool]:
+    def as_dict(self) -> dict[str, float | int]:
         timings = [run.completion.timings for run in self.plain]
         counts = [run.completion.speculation for run in self.drafted]
         return {
             "num_prompts": len(self.plain),
-            "is_full_speed": self.is_full_speed,
             "ttft_s": median(run.ttft_s or 0.0 for run in (*self.drafted, *self.plain)),
             "decode_tokens_per_s": _rate(self.drafted),
             "decode_tokens_per_s_without_drafts": _rate(self.plain),
@@ -93,9 +97,15 @@ def demo(
             console.print(f"{agreed} ({_PARITY_DTYPE})", style="green")
         with _started(_SPEED_DTYPE, arguments, start_timeout_s, console, as_json) as (pair, client):
             is_full_speed = _reach_full_speed(pair, arguments, console, as_json)
-            figures = _measure(client, is_full_speed).as_dict()
+            figures = _measure(client, is_full_speed)
     if as_json:
-        print_json("demo", dtype=_SPEED_DTYPE, **figures, matches_committed_answer=True)
+        print_json(
+            "demo",
+            dtype=_SPEED_DTYPE,
+            is_full_speed=figures.is_full_speed,
+            **figures.as_dict(),
+            matches_committed_answer=True,
+        )
     else:
         _print(figures)
 
@@ -124,21 +134,27 @@ def _started(
         yield pair, client
 
 
-def _reach_full_speed(pair: LocalPair, arguments: tuple[list[str], list[str]], console: Console, as_json: bool) -> bool:
-    """Waits until the services' kernels are compiled, which the first start on a machine takes; not for ever."""
+def _reach_full_speed(
+    pair: LocalPair, arguments: tuple[list[str], list[str]], console: Console, as_json: bool
+) -> bool | None:
+    """Waits until the services' kernels are compiled, which the first start on a machine takes; not for ever. None, and
+    why, where their metrics do not tell.
+    """
     fusing = [
         address for address, given in zip(pair.metrics_addresses, arguments, strict=True) if _NO_FUSING not in given
     ]
-    with suppress(OSError):  # a service without metrics tells nothing to wait for
+    try:
         if are_fused(fusing):
             return True
         if not as_json:
             console.print("\ncompiling kernels, once on this machine", style="dim")
         return await_fused(fusing, timeout_s=_FULL_SPEED_TIMEOUT_S)
-    return False
+    except OSError as error:
+        console.print(f"\nit is not known whether kernels are compiled: {error}", style="yellow", markup=False)
+        return None
 
 
-def _measure(client: Client, is_full_speed: bool) -> _Figures:
+def _measure(client: Client, is_full_speed: bool | None) -> _Figures:
     """Each prompt with drafts and without, in turns, so that a machine whose speed drifts favours neither."""
 
     def answered(prompt: str, speculate: bool) -> Shown:
@@ -167,20 +183,20 @@ def _ask(client: Client, prompt: str, *, max_tokens: int, speculate: bool) -> Ev
     )
 
 
-def _print(figures: dict[str, float | int | bool]) -> None:
-    console = text_console()
-    speed = "at full speed" if figures["is_full_speed"] else "by operators: kernels are not compiled yet"
-    console.print(f"\n{figures['num_prompts']} prompts, one at a time, {_SPEED_DTYPE}, {speed}")
-    console.print(f"time to first token   {figures['ttft_s'] * 1e3:8.1f} ms")
+def _print(figures: _Figures) -> None:
+    console, speed = text_console(), _SPEEDS[figures.is_full_speed]
+    shown = figures.as_dict()
+    console.print(f"\n{shown['num_prompts']} prompts, one at a time, {_SPEED_DTYPE}, {speed}")
+    console.print(f"time to first token   {shown['ttft_s'] * 1e3:8.1f} ms")
     console.print(
-        f"decode                {figures['decode_tokens_per_s']:8.1f} tokens/s with the draft head, "
-        f"{figures['tokens_per_forward']:.2f} tokens a forward; "
-        f"{figures['decode_tokens_per_s_without_drafts']:.1f} without"
+        f"decode                {shown['decode_tokens_per_s']:8.1f} tokens/s with the draft head, "
+        f"{shown['tokens_per_forward']:.2f} tokens a forward; "
+        f"{shown['decode_tokens_per_s_without_drafts']:.1f} without"
     )
-    console.print(f"KV handed over        {figures['kv_bytes']:8d} bytes, of all prompts together")
+    console.print(f"KV handed over        {shown['kv_bytes']:8d} bytes, of all prompts together")
     console.print(
-        f"handoff               {figures['handoff_s'] * 1e3:8.1f} ms a prompt, "
-        f"of which {figures['transfer_s'] * 1e3:.1f} ms after the prefill"
+        f"handoff               {shown['handoff_s'] * 1e3:8.1f} ms a prompt, "
+        f"of which {shown['transfer_s'] * 1e3:.1f} ms after the prefill"
     )
 
 

@@ -448,13 +448,21 @@ def cached_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cached_demo_model")
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [("", "/metrics: Connection refused"), (" --fake-trouble=secret-metrics", "/metrics: 401 Unauthorized")],
+)
 def test_demo_ends_well_with_the_committed_answer_and_the_speed_of_a_pair_as_it_is_by_default(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch, trouble: str, words: str
 ) -> None:
-    monkeypatch.setenv("FAKE_DECODE", f"--fake-token-ids={','.join(map(str, TOKEN_IDS))}")
-    status, lines = command("demo").end()
+    monkeypatch.setenv("FAKE_PREFILL", trouble)
+    monkeypatch.setenv("FAKE_DECODE", f"--fake-token-ids={','.join(map(str, TOKEN_IDS))}{trouble}")
+    demo = command("demo")
+    out, said = demo.process.communicate(timeout=BOUND_S)
+    status, lines = demo.process.returncode, [json.loads(line) for line in out.splitlines()]
+    assert "it is not known whether kernels are compiled: http://127.0.0.1:" in said and words in said
     assert (status, lines[-1]["event"], lines[-1]["matches_committed_answer"]) == (0, "demo", True)
-    assert (lines[-1]["dtype"], lines[-1]["is_full_speed"]) == ("bfloat16", False), "these know no kernels"
+    assert (lines[-1]["dtype"], lines[-1]["is_full_speed"]) == ("bfloat16", None), "these tell nothing of kernels"
     assert (lines[-1]["kv_bytes"], lines[-1]["handoff_s"]) == (lines[-1]["num_prompts"] * 1_000_000, 0.5)
     assert lines[-1]["num_prompts"] > 1
     assert min(lines[-1]["decode_tokens_per_s"], lines[-1]["decode_tokens_per_s_without_drafts"]) > 0

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import grpc
@@ -75,10 +76,16 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         )
 
 
+class SecretMetrics(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(401)
+
+
 def main(ready_service: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", required=True)
-    troubles = ["", "die", "loads", "never-ready", "mismatch", "ignore-sigterm"]
+    parser.add_argument("--metrics-listen", default="")
+    troubles = ["", "die", "loads", "never-ready", "mismatch", "ignore-sigterm", "secret-metrics"]
     parser.add_argument("--fake-trouble", choices=troubles, default="")
     parser.add_argument(
         "--fake-token-ids", type=lambda text: [int(token_id) for token_id in text.split(",")], default=()
@@ -93,6 +100,10 @@ def main(ready_service: str) -> None:
         signal.SIGTERM,
         signal.SIG_IGN if options.fake_trouble == "ignore-sigterm" else lambda number, frame: ended.set(),
     )
+    if options.fake_trouble == "secret-metrics":
+        host, _, port = options.metrics_listen.rpartition(":")
+        metrics = HTTPServer((host, int(port)), SecretMetrics)
+        threading.Thread(target=metrics.serve_forever, daemon=True).start()
     if options.fake_trouble == "loads":
         ended.wait()
         return
