@@ -109,16 +109,18 @@ async def _measure(
 
 def _table(reports: list[LoadReport]) -> Table:
     table = Table(
-        "at a time",
+        "at a\ntime",
         "failed",
         "TTFT",
-        "between tokens",
-        "tokens/s",
-        "decode tokens/s",
-        "handoff MB/s",
-        "exposed transfer",
+        "between\ntokens",
+        "tokens\n/s",
+        "decode\ntokens/s",
+        "handoff\nMB/s",
+        "exposed\ntransfer",
         box=None,
-        caption="milliseconds: p50 / p99",
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        caption="TTFT, between tokens and exposed transfer in milliseconds: p50 / p99",
     )
     for report in reports:
         table.add_row(
@@ -126,13 +128,18 @@ def _table(reports: list[LoadReport]) -> Table:
             str(report.num_failed),
             _milliseconds(report.ttft_p50_s, report.ttft_p99_s),
             _milliseconds(report.inter_token_p50_s, report.inter_token_p99_s),
-            f"{report.tokens_per_s:.1f}",
-            f"{report.decode_tokens_per_s:.1f}",
-            f"{report.handoff_mb_per_s:.1f}",
+            _three_digits(report.tokens_per_s),
+            _three_digits(report.decode_tokens_per_s),
+            _three_digits(report.handoff_mb_per_s),
             _milliseconds(report.exposed_transfer_p50_s, report.exposed_transfer_p99_s),
         )
     return table
 
 
 def _milliseconds(p50_s: float, p99_s: float) -> str:
-    return f"{p50_s * 1e3:.1f} / {p99_s * 1e3:.1f}"
+    return " / ".join(_three_digits(seconds * 1e3) for seconds in (p50_s, p99_s))
+
+
+def _three_digits(value: float) -> str:
+    """At least three digits that mean something: a row fits 80 columns."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from baton.errors import Unavailable, Unimplemented
 from baton.running_pairs import running_pairs
 from common.addresses import is_listened_on
 from common.errors import ConfigError
+from common.model.sampling_params import ResolvedSampling
 from common.token_files import is_open_to_others, read_token_file
 
 LOADING_S = 60.0
@@ -51,30 +52,58 @@ TokenFile = Annotated[
 ]
 
 _SAMPLING = "Sampling"
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
-TopK = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
-MinP = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
-Seed = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
-MaxTokens = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
-MinTokens = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", rich_help_panel=_SAMPLING)]
+_DEFAULTS = ResolvedSampling(seed=0, max_tokens=0)
+
+
+def _sampling(*names: str, help: str, default: object, **more: Any) -> Any:
+    """An option that is sent only when it is given; `default` is what the server then takes."""
+    return typer.Option(*names, help=help, rich_help_panel=_SAMPLING, show_default=str(default), **more)
+
+
+Temperature = Annotated[
+    float | None, _sampling(help="Higher is more varied; 0 is greedy.", default=_DEFAULTS.temperature)
+]
+TopP = Annotated[
+    float | None, _sampling(help="Draw from the likeliest tokens that hold this share.", default=_DEFAULTS.top_p)
+]
+TopK = Annotated[int | None, _sampling(help="Draw from this many likeliest tokens; 0 is all.", default=_DEFAULTS.top_k)]
+MinP = Annotated[
+    float | None,
+    _sampling(help="Draw from tokens this likely, the likeliest being 1; 0 is all.", default=_DEFAULTS.min_p),
+]
+Seed = Annotated[int | None, _sampling(help="The same seed draws the same tokens.", default="random")]
+MaxTokens = Annotated[int | None, _sampling(help="Tokens of output, at most.", default="what the context leaves")]
+MinTokens = Annotated[int | None, _sampling(help="Tokens of output, at least.", default=_DEFAULTS.min_tokens)]
+Stop = Annotated[list[str] | None, _sampling(help="Text that ends the output; repeatable.", default="none")]
 StopTokenIds = Annotated[
-    list[int] | None, typer.Option("--stop-token-id", help="Repeatable.", rich_help_panel=_SAMPLING)
+    list[int] | None, _sampling("--stop-token-id", help="Token that ends the output; repeatable.", default="none")
 ]
 Speculate = Annotated[
-    bool | None, typer.Option("--speculate/--no-speculate", help="Use the draft head.", rich_help_panel=_SAMPLING)
+    bool | None,
+    _sampling("--speculate/--no-speculate", help="Use the draft head.", default="speculate, where there is a head"),
 ]
-IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING)]
-RepetitionPenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
-PresencePenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
-FrequencyPenalty = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)]
+IgnoreEos = Annotated[
+    bool | None, _sampling("--ignore-eos", help="Go on after the model's end tokens.", default="end there")
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    _sampling(help="Above 1, tokens that were there are less likely.", default=_DEFAULTS.repetition_penalty),
+]
+PresencePenalty = Annotated[
+    float | None,
+    _sampling(help="Taken from the logit of each token of the output.", default=_DEFAULTS.presence_penalty),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    _sampling(help="The same, for each time it is there.", default=_DEFAULTS.frequency_penalty),
+]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option(metavar="ID=VALUE", help="Added to a token's logit; repeatable.", rich_help_panel=_SAMPLING),
+    _sampling(metavar="ID=VALUE", help="Added to a token's logit; repeatable.", default="none"),
 ]
 Logprobs = Annotated[
-    int | None, typer.Option(help="Report log-probabilities and this many alternatives.", rich_help_panel=_SAMPLING)
+    int | None,
+    _sampling(help="Report log-probabilities and this many alternatives, with --json.", default="none"),
 ]
 
 _PAIR = "Services"

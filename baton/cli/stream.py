@@ -44,8 +44,8 @@ def show(events: EventStream, *, as_json: bool) -> Shown:
     def print_part(event: Event) -> None:
         nonlocal is_line_open
         if isinstance(event, Delta) and event.text:
-            print_text(event.text)
             is_line_open = True
+            print_text(event.text)
         elif isinstance(event, Finished):
             print(flush=True)
             is_line_open = False

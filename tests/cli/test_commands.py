@@ -108,6 +108,24 @@ def test_generate_leaves_what_is_not_given_to_the_server(server: ScriptedServer)
     assert request.sampling.ListFields() == []
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_says_what_the_server_takes_for_options_that_are_not_given(command: str) -> None:
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run(command, "--help").stdout).split())
+    sampling = words.partition("Sampling")[2].partition("Connection")[0]
+    flags = set(re.findall(r"--(?!no-)[a-z-]+", sampling))
+    assert {"--temperature", "--top-p", "--seed", "--max-tokens"} <= flags
+    assert sampling.count("[default: ") == len(flags - {"--json"})
+    assert re.search(r"--temperature .*? \[default: \(1\.0\)\]", sampling)
+
+
+def test_the_figures_of_a_level_are_one_line_of_a_terminal(server: ScriptedServer) -> None:
+    result = run("bench", "--address", server.address, "--concurrency", "1,128", "--new-tokens", "2")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines] == ["at", "time", "1", "128", "TTFT,"]
+
+
 def test_generate_reads_a_pipe_where_no_prompt_is_given(server: ScriptedServer) -> None:
     assert run("generate", "--address", server.address, stdin="from a pipe").exit_code == 0
     assert server.inference.requests.get(timeout=BOUND_S).text == "from a pipe"
