@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from common.draft.paged_head import PagedHead
 from common.draft.seed import seed_columns
-from common.model.model_files import FileVersion
+from common.model.model_files import FileVersion, ModelFiles, model_faults
 from common.model.target import TargetModel
 from common.model_cache import default_cache_dir
 from common.wire.fingerprint import Fingerprint
@@ -67,7 +67,7 @@ def compute_fingerprint(
     fingerprint = Fingerprint(
         config_digest=config_digest(_read_config(directory)),
         target_weights_digest=weights_digest(model.files.weight_files, cache_dir),
-        tokenizer_digest=_tokenizer_digest(directory),
+        tokenizer_digest=_tokenizer_digest(model.files),
         layer_groups=(model.layer_group,),
     )
     model.files.check_unchanged()
@@ -115,16 +115,23 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
     lines: list[str] = []
     is_new = False
     for file in files:
-        version = list(astuple(FileVersion.of(file)))
-        entry = cache.get(str(file.resolve()))
-        if entry is None or entry["version"] != version:
-            entry = {"version": version, "tensors": _tensor_lines(file)}
-            cache[str(file.resolve())] = entry
-            is_new = True
-        lines += entry["tensors"]
+        key, version = str(file.resolve()), list(astuple(FileVersion.of(file)))
+        of_file = _remembered(cache.get(key), version)
+        if of_file is None:
+            of_file, is_new = _tensor_lines(file), True
+            cache[key] = {"version": version, "tensors": of_file}
+        lines += of_file
     if is_new:
         _write_cache(cache_file, cache)
     return _digest(line.encode() for line in sorted(lines))
+
+
+def _remembered(entry: object, version: list[int]) -> list[str] | None:
+    """What a cache's `entry` says of this version of a file; None where it has not the form that is written here."""
+    lines = entry.get("tensors") if isinstance(entry, dict) and entry.get("version") == version else None
+    if not isinstance(lines, list) or not lines:
+        return None
+    return lines if all(isinstance(line, str) and line.isascii() for line in lines) else None
 
 
 def _tensor_lines(file: Path) -> list[str]:
@@ -137,9 +144,14 @@ def _tensor_lines(file: Path) -> list[str]:
     return lines
 
 
-def _tokenizer_digest(directory: Path) -> str:
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).exists()]
-    return _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
+def _tokenizer_digest(files: ModelFiles) -> str:
+    """Of the files that were there when the tokenizer was loaded. Raises UnsupportedModel for one that is none."""
+    parts: list[bytes] = []
+    for file in (files.directory / name for name in _TOKENIZER_FILES):
+        if file in files.versions:
+            with model_faults(f"{files.directory.name}/{file.name}"):
+                parts += [file.name.encode(), file.read_bytes()]
+    return _digest(parts)
 
 
 def _digest(parts: Iterable[bytes | memoryview]) -> str:
@@ -151,7 +163,7 @@ def _digest(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def _read_cache(file: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         cache = json.loads(file.read_text())
         if isinstance(cache, dict):
             return cache

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UnsupportedModel
-from common.model.model_files import read_object
+from common.model.model_files import CONFIG, GENERATION_CONFIG, read_object
 from common.model.sampling_params import MAX_END_TOKEN_IDS
 
 _FIELD = "eos_token_id"
-_CONFIGS = ("generation_config.json", "config.json")
+_CONFIGS = (GENERATION_CONFIG, CONFIG)
 
 
 def read_end_tokens(directory: Path) -> dict[int, str]:

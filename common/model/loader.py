@@ -18,7 +18,6 @@ from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.forward_program import NewDecoder
 from common.model.model_files import (
-    FileVersion,
     ModelFiles,
     check_finite,
     check_vocabulary,
@@ -27,6 +26,7 @@ from common.model.model_files import (
     read_config,
     read_model_files,
     read_tokenizer,
+    read_versions,
     refuse_broken_links,
 )
 from common.model.target import TargetModel
@@ -51,15 +51,15 @@ def load_target(
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
     refuse_broken_links(directory)
+    versions = read_versions(directory)
     end_tokens = read_end_tokens(directory)
-    version = FileVersion.of_config(directory)
     config = _served_config(directory)
     vocab_size = _size(config, "vocab_size", directory.name)
     tokenizer = read_tokenizer(directory)
     eos_token_ids = end_token_ids(directory, end_tokens, tokenizer, vocab_size=vocab_size)
     if tokenizer is not None:
         check_vocabulary(directory, tokenizer, vocab_size)
-    files = read_model_files(directory, version)
+    files = read_model_files(directory, versions)
     model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME)
     return target_of(
         model,
@@ -166,9 +166,9 @@ def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[
     fit each other.
     """
     refuse_broken_links(directory)
-    version = FileVersion.of_config(directory)
+    versions = read_versions(directory)
     config = _served_config(directory)
-    files = read_model_files(directory, version)
+    files = read_model_files(directory, versions)
     return files, load_causal_lm(files, config, dtype, attention=attention)
 
 

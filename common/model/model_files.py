@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from common.errors import BatonError, StartupError, UnsupportedModel
 from common.peer_text import peer_text
 
-CONFIG = "config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _QUANTIZED_BY = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -91,6 +91,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+_TOKENIZER_PARTS = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
 _READ = re.compile(r"model.*\.safetensors|[^.].*\.(json|model|txt|jinja)")
 _OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
@@ -367,14 +368,18 @@ class FileVersion:
         stat = file.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
-    @classmethod
-    def of_config(cls, directory: Path) -> FileVersion:
-        """Raises UnsupportedModel where there is no config.json."""
-        place = f"{directory.name}/{CONFIG}"
-        if not (directory / CONFIG).exists():
-            raise UnsupportedModel(f"{place}: there is no such file; a model is a directory that has one")
-        with model_faults(place):
-            return cls.of(directory / CONFIG)
+
+def read_versions(directory: Path) -> dict[Path, FileVersion]:
+    """Of the files, but for those with weights, that say what a model computes. To be called before any is read.
+
+    Raises UnsupportedModel where there is no config.json.
+    """
+    place = f"{directory.name}/{CONFIG}"
+    if not (directory / CONFIG).exists():
+        raise UnsupportedModel(f"{place}: there is no such file; a model is a directory that has one")
+    with model_faults(place):
+        files = [directory / name for name in (CONFIG, GENERATION_CONFIG, *_TOKENIZER_FILES, *_TOKENIZER_PARTS)]
+        return {file: FileVersion.of(file) for file in files if file.exists()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,13 +403,13 @@ class ModelFiles:
                 raise StartupError(f"{self.directory.name}/{file.name}: changed while it was read; start again")
 
 
-def read_model_files(directory: Path, config_version: FileVersion) -> ModelFiles:
+def read_model_files(directory: Path, versions: Mapping[Path, FileVersion]) -> ModelFiles:
     """The headers of the weight files in `directory`. Raises UnsupportedModel, naming file and tensor.
 
-    `config_version` is what config.json was before it was read.
+    `versions` are those of `read_versions`.
     """
     tensors: dict[str, StoredTensor] = {}
-    versions = {directory / CONFIG: config_version}
+    versions = dict(versions)
     for file, expected in _weight_files(directory).items():
         place = f"{directory.name}/{file.name}"
         with model_faults(f"{place}: cannot be read, fetch it again"):

@@ -140,6 +140,20 @@ def test_another_tokenizer_is_seen(name: str, directory: Path) -> None:
     assert difference[0] == "tokenizer_digest"
 
 
+def test_a_tokenizer_file_that_comes_later_makes_no_difference(directory: Path) -> None:
+    before = fingerprint(directory)
+    model = load_target(directory, device="cpu", dtype="float32")
+    (directory / "vocab.txt").write_text("later")
+    after = compute_fingerprint(directory, model, cache_dir=directory.parent / "cache")
+    assert first_difference(before, after) is None
+
+
+def test_a_tokenizer_file_that_is_a_directory_is_named(directory: Path) -> None:
+    (directory / "merges.txt").mkdir()
+    with pytest.raises(StartupError, match=r"model/merges\.txt: .*[Dd]irectory"):
+        fingerprint(directory)
+
+
 def test_the_dtype_it_runs_in_is_part_of_the_layer_group(directory: Path) -> None:
     difference = first_difference(fingerprint(directory), fingerprint(directory, dtype="bfloat16"))
     assert difference == ("layer_groups[target].dtype", "float32", "bfloat16")
@@ -156,11 +170,13 @@ def test_weights_of_the_same_size_and_time_are_seen(directory: Path) -> None:
     assert difference[0] == "target_weights_digest"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
 def test_a_file_that_changed_after_it_was_loaded_ends_the_start(file: str, directory: Path) -> None:
     model = load_target(directory, device="cpu", dtype="float32")
-    if file == "config.json":
-        change_json(directory / file, lambda config: config.update(rms_norm_eps=0.5))
+    if file.endswith(".json"):
+        change_json(directory / file, lambda content: content.update(added=True))
     else:
         change_weights(directory, negate_a_norm)
     with pytest.raises(StartupError, match=f"{file}: changed while it was read"):
@@ -206,3 +222,35 @@ def test_a_file_is_read_again_only_when_its_size_or_time_changed(directory: Path
     assert weights_digest([directory / "model.safetensors"], cache_dir) != digest
     (directory / "model.safetensors").touch()
     assert weights_digest([directory / "model.safetensors"], cache_dir) == digest
+
+
+ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "null": lambda entry: None,
+    "text": lambda entry: "x",
+    "of-no-version": lambda entry: {"tensors": entry["tensors"]},
+    "of-another-version": lambda entry: {"version": 2, "tensors": ["a"]},
+    "without-tensors": lambda entry: {"version": entry["version"]},
+    "tensors-of-null": lambda entry: {**entry, "tensors": None},
+    "tensors-of-text": lambda entry: {**entry, "tensors": "abc"},
+    "tensors-of-numbers": lambda entry: {**entry, "tensors": [1, 2]},
+    "no-tensors": lambda entry: {**entry, "tensors": []},
+    "what-is-no-text": lambda entry: {**entry, "tensors": ["\ud800"]},
+}
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_a_cache_of_another_form_is_read_anew(kind: str, directory: Path, tmp_path: Path) -> None:
+    files, remembered = [directory / "model.safetensors"], tmp_path / "cache" / "weight_digests.json"
+    digest = weights_digest(files, tmp_path / "cache")
+    content = json.loads(remembered.read_text())
+    remembered.write_text(json.dumps({file: ENTRIES[kind](entry) for file, entry in content.items()}))
+    assert weights_digest(files, tmp_path / "cache") == digest
+    assert json.loads(remembered.read_text()) == content
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"7", b"[" * 100_000])
+def test_a_cache_of_garbage_is_written_anew(content: bytes, directory: Path, tmp_path: Path) -> None:
+    files, remembered = [directory / "model.safetensors"], tmp_path / "cache" / "weight_digests.json"
+    digest = weights_digest(files, tmp_path / "cache")
+    remembered.write_bytes(content)
+    assert weights_digest(files, tmp_path / "cache") == digest
