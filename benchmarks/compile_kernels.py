@@ -40,7 +40,7 @@ MAX_SPILLED_BYTES = 256  # of a thread
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = [
     *((32, 8, size) for size in (64, 128, 16, 32, 80, 96)),
-    *((32, 32, 128), (28, 4, 128), (64, 8, 128), (48, 1, 128), (71, 1, 64)),
+    *((32, 32, 128), (28, 4, 128), (64, 8, 128), (48, 1, 128), (71, 1, 64), (71, 1, 128)),
     *((16, 8, 256), (8, 2, 512)),
 ]
 """Query heads, heads of K and V, and their size: every size that is served at one grouping, then groupings from a head
@@ -215,7 +215,9 @@ def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="a dozen or so that differ most, as lines of JSON")
-    parser.add_argument("--head-sizes", type=int, nargs="+", metavar="SIZE", help="only these; all take an hour or so")
+    parser.add_argument(
+        "--head-sizes", type=int, nargs="+", metavar="SIZE", help="only these; all take half an hour or so"
+    )
     args = parser.parse_args()
     rows: list[Compiled] = []
     refused: list[str] = []
@@ -230,8 +232,18 @@ def main() -> None:
         print(f"does not fit: {each}", file=sys.stderr)
     if not args.few:
         run = BenchmarkRun.of("compile_kernels")
-        about = "compiled ahead of time, no device was there; shared memory in bytes, registers of a thread."
-        run.save("compiled-kernels", "\n".join([*run.heading("Compiled kernels", about), "", *_table(rows), *refused]))
+        sizes, groups = (
+            ", ".join(map(str, sorted(numbers - {0})))
+            for numbers in ({row.head_dim for row in rows}, {row.num_shared for row in rows})
+        )
+        about = (
+            "compiled ahead of time, no device was there; shared memory in bytes, registers and spilled bytes of a "
+            f"thread. Heads of {sizes} numbers, {groups} query heads to one of K and V. {len(rows) - len(misfits)} of "
+            f"{len(rows)} kernels fit; heads that are refused at start-up are named below."
+        )
+        told = [f"- {each}" for each in dict.fromkeys(refused)]
+        lines = [*run.heading("Compiled kernels", about), "", *_table(rows), "", *told]
+        run.save("compiled-kernels", "\n".join(lines))
     sys.exit(1 if misfits else 0)
 
 
