@@ -149,8 +149,10 @@ async def _on_baton_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """The router's own: no such route, or no such method of it."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"[:128]
+    what, versioned = f"{request.method} {request.url.path}"[:128], f"/v1{request.url.path}"
     ending, code = ("is not served", "unknown_url") if error.status_code == 404 else ("is not allowed", "wrong_method")
+    if any(isinstance(route, Route) and route.path == versioned for route in request.app.routes):
+        ending = f"is not served, {versioned} is: the base URL ends with /v1"
     response = _refused(request, ApiError(error.status_code, f"{what} {ending}", code=code))
     response.headers.update(error.headers or {})
     return response

@@ -113,3 +113,10 @@ def test_the_callers_request_id_begins_those_of_the_generations(edge: GatewayHer
     seen = [scripted.inference.requests.get(timeout=1).request_id for _ in range(4)]
     assert len(set(seen)) == 4, "the same id may be sent twice"
     assert all(each.startswith("mine-") for each in seen)
+
+
+@pytest.mark.parametrize(("path", "is_told"), [("/chat/completions", True), ("/models", True), ("/nope", False)])
+def test_a_path_without_its_version_is_told_where_it_is(edge: GatewayHere, path: str, is_told: bool) -> None:
+    answer = edge.ask("POST", path, {})
+    assert answer.status == 404
+    assert (f"/v1{path} is: the base URL ends with /v1" in answer.error["message"]) == is_told
