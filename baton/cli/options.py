@@ -14,6 +14,7 @@ import typer
 from baton.cli.output import text_console
 from baton.client import Client, Tls
 from baton.errors import Unavailable, Unimplemented
+from baton.free_ports import LOOPBACK
 from baton.running_pairs import running_pairs
 from common.addresses import is_listened_on
 from common.errors import ConfigError
@@ -141,7 +142,7 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
     if len(found) > 1:
         others = ", ".join(found[1:])
         text_console().print(f"{len(found)} pairs run here: this is {found[0]}, not {others}", style="dim")
-    if found:
+    if _is_announced(address):
         _wait_loaded(address)
     with Client(address, tls=tls, token=token) as client:
         try:
@@ -150,7 +151,7 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
             if found or (error.reason and error.reason != _NOT_SERVED):  # a reason is a server's, which is there
                 raise
             pairs = running_pairs()
-            if pairs and address not in pairs:
+            if pairs and not _is_announced(address):
                 words = f"{error}; the pair of `baton up` here is at {pairs[0]}"
             elif given or isinstance(error, Unimplemented):
                 raise
@@ -159,13 +160,19 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
             raise type(error)(words, reason=error.reason, metadata=error.metadata) from error
 
 
+def _is_announced(address: str) -> bool:
+    """Whether all of it are decode services of one pair of `baton up`."""
+    parts = set(address.replace("localhost:", f"{LOOPBACK}:").split(","))
+    return any(parts <= set(pair.split(",")) for pair in running_pairs())
+
+
 def _wait_loaded(pair: str) -> None:
-    """Returns once a decode service of this pair listens. Raises Unavailable when it ends before, or takes too long."""
+    """Returns once one of these decode services listens. Raises Unavailable when the pair ends, or takes too long."""
     is_told = False
     deadline_s = time.monotonic() + LOADING_S
     idle = threading.Event()
     while not any(map(is_listened_on, pair.split(","))):
-        if pair not in running_pairs():
+        if not _is_announced(pair):
             raise Unavailable(f"the pair of `baton up` at {pair} ended before it was ready: its terminal says why")
         if time.monotonic() > deadline_s:
             raise Unavailable(

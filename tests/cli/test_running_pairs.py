@@ -141,11 +141,14 @@ def waiting(*arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("arguments", [("info",), ("generate", "Hi")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("info",), ("generate", "Hi"), ("info", "--address=127.0.0.1:{port}"), ("info", "--address=localhost:{port}")],
+)
 def test_commands_wait_for_a_pair_that_is_still_loading(arguments: tuple[str, ...]) -> None:
     port = free_ports(1)[0]
     with announced([f"127.0.0.1:{port}"]):
-        process = waiting(*arguments)
+        process = waiting(*(argument.format(port=port) for argument in arguments))
         server = ScriptedServer(port=port)
         server.inference.script = [started(), delta([5], "Hello"), finished()]
         out, _ = process.communicate(timeout=BOUND_S)
