@@ -146,7 +146,7 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return ApiError(504, message, kind=SERVER_ERROR, code="deadline_exceeded")
         case grpc.StatusCode.UNAVAILABLE:
-            return unavailable(message)
+            return unavailable(message if error.reason else f"the decode service cannot be reached: {message}")
         case grpc.StatusCode.FAILED_PRECONDITION:
             return ApiError(503, message, kind=SERVER_ERROR, code="services_disagree")
         case grpc.StatusCode.INTERNAL:

@@ -217,6 +217,7 @@ def test_without_a_decode_service_there_is_a_reason_at_once(loop: LoopThread) ->
     with gateway_here(loop, "127.0.0.1:1") as gateway:
         for answer in (gateway.ask("POST", COMPLETIONS, BODY), gateway.ask("GET", "/v1/models")):
             assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "unavailable", "1")
+            assert answer.error["message"].startswith("the decode service cannot be reached: nothing listens at 127.0")
 
 
 def test_a_decode_service_that_is_gone_is_told_within_the_time_to_admit(
