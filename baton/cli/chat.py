@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from baton.cli import options
-from baton.cli.output import reported_errors, text_console
+from baton.cli.output import print_error, reported_errors, text_console
 from baton.cli.stream import show
+from baton.errors import BatonError
 from common.chat_messages import ChatMessage
 
 _COMMAND = re.compile(r"/\w+")
@@ -70,6 +71,12 @@ def chat(
                 shown = show(events, as_json=as_json)
             except KeyboardInterrupt:
                 console.print("(stopped; this turn is forgotten)", style="dim")
+                continue
+            except BatonError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print_error(error)
+                console.print("(this turn is forgotten; /reset begins a new conversation)", style="dim")
                 continue
             messages = [*asked, ChatMessage("assistant", shown.completion.text)]
 

@@ -71,9 +71,14 @@ def reported_errors(as_json: bool) -> Iterator[None]:
                 message=str(error),
             )
         else:
-            sys.stdout.flush()
-            text_console().print(f"{error.code.name}: {error}", style="red", markup=False)
+            print_error(error)
         raise typer.Exit(1) from None
+
+
+def print_error(error: BatonError) -> None:
+    """On standard error, after the text that came before it."""
+    sys.stdout.flush()
+    text_console().print(f"{error.code.name}: {error}", style="red", markup=False)
 
 
 def _plain(value: Any) -> Any:

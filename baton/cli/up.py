@@ -38,17 +38,31 @@ def up(
     num_decode: options.NumDecode = 1,
     device: options.Device = None,
     dtype: options.Dtype = None,
-    chunk_tokens: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
-    max_rows: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
-    max_kv_tokens: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
-    num_threads: Annotated[int | None, typer.Option(rich_help_panel=_TUNING)] = None,
-    overlap: Annotated[bool | None, typer.Option("--overlap/--no-overlap", rich_help_panel=_TUNING)] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of one prompt in a prefill forward.", rich_help_panel=_TUNING)
+    ] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(help="Requests that each service serves at a time; by memory.", rich_help_panel=_TUNING),
+    ] = None,
+    max_kv_tokens: Annotated[
+        int | None, typer.Option(help="Tokens whose KV each service holds; by memory.", rich_help_panel=_TUNING)
+    ] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(help="CPU threads of a forward; by cores.", rich_help_panel=_TUNING)
+    ] = None,
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap", help="Prepare a decode step while one runs; on.", rich_help_panel=_TUNING
+        ),
+    ] = None,
     prefill_args: options.PrefillArgs = None,
     decode_args: options.DecodeArgs = None,
     prefill_config: Annotated[Path | None, typer.Option(help="YAML file for prefill services.")] = None,
     decode_config: Annotated[Path | None, typer.Option(help="YAML file for decode services.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the services' logs here.")] = None,
-    start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 300.0,
+    start_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to become ready.")] = 300.0,
     stop_timeout_s: Annotated[float, typer.Option(min=0.0, help="Time to drain, for each kind of service.")] = 40.0,
     restarts: Annotated[
         bool, typer.Option("--restart/--no-restart", help="Start a process again that ends while it serves.")

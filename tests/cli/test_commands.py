@@ -204,6 +204,21 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_ends_the_chat(server: Scripted
         assert chat.end() == 0
 
 
+def test_an_answer_that_fails_leaves_the_conversation_to_go_on(server: ScriptedServer) -> None:
+    answer = [started(), delta([5], "Hello"), finished(num_completion_tokens=1)]
+    server.inference.scripts.extend([answer, [failure(14, "gone")], answer])
+    with Terminal("chat", "--address", server.address) as chat:
+        for line, shown in (("one", "Hello"), ("two", "UNAVAILABLE: gone"), ("three", "Hello")):
+            chat.read_until("you> ")
+            chat.type(f"{line}\n")
+            chat.read_until(shown)
+        chat.read_until("you> ")
+        chat.type("/exit\n")
+        assert chat.end() == 0
+    *_, last = [server.inference.requests.get(timeout=BOUND_S).chat.messages for _ in range(3)]
+    assert [message.content for message in last] == ["one", "Hello", "three"]
+
+
 @pytest.mark.parametrize("module", ["baton", "baton.cli.main"])
 def test_the_command_is_a_module_too(module: str) -> None:
     command = [sys.executable, "-m", module, "--version"]
