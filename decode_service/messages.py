@@ -17,7 +17,7 @@ from common.wire.handoff import Frame, HandoffRow
 class Submit:
     """A validated request. `token_ids` past `prompt_len` are output an earlier stream delivered.
 
-    StageBegan is told of it only with `is_traced`.
+    StageBegan is told of it only with `is_traced`. `client`: whose it is, as far as clients are told apart.
     """
 
     request_id: str
@@ -29,6 +29,7 @@ class Submit:
     traceparent: str = ""
     wants_drafts: bool = True
     is_traced: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

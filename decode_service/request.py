@@ -104,6 +104,7 @@ class Request:
     traceparent: str = ""
     wants_drafts: bool = True
     is_traced: bool = False
+    client: str = ""
     phase: Phase = Phase.WAITING
     lease: RowLease | None = None
     num_attempts: int = 0
@@ -131,6 +132,7 @@ class Request:
             traceparent=submit.traceparent,
             wants_drafts=submit.wants_drafts,
             is_traced=submit.is_traced,
+            client=submit.client,
             end_ids=frozenset(submit.sampling.end_token_ids),
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heapreplace
 
 from common.errors import BatonError, ContextExceeded, FingerprintMismatch, PrefillUnavailable
 from decode_service.messages import Replica, ReplicasChanged
@@ -20,6 +22,31 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._waiting.values()))
+
+    def in_turn(self, holders: Iterable[Request]) -> Iterator[Request]:
+        """Oldest first. But where several clients have requests that were never handed off, these come last, and next
+        is always the oldest of the client with the fewest rows: those of `holders`, and those given meanwhile.
+        """
+        waiting = list(self._waiting.values())
+        by_client: dict[str, deque[Request]] = {}
+        for req in waiting:
+            if not req.num_attempts:
+                by_client.setdefault(req.client, deque()).append(req)
+        if len(by_client) <= 1:
+            yield from waiting
+            return
+        yield from (req for req in waiting if req.num_attempts)
+        num_rows = Counter(req.client for req in holders if req.lease is not None)
+        turns = [(num_rows[client], reqs[0].arrival, client) for client, reqs in by_client.items()]
+        heapify(turns)
+        while turns:
+            num, _, client = turns[0]
+            req = by_client[client].popleft()
+            yield req
+            if by_client[client]:
+                heapreplace(turns, (num + (req.lease is not None), by_client[client][0].arrival, client))
+            else:
+                heappop(turns)
 
     def add(self, req: Request) -> None:
         is_youngest = not self._waiting or req.arrival > next(reversed(self._waiting))

@@ -30,6 +30,7 @@ MAX_PAUSE_S = 2.0
 MAX_BREAKS = 40
 """Without output in between, more than `resume_timeout_s` usually allows: here stops what ends its servers."""
 
+_QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 
 
@@ -50,6 +51,8 @@ class Generation:
 
     What may pass: UNAVAILABLE; CANCELLED without a reason; and once a call broke, refusals that are due to the break:
     admission that is full, and the caller's own request id, which the server that lost the connection may still hold.
+    With `admission_timeout_s` a first call that is refused since admission is full has a successor when it was told to
+    come again, if that is within this time.
     A stream that has begun and is too long for one server may fit another's context; when none is found that it fits,
     it ends UNAVAILABLE.
     """
@@ -71,6 +74,7 @@ class Generation:
         self._resume_timeout_s = resume_timeout_s
         resumes_with_own = resume_timeout_s is not None and admission_timeout_s is not None
         self._admission_timeout_s = admission_timeout_s if resumes_with_own else resume_timeout_s
+        self._waits_for_a_place = resumes_with_own
         self._order = EventOrder()
         self._started: Started | None = None
         self._token_ids: list[int] = list(request.generated_token_ids)
@@ -119,12 +123,13 @@ class Generation:
     def pause_s_after(self, error: BatonError) -> float:
         """How long to wait before `next_call`. Raises `error`, or DeadlineExceeded, when there is none."""
         limit_s = self._admission_timeout_s if self._started is None else self._resume_timeout_s
-        if limit_s is None or not self._may_pass(error):
+        told_s = self._told_s(error)
+        if limit_s is None or (told_s is None and not self._may_pass(error)):
             raise error
         now_s = self._clock()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
-        pause_s = self._pause_s()
+        pause_s = self._pause_s() if told_s is None else told_s
         self._num_breaks += 1
         if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
             if isinstance(error, InvalidArgument):
@@ -141,6 +146,13 @@ class Generation:
         pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._num_breaks - 1))
         return pause_s * (0.5 + 0.5 * self._jitter())
 
+    def _told_s(self, error: BatonError) -> float | None:
+        """When a request that waits for a place is to come again; None where it was not told, or waits for none."""
+        if not self._waits_for_a_place or self._started is not None or error.reason != _QUEUE_FULL:
+            return None
+        told_s = error.metadata.get(_RETRY_AFTER_S, "")
+        return float(told_s) if told_s.isdecimal() else None
+
     def _may_pass(self, error: BatonError) -> bool:
         match error:
             case Unavailable():
@@ -152,7 +164,7 @@ class Generation:
             case InvalidArgument():
                 return self._num_breaks > 0 and self._started is not None and error.reason == _CONTEXT_EXCEEDED
             case ResourceExhausted():
-                return self._num_breaks > 0 and error.reason == "QUEUE_FULL"
+                return self._num_breaks > 0 and error.reason == _QUEUE_FULL
             case _:
                 return False
 

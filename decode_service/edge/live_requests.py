@@ -111,6 +111,7 @@ class LiveRequests:
                 deadline_unix_ms=deadline_unix_ms,
                 traceparent=live.trace.traceparent,
                 wants_drafts=wants_drafts,
+                client=self._taken[live.engine_id][0],
                 is_traced=live.trace.is_recording,
             )
         )

@@ -241,6 +241,17 @@ async def test_before_it_is_admitted_it_may_give_up_sooner(
     assert error is None, "it had been admitted"
 
 
+@pytest.mark.parametrize(("told", "num_calls"), [({"retry_after_s": "0"}, 2), ({"retry_after_s": "7"}, 1), ({}, 1)])
+async def test_with_a_time_for_admission_it_comes_again_when_it_was_told_to(
+    server: ScriptedServer, make_reader: Callable[..., Reader], told: dict[str, str], num_calls: int
+) -> None:
+    server.inference.scripts.append([failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", **told)])
+    server.inference.script = [started(), finished()]
+    _, error, _ = await make_reader(resume_timeout_s=60.0, admission_timeout_s=5.0).read()
+    assert (error is None) == (num_calls == 2)
+    assert len(list(requests(server))) == num_calls
+
+
 async def test_the_deadline_covers_all_calls(server: ScriptedServer, reader: Reader) -> None:
     server.inference.scripts.append([started(), delta([5], "a"), LOST])
     server.inference.script = [LOST]

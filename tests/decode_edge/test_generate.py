@@ -261,6 +261,7 @@ async def test_a_client_that_has_all_places_keeps_no_other_out_however_many_conn
         again = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=first)
         assert (await error_of(again))[1] == "QUEUE_FULL"
         assert (await edge.stub.Generate(request, metadata=second).read()).WhichOneof("event") == "started"
+        assert {each.client for each in edge.engine.of_type(Submit)} == {"token 0", "token 1"}, "who share rows too"
         edge.router.on_death(RuntimeError("the test is over"))
         await edge.live_requests.wait_idle()
 

@@ -172,11 +172,12 @@ class ScriptedEngine:
         temperature: float = 0.0,
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
+        client: str = "",
     ) -> Outcome:
         sampling = ResolvedSampling(
             seed=seed, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
         )
-        self._posted.append(Submit(request_id, tuple(prompt), len(prompt), sampling))
+        self._posted.append(Submit(request_id, tuple(prompt), len(prompt), sampling, client=client))
         self.outcomes[request_id] = Outcome(tuple(prompt), sampling)
         return self.outcomes[request_id]
 

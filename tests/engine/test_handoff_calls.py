@@ -71,3 +71,19 @@ def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(com
         assert str(long.error).endswith("the largest takes 8, and large: large: is not ready")
     engine.run()
     assert comes_back == (long.error is None)
+
+
+def test_clients_get_rows_in_turn_and_one_alone_as_they_come() -> None:
+    engine = ScriptedEngine(max_rows=3)
+    for name in ("a1", "a2", "a3", "a4", "a5"):
+        engine.submit(name, [1], 3, client="a")
+    assert list(places(engine.step())) == ["a1", "a2", "a3"]
+    for name in ("b1", "b2", "c1"):
+        engine.submit(name, [1], 3, client=name[0])
+    engine.step()
+    order = []
+    while len(order) < 5:
+        engine.abort(next(iter(engine.handoffs)))
+        order += places(engine.step())
+    assert order == ["b1", "c1", "a4", "b2", "a5"]
+    engine.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
@@ -46,10 +46,10 @@ def returns_behind_the_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def newcomers_are_handed_off_first(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: WaitingQueue) -> Iterator[Request]:
+    def mutant(self: WaitingQueue, holders: Iterable[Request]) -> Iterator[Request]:
         return iter(list(self._waiting.values())[::-1])
 
-    patch.setattr(WaitingQueue, "__iter__", mutant)
+    patch.setattr(WaitingQueue, "in_turn", mutant)
 
 
 def _rows_sent_as(patch: pytest.MonkeyPatch, **changes: object) -> None:
