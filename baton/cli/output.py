@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from baton.errors import BatonError, FailedPrecondition
+from baton.errors import BatonError, FailedPrecondition, Unauthenticated
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All but tabs and line feeds."""
@@ -78,7 +78,8 @@ def reported_errors(as_json: bool) -> Iterator[None]:
 def print_error(error: BatonError) -> None:
     """On standard error, after the text that came before it."""
     sys.stdout.flush()
-    text_console().print(f"{error.code.name}: {error}", style="red", markup=False)
+    remedy = "; give --token-file" if isinstance(error, Unauthenticated) else ""
+    text_console().print(f"{error.code.name}: {error}{remedy}", style="red", markup=False)
 
 
 def _plain(value: Any) -> Any:

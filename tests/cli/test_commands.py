@@ -239,6 +239,12 @@ def test_an_error_is_one_line_and_status_1(server: ScriptedServer) -> None:
     assert result.stderr == "INVALID_ARGUMENT: top_p: must be in (0, 1]\n"
 
 
+def test_who_shows_no_token_is_told_how_to(server: ScriptedServer) -> None:
+    server.inference.script = [failure(16, "authorization: no bearer token was shown", reason="UNAUTHENTICATED")]
+    result = run("generate", "Hi", "--address", server.address)
+    assert result.stderr == "UNAUTHENTICATED: authorization: no bearer token was shown; give --token-file\n"
+
+
 def test_an_error_is_a_json_line_when_asked(server: ScriptedServer) -> None:
     server.inference.script = [failure(3, "top_p: bad", reason="INVALID_FIELD", field="top_p")]
     result = run("generate", "Hi", "--address", server.address, "--json")
