@@ -341,7 +341,7 @@ class _HttpHealth:
             with self._opener.open(self._url, timeout=GATEWAY_HEALTH_TIMEOUT_S) as response:
                 return Phase.READY if response.status == HTTPStatus.OK else Phase.ALIVE
         except urllib.error.HTTPError as refusal:
-            with refusal, suppress(OSError, ValueError, TypeError, LookupError):
+            with refusal, suppress(OSError, http.client.HTTPException, ValueError, TypeError, LookupError):
                 self._why_not_ready = peer_text(str(json.load(refusal)["reason"]))
             return Phase.ALIVE
         except (OSError, http.client.HTTPException, ValueError):

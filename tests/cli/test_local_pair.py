@@ -10,7 +10,7 @@ import pytest
 
 from baton import Client, errors
 from baton.client import PrefillClient
-from baton.local_pair import LocalPair, Phase
+from baton.local_pair import MODULES, LocalPair, Phase
 from baton.server_info import HealthStatus
 from tests.cli.conftest import await_end
 
@@ -117,6 +117,20 @@ def test_phases_are_reported_once_each() -> None:
     with LocalPair(on_phase=lambda service, phase, why: seen.append((service.name, phase))):
         assert {("prefill-0", Phase.READY), ("decode-0", Phase.READY)} <= set(seen)
         assert len(seen) == len(set(seen))
+
+
+def test_a_refusal_that_is_cut_is_one_without_a_reason() -> None:
+    seen: list[tuple[str, Phase, str]] = []
+    pair = LocalPair(
+        modules={**MODULES, "gateway": "cut_gateway"},
+        gateway_listen="127.0.0.1:0",
+        start_timeout_s=2.0,
+        on_phase=lambda service, phase, why: seen.append((service.name, phase, why)),
+    )
+    with pytest.raises(errors.StartTimedOut) as caught, pair:
+        pytest.fail("entered")
+    assert caught.value.waiting_for == {"gateway": ""}
+    assert ("gateway", Phase.ALIVE, "") in seen
 
 
 def test_a_death_while_serving_is_noticed() -> None:
