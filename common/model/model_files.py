@@ -64,7 +64,8 @@ _COMPUTES = (
     *("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_soft_cap", "query_pre_attn_scalar"),
     *("scale_depth", "scale_emb", "scale_embedding", "clip_qkv", "qk_layernorm", "use_qk_norm", "no_rope_layers"),
     *("attn_temperature_tuning", "parallel_attn", "rope_interleaved", "use_bidirectional_attention"),
-    "use_parallel_residual",
+    *("use_parallel_residual", "parallel_residual", "normalize_embedding", "qk_norm", "no_rope_layer_interval"),
+    *("rope_interleave", "use_dynamic_ntk", "use_logn_attn", "attention_window", "window_size"),
 )
 """Fields with which some architectures compute something else; the others would drop them unseen."""
 _COUNT = re.compile(r"(num|n)_\w*(layer|expert)")
@@ -81,9 +82,10 @@ _OTHER_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+_TOKENIZER_SETTINGS, _ADDED_TOKENS = "tokenizer_config.json", "added_tokens.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    _TOKENIZER_SETTINGS,
     "tokenizer.model",
     "tekken.json",
     "spiece.model",
@@ -91,7 +93,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-_TOKENIZER_PARTS = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
+_TOKENIZER_PARTS = ("merges.txt", _ADDED_TOKENS, "special_tokens_map.json")
 _READ = re.compile(r"model.*\.safetensors|[^.].*\.(json|model|txt|jinja)")
 _OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
@@ -331,7 +333,7 @@ def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
 
 
 def _stored_tokens(directory: Path) -> set[str] | None:
-    """Those of tokenizer.json; None where there is none."""
+    """Those that tokenizer.json and the files beside it name; None where there is no tokenizer.json."""
     path = directory / _TOKENIZER_FILES[0]
     if not path.exists():
         return None
@@ -339,7 +341,12 @@ def _stored_tokens(directory: Path) -> set[str] | None:
         content = read_object(path)
         vocabulary = content["model"]["vocab"]  # by token, or pairs of token and score
         words = set(vocabulary) if isinstance(vocabulary, dict) else {str(token) for token, _ in vocabulary}
-        return words | {added["content"] for added in content.get("added_tokens", ())}
+        words |= {added["content"] for added in content.get("added_tokens", ())}
+    settings, more = (directory / name for name in (_TOKENIZER_SETTINGS, _ADDED_TOKENS))
+    with model_faults(f"{directory.name}: its tokenizer"):
+        if settings.exists():
+            words |= {added["content"] for added in read_object(settings).get("added_tokens_decoder", {}).values()}
+        return words | read_object(more).keys() if more.exists() else words
 
 
 # -------------------------------------------------------------------------------------------------- weight files

@@ -364,6 +364,17 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "softcapped-logits-of-another-architecture": (config(final_logit_softcapping=30.0), "final_logit_softcapping"),
     "layers-without-rope-of-another-architecture": (config(no_rope_layers=[1, 0]), "no_rope_layers"),
     "interleaved-rope": (config(rope_interleaved=True), "rope_interleaved is True"),
+    "norms-of-queries-of-another-architecture": (
+        config(qk_norm=True),
+        "qk_norm is True, which LlamaForCausalLM does not",
+    ),
+    "every-other-layer-without-rope": (config(no_rope_layer_interval=2), "no_rope_layer_interval is 2"),
+    "a-window-by-another-name": (
+        config(window_size=64),
+        "window_size is 64, which LlamaForCausalLM does not compute with",
+    ),
+    "attention-by-the-length's-logarithm": (config(use_logn_attn=True), "use_logn_attn is True"),
+    "rope-that-follows-the-length-by-another-name": (config(use_dynamic_ntk=True), "use_dynamic_ntk is True"),
     "nan-epsilon": (config(rms_norm_eps=NAN), "config.json: rms_norm_eps is nan"),
     "infinite-epsilon": (config(rms_norm_eps=INF), "config.json: rms_norm_eps is inf"),
     "negative-epsilon": (config(rms_norm_eps=-1e9), "logits"),
@@ -413,6 +424,17 @@ TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "settings-are-no-json": (written("tokenizer_config.json", "{"), "tokenizer"),
     "settings-are-a-list": (written("tokenizer_config.json", "[]"), "tokenizer"),
     "an-id-past-the-vocabulary": (token_past_the_vocabulary, f"token '<new>' is {VOCAB_SIZE}, and config.json"),
+    "an-added-id-past-the-vocabulary": (
+        written("added_tokens.json", json.dumps({"<new>": VOCAB_SIZE})),
+        f"token '<new>' is {VOCAB_SIZE}, and config.json",
+    ),
+    "a-set-id-past-the-vocabulary": (
+        lambda m: m.json(
+            "tokenizer_config.json",
+            lambda c: c.update(added_tokens_decoder={str(VOCAB_SIZE): {"content": "<new>", "special": True}}),
+        ),
+        f"token '<new>' is {VOCAB_SIZE}, and config.json",
+    ),
     "another-models": (
         tokenizer_of_a_larger_model,
         "token '.*' is 64, and config.json has a vocab_size of 64",
