@@ -28,7 +28,7 @@ _WORDS = (
     ),
     (
         "Hostname Verification",
-        "the certificate of {address} is for another name: use a name that is in it, or say which (server name)",
+        "the certificate of {address} is for another hostname: use one that it names, or say which (server name)",
     ),
     ("security handshaker", "{address}: no TLS with these files: CA, certificate and key must be PEM, and fit"),
     (

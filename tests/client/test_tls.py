@@ -51,7 +51,7 @@ async def test_both_clients_speak_mutual_tls(server: ScriptedServer) -> None:
         ),
         pytest.param(
             Tls(ca_file=MUTUAL.ca_file, cert_file=MUTUAL.cert_file, key_file=MUTUAL.key_file),
-            "is for another name",
+            "is for another hostname",
             id="another host's name",
         ),
         pytest.param(
