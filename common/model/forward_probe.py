@@ -163,7 +163,7 @@ class _Pool:
             )
 
     def _forward(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> Tensor:
-        """Logits of all tokens."""
+        """Logits of all tokens. Prompts' are asked for by number, as a service asks, and in the other order."""
         device = self._target.torch_device
         lens = tuple(stop - start for _, start, stop in parts.values())
         seq_lens = [stop for _, _, stop in parts.values()]
@@ -181,10 +181,13 @@ class _Pool:
             extend_lens=None if is_decode else lens,
             max_seq_len=max(seq_lens),
             kv=self._kv,
-            logits_rows=None,
+            logits_rows=None if is_decode else torch.arange(sum(lens), device=device).flip(0),
         )
         try:
-            return self._target.forward_to_compare(batch).logits
+            logits = self._target.forward_to_compare(batch).logits
+            if logits.shape[0] != sum(lens):
+                raise ValueError(f"logits of {logits.shape[0]} tokens where those of {sum(lens)} are asked for")
+            return logits if is_decode else logits.flip(0)
         except UnsupportedModel:
             raise
         except Exception as error:  # whatever the model's code does with its arguments

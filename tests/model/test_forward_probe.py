@@ -149,6 +149,19 @@ def test_one_token_of_many_is_seen() -> None:
         served(model)
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+def test_a_model_that_keeps_other_logits_than_those_asked_for_is_seen(kept: int) -> None:
+    model = llama()
+
+    def keep(_module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        asked = keywords.get("logits_to_keep")
+        return args, {**keywords, **({"logits_to_keep": kept} if isinstance(asked, Tensor) else {})}
+
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match=r"side by side.*: logits"):
+        served(model)
+
+
 # ---- far into a context ----------------------------------------------------------------------------------------------
 
 FAR: dict[str, Any] = {"max_position_embeddings": 4096, "initializer_range": 0.1}
