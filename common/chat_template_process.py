@@ -19,6 +19,7 @@ from pathlib import Path
 from common.answering import DONE, FAILED, Asker
 from common.chat_messages import messages_from_json
 from common.chat_template import ChatRefused, ChatTemplate, TextTooLong
+from common.peer_text import peer_text
 from common.scheduling_policy import leave_service
 
 TOO_LONG = FAILED + 1
@@ -54,7 +55,7 @@ def main() -> None:
             except TextTooLong as error:
                 status, content = TOO_LONG, str(error).encode()
             except ChatRefused as error:
-                status, content = FAILED, str(error).encode(errors="replace")
+                status, content = FAILED, peer_text(str(error)).encode()
             except UnicodeError:
                 status, content = FAILED, b"the model's chat template makes what is no text of it"
             except MemoryError:

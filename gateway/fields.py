@@ -219,6 +219,7 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         raise invalid(None, "the body is not a JSON object", code="invalid_json")
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
+    json.loads(body.decode(), object_pairs_hook=_each_once, parse_int=str, parse_float=str)
     values = {name: value for name, value in values.items() if value is not None and name not in _HARMLESS}
     asked = {name: value for name, value in values.items() if name in kind.model_fields}
     for name in values:
@@ -228,6 +229,14 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         return kind.model_validate(asked)
     except ValidationError as error:
         raise _api_error(error) from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> None:
+    """Raises ApiError for a name that comes twice in an object: some servers take the first value, some the last."""
+    if len(dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)[:64]
+        raise invalid(repeated, "comes twice in one object", code="invalid_json")
 
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[GenerationFields]) -> None:

@@ -255,6 +255,14 @@ async def test_what_a_conversation_makes_of_a_template_is_its_own_error(harm: st
         assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
 
 
+async def test_what_a_template_says_is_cut_and_escaped() -> None:
+    tokenizer = harming("{{ raise_exception('\\x1b[2J\\n{} \\ud800' + 'x' * 10000000) }}")
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
+        with pytest.raises(InvalidRequest, match=r"refuses it: \\x1b\[2J\\n\{\} \\ud800x") as refusal:
+            await within_bound(prompts.encode(HARM))
+    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 600
+
+
 async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered() -> None:
     """Between two of its bytecodes, and within one."""
     nested = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

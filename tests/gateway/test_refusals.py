@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -187,6 +188,23 @@ def test_of_a_completion(gateway: GatewayHere, change: dict[str, Any], param: st
 def test_a_body_that_is_no_json_object(gateway: GatewayHere, body: bytes) -> None:
     answer = gateway.ask("POST", CHAT, body)
     assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ('"max_tokens": 1, "max_tokens": 2', "max_tokens"),
+        ('"user": "a", "user": "a"', "user"),
+        ('"messages": [{"role": "user", "content": "yes", "content": "no"}]', "content"),
+        ('"stream_options": {"include_usage": true, "include_usage": false}', "include_usage"),
+        ('"metadata": {"a": {"b": 1, "b": 2}}', "b"),
+    ],
+)
+def test_a_name_that_comes_twice(gateway: GatewayHere, more: str, param: str) -> None:
+    """Who looked at the body before may have read the other value."""
+    answer = gateway.ask("POST", CHAT, f"{json.dumps(CHAT_BODY)[:-1]}, {more}}}".encode())
+    assert answer.status == 400
+    assert (answer.error["param"], answer.error["code"]) == (param, "invalid_json")
 
 
 def test_very_many_fields(gateway: GatewayHere) -> None:
