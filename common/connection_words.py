@@ -22,6 +22,7 @@ _WORDS = (
     ),
     ("Failed parsing HTTP/2", "{address} does not speak gRPC: it is no service of Baton"),
     ("WRONG_VERSION_NUMBER", "{address} does not speak TLS: leave TLS off, or give another address"),
+    ("certificate has expired", "the certificate of {address} has expired"),
     (
         "CERTIFICATE_VERIFY_FAILED",
         "the certificate of {address} is not trusted{verdict}: name the authority that signed it (CA file)",

@@ -12,6 +12,7 @@ from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 
 _RPC_TIMEOUT_S = 5.0
+_TLS_FILES = ("ca_file", "cert_file", "key_file")
 
 _log = structlog.get_logger(__name__)
 
@@ -32,11 +33,10 @@ def open_decode_client(settings: GatewaySettings) -> AsyncClient:
             admission_timeout_s=settings.admission_timeout_s,
         )
     except InvalidArgument as error:
-        raise ConfigError(f"decode: {error}") from error
+        setting = "decode_tls" if error.field in _TLS_FILES else "decode"
+        raise ConfigError(f"{setting}: {error}") from error
     except Unavailable as error:
         raise StartupError(f"decode: {error}") from error
-    except OSError as error:  # of the files of Tls
-        raise ConfigError(f"decode_tls: {error}") from error
 
 
 def decode_token(settings: GatewaySettings) -> str | None:
