@@ -275,8 +275,8 @@ _END_OF_THOUGHTS = re.compile(
 )
 _ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
 """Some models put what they say after their thoughts into this."""
-_SWITCH = re.compile(r"/(?:no_?)?think\b")
-"""Some templates take these out of a content: they switch thinking on or off."""
+_SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
+"""Some templates take these out of a content: they switch thinking, or the template's own words, on or off."""
 
 
 def _find_missing(messages: Sequence[ChatMessage], text: str) -> _Said | None:

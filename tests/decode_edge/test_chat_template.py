@@ -173,9 +173,12 @@ def test_a_system_s_words_may_be_moved_to_a_user_s_turn() -> None:
     assert rendered(source, SYSTEM, USER, ASSISTANT, ChatMessage("user", "why?")) == "[hi][yes][be kind\nwhy?]"
 
 
-def test_what_some_templates_take_for_a_switch_may_be_left_out() -> None:
-    source = "{% for m in messages %}{{ m.content | replace('/no_think', '') | trim }}{% endfor %}"
-    assert rendered(source, ChatMessage("system", "be kind /no_think\nand short"), USER) == "be kind \nand shorthi"
+@pytest.mark.parametrize("switch", ["/think", "/no_think", "/nothink", "/system_override"])
+def test_what_some_templates_take_for_a_switch_may_be_left_out(switch: str) -> None:
+    source = "{% for m in messages %}{{ m.content | replace('" + switch + "', '') | trim }}{% endfor %}"
+    said = ChatMessage("system", f"be kind {switch}\nand short"), ChatMessage("user", f"hi {switch}")
+    assert rendered(source, *said) == "be kind \nand shorthi"
+    assert rendered(STRINGS, *said) == f"<system>be kind {switch}\nand short<user>hi {switch}"
 
 
 @pytest.mark.parametrize(
