@@ -189,4 +189,5 @@ def test_a_service_that_cannot_listen_says_why_in_json_lines_and_nothing_else(
             env=environment(),
         )
     *_, last = map(json.loads, ended.stderr.splitlines())
-    assert (ended.returncode, last["error"]) == (2, f"listen: cannot listen on {listen}: Address already in use")
+    words = "Address already in use; take another port, or 0 for a free one"
+    assert (ended.returncode, last["error"]) == (2, f"listen: cannot listen on {listen}: {words}")
