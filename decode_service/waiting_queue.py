@@ -16,6 +16,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Request] = {}
+        self._num_of_client: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -28,14 +29,14 @@ class WaitingQueue:
         is always the oldest of the client with the fewest rows: those of `holders`, and those given meanwhile.
         """
         waiting = list(self._waiting.values())
+        if len(self._num_of_client) <= 1:
+            yield from waiting
+            return
+        yield from (req for req in waiting if req.num_attempts)
         by_client: dict[str, deque[Request]] = {}
         for req in waiting:
             if not req.num_attempts:
                 by_client.setdefault(req.client, deque()).append(req)
-        if len(by_client) <= 1:
-            yield from waiting
-            return
-        yield from (req for req in waiting if req.num_attempts)
         num_rows = Counter(req.client for req in holders if req.lease is not None)
         turns = [(num_rows[client], reqs[0].arrival, client) for client, reqs in by_client.items()]
         heapify(turns)
@@ -51,11 +52,16 @@ class WaitingQueue:
     def add(self, req: Request) -> None:
         is_youngest = not self._waiting or req.arrival > next(reversed(self._waiting))
         self._waiting[req.arrival] = req
+        self._num_of_client[req.client] += 1
         if not is_youngest:
             self._waiting = dict(sorted(self._waiting.items()))
 
     def remove(self, req: Request) -> None:
-        self._waiting.pop(req.arrival, None)
+        if self._waiting.pop(req.arrival, None) is None:
+            return
+        self._num_of_client[req.client] -= 1
+        if not self._num_of_client[req.client]:
+            del self._num_of_client[req.client]
 
 
 class ReplicaSet:
