@@ -174,7 +174,8 @@ class ChatTemplate:
             text = self._render(probes)
         except (ChatRefused, TextTooLong):
             return None
-        return next((each for index, each in enumerate(said) if _marker(index) not in text), None)
+        found = {match[0] for match in _ANY_MARKER.finditer(_QUOTED.sub(_unquoted, text))}
+        return next((each for marker, each in said.items() if marker not in found), None)
 
 
 _USER = ChatMessage("user", "u")
@@ -226,34 +227,51 @@ def _finite(number: str) -> float:
     return value
 
 
-_HAS_ID, _HAS_NAME, _SAYS, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 4, 8, 16
+_HAS_ID, _HAS_NAME, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 8, 16
+_LONG = 8
+"""So many characters and more are marked by so many: a word of fewer might be in the template's own."""
+_PRIVATE, _NUM_PRIVATE = 0x100000, 65_534
+"""Characters that no text has: each marks one short content."""
+_ANY_MARKER = re.compile(rf"qz\d+zq|([{chr(_PRIVATE)}-{chr(_PRIVATE + _NUM_PRIVATE - 1)}])\1*")
+_QUOTED = re.compile(r"\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})|\\U(0010[0-9a-f]{4})")
+"""Such a character as JSON writes it in ASCII, or as Python does."""
+
+
+def _unquoted(match: re.Match[str]) -> str:
+    high, low, whole = match.groups()
+    if whole:
+        return chr(int(whole, 16))
+    return bytes.fromhex(high + low).decode("utf-16-be")
 
 
 def _shape(messages: Sequence[ChatMessage]) -> bytes:
-    """What a template may tell apart without the words: a byte for each message, and one for each call after it."""
+    """What a template may tell apart without the words: two bytes for each message, the second how many characters it
+    says where they are few, and one for each call after it.
+    """
     shape = bytearray()
     for message in messages:
         shape.append(
-            _ROLE * ROLES.index(message.role)
-            | _SAYS * bool(message.content.strip())
-            | _HAS_ID * bool(message.tool_call_id)
-            | _HAS_NAME * bool(message.name)
+            _ROLE * ROLES.index(message.role) | _HAS_ID * bool(message.tool_call_id) | _HAS_NAME * bool(message.name)
         )
+        num_chars = len(message.content.strip())
+        shape.append(num_chars if num_chars < _LONG else _LONG)
         for call in message.tool_calls:
             shape.append(_CALL | _HAS_ID * bool(call.id) | _IS_OBJECT * (_object_of(call.arguments) is not None))
     return bytes(shape)
 
 
-def _probes(shape: bytes) -> tuple[list[ChatMessage], list[_Said]]:
+def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
     """A conversation of that shape in which all that has to be kept is a marker, and what each marker stands for."""
     probes: list[ChatMessage] = []
-    said: list[_Said] = []
+    said: dict[str, _Said] = {}
 
-    def marker_of(place: str, what: str) -> str:
-        said.append(_Said(place, what))
-        return _marker(len(said) - 1)
+    def marker_of(place: str, what: str, *, num_chars: int = _LONG) -> str:
+        marker = _marker(len(said)) if num_chars == _LONG else num_chars * chr(_PRIVATE + len(said) % _NUM_PRIVATE)
+        said[marker] = _Said(place, what)
+        return marker
 
-    for code in shape:
+    codes = iter(shape)
+    for code in codes:
         tool_call_id = _PROBE_ID if code & _HAS_ID else ""
         if code & _CALL:
             calls = probes[-1].tool_calls
@@ -264,7 +282,9 @@ def _probes(shape: bytes) -> tuple[list[ChatMessage], list[_Said]]:
             probes[-1] = replace(probes[-1], tool_calls=[*calls, ToolCall(name, arguments, tool_call_id)])
             continue
         role = ROLES[code // _ROLE]
-        content = marker_of(f"messages[{len(probes)}]", f"what the {role} says") if code & _SAYS else ""
+        num_chars = next(codes)
+        place = f"messages[{len(probes)}]"
+        content = marker_of(place, f"what the {role} says", num_chars=num_chars) if num_chars else ""
         name = "f" if code & _HAS_NAME else ""
         probes.append(ChatMessage(role, content, tool_call_id=tool_call_id, name=name))
     return probes, said

@@ -156,6 +156,17 @@ def test_messages_that_are_dropped_or_moved_for_what_they_say_are_missed(source:
         rendered(source, no, ChatMessage("assistant", "so?"), no, ChatMessage("assistant", "well " * 40), no)
 
 
+@pytest.mark.parametrize("word", ["help", "a", "sis"])
+@pytest.mark.parametrize("written", ["m.content", "m.content | tojson(ensure_ascii=True)", "[m.content]"])
+def test_a_short_word_that_is_dropped_is_not_found_in_the_template_s_own(word: str, written: str) -> None:
+    source = "You are a helpful assistant.{% for m in messages if m.content | trim | length > 4 %}"
+    template = ChatTemplate(source + "[{{ " + written + " }}]{% endfor %}", {})
+    said = [ChatMessage("user", "hello"), ChatMessage("assistant", "what?"), ChatMessage("user", f" {word}\n")]
+    template.render(said[:2])
+    with pytest.raises(ChatRefused, match=r"^messages\[2\]: .* leaves out what the user says here"):
+        template.render(said)
+
+
 @pytest.mark.parametrize(
     "change", ["trim", "tojson", "tojson(ensure_ascii=True)", "escape", "string", "pprint"], ids=lambda change: change
 )
