@@ -50,6 +50,11 @@ _SIZES = (
 )
 ROTATED_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_percent")
 _ROPES = ("rope_scaling", "rope_parameters")
+_ROPE_NAMES = ("type", "rope_type")
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor"),
+)
 _ROPE_SCALES = (
     "factor",
     "low_freq_factor",
@@ -71,6 +76,7 @@ _COMPUTES = (
 _COUNT = re.compile(r"(num|n)_\w*(layer|expert)")
 _MAX_COUNT = 1 << 16
 _MAX_SIZE = 1 << 32
+_MAX_NUMBER = 1e300
 _MANY_LAYERS, _LARGE = 64, 1 << 16
 """What takes no time to build, whatever the files have."""
 _WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -165,7 +171,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _refuse_changed_weights(directory: Path, raw: Mapping[str, Any]) -> None:
     for key in _QUANTIZED_BY:
-        if raw.get(key):
+        if raw.get(key) is not None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else None
             raise _quantized(f"{directory.name}/{CONFIG}: {key}", method)
     for name in _QUANTIZATION_FILES:
@@ -211,11 +217,11 @@ def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
     transformers drops one.
     """
     for key in ("rope_theta", *_ROPES):
-        _refuse_text(raw.get(key), place, key)
+        _refuse_rope_values(raw.get(key), place, key)
     old, new = (rope if isinstance(rope := raw.get(key), dict) else {} for key in _ROPES)
     for key, rope in zip(_ROPES, (old, new), strict=True):
         for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-            kinds = {str(each[name]): f"{name} {each[name]!r}" for name in ("type", "rope_type") if each.get(name)}
+            kinds = {str(each[name]): f"{name} {each[name]!r}" for name in _ROPE_NAMES if each.get(name)}
             if len(kinds) > 1:
                 raise UnsupportedModel(f"{place}: {key} has the {' and the '.join(kinds.values())}; remove one")
             scale = next((name for name in _ROPE_SCALES if not _asks_for_nothing(each.get(name))), None)
@@ -231,15 +237,23 @@ def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
             raise UnsupportedModel(f"{place}: {name} is {value!r}, and {_ROPES[1]}.{key} is {other!r}; remove one")
 
 
-def _refuse_text(value: object, place: str, path: str) -> None:
-    """Raises for a number that is written as text, in a dictionary too."""
+def _refuse_rope_values(value: object, place: str, path: str) -> None:
+    """Raises for a number that is none, in dictionaries of a dictionary too."""
+    key = path.rpartition(".")[2]
     if isinstance(value, dict):
-        for key, each in value.items():
-            _refuse_text(each, place, f"{path}.{key}")
+        for name, each in value.items():
+            _refuse_rope_values(each, place, f"{path}.{name}")
+    elif key in _ROPE_NAMES:
+        if not isinstance(value, str | None):
+            raise UnsupportedModel(f"{place}: {path} is {peer_text(repr(value))}, and has to be the name of a type")
+    elif key in _ROPE_NUMBERS and (value is not None or path.endswith(".rope_theta")):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < _MAX_NUMBER:  # type: ignore[operator]
+            raise UnsupportedModel(f"{place}: {path} is {peer_text(repr(value))}, and has to be a number above 0")
     elif isinstance(value, str):
         with suppress(ValueError):
             float(value)
-            raise UnsupportedModel(f"{place}: {path} is the text {peer_text(value)!r}, and has to be a number")
+            raise UnsupportedModel(f"{place}: {path} is {peer_text(repr(value))}, and has to be a number")
 
 
 def _asks_for_nothing(value: object) -> bool:

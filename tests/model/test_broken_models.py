@@ -308,20 +308,51 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "rope-theta-as-text": (config(rope_parameters={"rope_type": "default", "rope_theta": "many"}), "."),
     "rope-theta-in-quotes": (
         config(rope_parameters={"rope_type": "default", "rope_theta": "5000"}),
-        "config.json: rope_parameters.rope_theta is the text '5000', and has to be a number",
+        "config.json: rope_parameters.rope_theta is '5000', and has to be a number above 0",
     ),
     "rope-theta-of-old-in-quotes": (
         lambda m: m.json("config.json", lambda c: (c.pop("rope_parameters"), c.update(rope_theta="5e3"))[1]),
-        "config.json: rope_theta is the text '5e3'",
+        "config.json: rope_theta is '5e3', and has to be a number",
     ),
     "rope-factor-in-quotes": (
         config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "2.0"}),
-        "config.json: rope_parameters.factor is the text '2.0'",
+        "config.json: rope_parameters.factor is '2.0'",
     ),
     "rope-length-in-quotes": (
         config(rope_parameters={**YARN_WITHOUT_FACTOR, "factor": 2.0, "original_max_position_embeddings": "2048"}),
-        "rope_parameters.original_max_position_embeddings is the text '2048'",
+        "rope_parameters.original_max_position_embeddings is '2048'",
     ),
+    "rope-scale-in-quotes": (
+        config(rope_parameters={**YARN_WITHOUT_FACTOR, "factor": 2.0, "mscale": "0.7"}),
+        "rope_parameters.mscale is '0.7', and has to be a number",
+    ),
+    "rope-theta-null": (
+        config(rope_parameters={"rope_type": "default", "rope_theta": None}),
+        "rope_parameters.rope_theta is None, and has to be a number above 0",
+    ),
+    "rope-theta-as-list": (config(rope_parameters={"rope_theta": [1e4]}), r"rope_parameters.rope_theta is \[10000.0\]"),
+    "rope-theta-of-a-kind-of-layer": (
+        config(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": "many"}}),
+        "rope_parameters.full_attention.rope_theta is 'many', and has to be a number above 0",
+    ),
+    "rope-theta-of-400-digits": (config(rope_parameters={"rope_theta": 10**400}), "rope_parameters.rope_theta is 1000"),
+    "rope-factor-below-nought": (
+        config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -2.0}),
+        "rope_parameters.factor is -2.0, and has to be a number above 0",
+    ),
+    "rope-factor-of-truth": (
+        config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": True}),
+        "rope_parameters.factor is True",
+    ),
+    "rope-length-of-nought": (
+        config(rope_parameters={**YARN_WITHOUT_FACTOR, "factor": 2.0, "original_max_position_embeddings": 0}),
+        "rope_parameters.original_max_position_embeddings is 0, and has to be a number above 0",
+    ),
+    "rope-type-as-list": (
+        config(rope_parameters={"rope_type": ["linear"], "rope_theta": 1e4}),
+        r"rope_parameters.rope_type is \['linear'\], and has to be the name of a type",
+    ),
+    "quantisation-of-nothing": (config(quantization_config={}), "config.json: quantization_config: a quantised model"),
     "a-share-in-quotes": (
         config(partial_rotary_factor="0.5"),
         "config.json: partial_rotary_factor is '0.5', and is a share",
