@@ -35,6 +35,7 @@ from common.peer_text import peer_text
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHT_FILE = re.compile(r"[^/\x00-\x1f\x7f]{1,200}\.safetensors")
 _QUANTIZED_BY = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _ADAPTER = "adapter_config.json"
@@ -467,8 +468,8 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
         raise UnsupportedModel(f"{place}: weight_map is no object that names tensors")
     files: dict[Path, list[str]] = {}
     for name, file_name in sorted(weight_map.items()):
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise UnsupportedModel(f"{place}: weight_map: {peer_text(name)} is in no file of the directory")
+        if not isinstance(file_name, str) or not _WEIGHT_FILE.fullmatch(file_name):
+            raise UnsupportedModel(f"{place}: weight_map: {peer_text(name)} is in no *.safetensors of the directory")
         files.setdefault(directory / file_name, []).append(name)
     if whole.exists() and whole not in files:
         raise UnsupportedModel(f"{directory.name}: has {_WEIGHTS} beside {_INDEX}, which names other files; remove one")

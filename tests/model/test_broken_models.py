@@ -182,6 +182,14 @@ WEIGHT_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     "integer-weights": (weights(DOWN, lambda w: w.to(torch.int8)), f"{DOWN} is of I8"),
     "integer-norm": (weights(NORM, lambda w: w.to(torch.int64)), f"{NORM} is of I64"),
     "boolean-weights": (weights(DOWN, lambda w: w > 0), f"{DOWN} is of BOOL"),
+    "fp8-weights-of-the-other-kind": (weights(DOWN, lambda w: w.to(torch.float8_e5m2)), f"{DOWN} is of F8_E5M2"),
+    "scales-of-quantised-weights": (added(**{f"{DOWN}_scale_inv": torch.ones(1)}), rf"not known .*{DOWN}_scale_inv"),
+    "complex-weights": (weights(DOWN, lambda w: w.to(torch.complex64)), f"{DOWN} is of C64"),
+    "other-kv-heads": (
+        config(num_key_value_heads=4),
+        r"k_proj.weight is \[32, 64\], which config.json says is \[64, 64\]",
+    ),
+    "another-head-size": (config(head_dim=32), r"k_proj.weight is \[32, 64\], which config.json says is \[64, 64\]"),
     "fp8-weights": (weights(DOWN, lambda w: w.to(torch.float8_e4m3fn)), f"{DOWN} is of F8_E4M3.*quantised"),
     "nan-weights": (weights(DOWN, nan_at(17)), f"{DOWN} has NaN"),
     "infinite-weights": (weights(NORM, nan_at(-1, INF)), f"{NORM} has NaN or infinite"),
@@ -216,6 +224,28 @@ WEIGHT_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
         f"model-2.safetensors: {NORM} is in model-1.safetensors too",
     ),
     "index-outside-the-directory": (index_map(lambda names: names.update(x="../x.safetensors")), INDEX),
+    "index-of-the-directory-above": (index_map(lambda names: names.update(x="..")), f"{INDEX}: weight_map: x is in no"),
+    "index-of-no-name": (index_map(lambda names: names.update(x="")), f"{INDEX}: weight_map: x is in no"),
+    "index-of-a-name-that-is-none": (
+        index_map(lambda names: names.update(x="a\0.safetensors")),
+        f"{INDEX}: weight_map: x",
+    ),
+    "index-of-another-kind-of-file": (
+        index_map(lambda names: names.update(x="config.json")),
+        f"{INDEX}: weight_map: x",
+    ),
+    "index-of-a-name-without-end": (
+        index_map(lambda n: n.update(x=f"{'a' * 5000}.safetensors")),
+        f"{INDEX}: weight_map: x",
+    ),
+    "index-of-a-file-that-is-absent": (
+        index_map(lambda names: names.update({NORM: "model-3.safetensors"})),
+        "model-3.safetensors: there is no such file",
+    ),
+    "index-without-a-shard": (
+        index_map(lambda names: [names.pop(name) for name in list(names) if names[name] == "model-1.safetensors"]),
+        "missing from model-2.safetensors",
+    ),
     "index-of-numbers": (index_map(lambda names: names.update(x=7)), INDEX),
     "index-is-no-json": (sharded(lambda m: m.write(INDEX, "{")), INDEX),
     "index-is-a-list": (sharded(lambda m: m.write(INDEX, "[]")), INDEX),

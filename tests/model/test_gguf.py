@@ -292,6 +292,20 @@ def test_a_key_that_cannot_be_computed_with_is_named(
     [
         ("llama", {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "original_context_length"),
         ("llama", {"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor"),
+        ("llama", {"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.factor"),
+        ("llama", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.5}, "llama.rope.scaling.factor"),
+        (
+            "llama",
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": -4.0},
+            "llama.rope.scaling.factor",
+        ),
+        ("llama", {"llama.rope.freq_base_swa": 500.0}, "llama.rope.freq_base_swa"),
+        ("llama", {"llama.attention.sliding_window": 512}, "llama.attention.sliding_window"),
+        ("llama", {"llama.attention.sliding_window_pattern": 2}, "llama.attention.sliding_window_pattern"),
+        ("llama", {"llama.attention.key_length": 32, "llama.attention.value_length": 32}, "llama.rope.dimension_count"),
+        ("llama", {"llama.feed_forward_length": [96, 48]}, "llama.feed_forward_length"),
+        ("mixtral", {"llama.expert_count": 8}, "blk.0.ffn_gate_inp.weight has the shape"),
+        ("mixtral", {"llama.interleave_moe_layer_step": 1}, "llama.interleave_moe_layer_step"),
         ("llama", {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor"),
         ("llama", {"llama.rope.scale_linear": 4.0}, "llama.rope.scale_linear"),
         ("llama", {"llama.attention.head_count": None}, "llama.attention.head_count is missing"),
@@ -413,6 +427,29 @@ def test_a_tensor_that_lies_in_another_is_refused(tmp_path: Path, file_of: Calla
     offset = content.index(name) + len(name) + 4 + 2 * 8 + 4
     file.write_bytes(content[:offset] + (64).to_bytes(8, "little") + content[offset + 8 :])
     with pytest.raises(RefusedFile, match=r"blk\.0\.attn_q\.weight begins at byte"):
+        convert_gguf(file, tmp_path / "out", "float32")
+
+
+@pytest.mark.parametrize(
+    ("offset", "number", "named"),
+    [
+        (4 + 2 * 8, 2, r"blk\.0\.ffn_down\.weight begins at byte"),  # the type: Q4_0
+        (4 + 2 * 8, 1, r"blk\.0\.ffn_down\.weight begins at byte"),  # F16
+        (4 + 2 * 8, 999, r"999\) is not a valid"),
+        (4, 96, r"blk\.0\.ffn_down\.weight begins at byte"),  # the first size
+        (4, 0, r"blk\.0\.ffn_down\.weight begins at byte"),
+        (4, 1 << 31, "cannot reshape"),
+        (0, 9, "it ends too early"),  # the number of sizes
+    ],
+)
+def test_a_tensor_that_is_described_wrongly_is_refused(
+    tmp_path: Path, offset: int, number: int, named: str, file_of: Callable[[str], GgufFile]
+) -> None:
+    file = file_of("llama").write(tmp_path / "tiny.gguf")
+    content, name = file.read_bytes(), b"blk.0.ffn_up.weight"
+    place = content.index(name) + len(name) + offset
+    file.write_bytes(content[:place] + number.to_bytes(4, "little") + content[place + 4 :])
+    with pytest.raises(RefusedFile, match=named):
         convert_gguf(file, tmp_path / "out", "float32")
 
 
