@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UnsupportedModel
-from common.model.forward_probe import NUM_FAR_TOKENS, Unsplit, difference, far_positions, probe_tokens
+from common.model.forward_probe import NUM_FAR_TOKENS, NUM_TOKENS, Unsplit, difference, far_positions, probe_tokens
 from common.model.model_files import CONFIG, ROTATED_SHARES, one_line
 
 PROBE_NAME, _MASKED_PROBE_NAME = "baton_probe", "baton_probe_with_masks"
@@ -60,6 +60,8 @@ def _unsupported_trait(config: Any) -> str | None:
         return "non-causal attention"
     if value("alibi") or value("position_embedding_type") == "alibi" or value("model_type") in _ALIBI_MODEL_TYPES:
         return "ALiBi attention"
+    if isinstance(context := value("max_position_embeddings"), int) and context < NUM_TOKENS:
+        return f"a context of {context} tokens (max_position_embeddings), below {NUM_TOKENS},"
     for layer_type in value("layer_types") or ():
         if layer_type != "full_attention":
             return f"a layer of type {layer_type}"

@@ -45,6 +45,7 @@ REFUSED_CONFIGS: dict[str, tuple[Any, str]] = {
     "bloom": (hf.BloomConfig(), "ALiBi attention"),
     "falcon": (hf.FalconConfig(alibi=True), "ALiBi attention"),
     "llama": (hf.LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "rope of type dynamic"),
+    "gpt2_of_8_tokens": (hf.GPT2Config(n_positions=8), "a context of 8 tokens"),
     "bidirectional_llama": (hf.LlamaConfig(**SMALL, is_causal=False), "non-causal attention"),
 }
 
