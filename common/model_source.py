@@ -56,8 +56,11 @@ def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, ca
 
 def require_config(setting: str, spec: str, path: Path | None) -> None:
     """Raises StartupError for a directory that holds no model; what is in it is looked at by who loads it."""
-    if path is not None and path.is_dir() and not (path / "config.json").is_file():
-        raise StartupError(f"{setting}: {spec}: is a directory without config.json")
+    if path is None or not path.is_dir() or (config := path / "config.json").is_file():
+        return
+    if config.is_symlink():
+        raise StartupError(f"{setting}: {spec}: its config.json is a link to {os.readlink(config)}, which is not there")
+    raise StartupError(f"{setting}: {spec}: is a directory without config.json")
 
 
 def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:

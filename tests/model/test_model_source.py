@@ -104,6 +104,15 @@ def test_a_directory_without_a_config_is_no_model_and_no_head(tmp_path: Path) ->
             look(str(tmp_path))
 
 
+def test_a_config_that_is_a_link_to_nothing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("../blobs/gone")
+    for setting, look in (("model", check_model), ("draft", check_draft)):
+        with pytest.raises(
+            StartupError, match=f"^{setting}: {tmp_path}: its config.json is a link to ../blobs/gone, which"
+        ):
+            look(str(tmp_path))
+
+
 class _Hub(BaseHTTPRequestHandler):
     answers: ClassVar = {
         "private": (401, "RepoNotFound"),
