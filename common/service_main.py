@@ -16,7 +16,6 @@ import structlog
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
-from common.bearer_tokens import read_tokens
 from common.config.load import load_settings, log_format_asked
 from common.config.settings import ServiceSettings
 from common.descriptors import raise_descriptor_limit
@@ -27,7 +26,6 @@ from common.model_source import check_model
 from common.openmp import spin_briefly
 from common.process_exit import EXIT_ENGINE_LOST, EXIT_OK, exit_on_termination, exit_status_of
 from common.scheduling_policy import wait_for_computing
-from common.telemetry.exposition import MetricsServer
 from common.telemetry.logs import configure_logs, only_log_lines
 from common.telemetry.tracing import NO_TRACER, process_tracer
 
@@ -58,8 +56,9 @@ def run_service(
     """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status.
 
     0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong. When its engine was lost the
-    process ends here, with 1. The libraries that models need are imported only after the settings were found right and
-    the model and the head they name may be there: `--help` and mistakes are answered at once.
+    process ends here, with 1. gRPC, and the libraries that models need, are imported only after the settings were found
+    right and the model and the head they name may be there: `--help` and mistakes are answered at once, and gRPC writes
+    no lines of its own.
     """
     with exit_on_termination(), only_log_lines():
         configure_logs("info", log_format_asked(argv), service=program)
@@ -80,6 +79,7 @@ def run_service(
             sys.setswitchinterval(settings.switch_interval_s)
             with _all_kept():
                 from common.runtime import open_runtime
+                from common.telemetry.exposition import MetricsServer
 
                 serve = import_serve()
             runtime, registry = open_runtime(settings), CollectorRegistry()
@@ -100,6 +100,8 @@ def run_service(
 
 
 def _metrics_tokens(settings: ServiceSettings) -> tuple[str, ...]:
+    from common.bearer_tokens import read_tokens
+
     file = settings.metrics_token_file
     return () if file is None else read_tokens("metrics_token_file", file)
 

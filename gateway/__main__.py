@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from gateway.main import run_gateway
+from common.telemetry.logs import only_log_lines
+
+
+def main() -> int:
+    with only_log_lines():  # before gRPC is imported
+        from gateway.main import run_gateway
+
+        return run_gateway(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(run_gateway(sys.argv[1:]))
+    sys.exit(main())

@@ -14,7 +14,7 @@ from common.config.load import load_settings, log_format_asked
 from common.descriptors import raise_descriptor_limit
 from common.process_exit import EXIT_OK, exit_on_termination, exit_status_of
 from common.serving import termination_signals
-from common.telemetry.logs import configure_logs, only_log_lines
+from common.telemetry.logs import configure_logs
 from common.telemetry.tracing import process_tracer
 from gateway.server import GatewayServer
 
@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 def run_gateway(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status: those of a service."""
-    with exit_on_termination(), only_log_lines():
+    with exit_on_termination():
         configure_logs("info", log_format_asked(argv), service=PROGRAM)
         try:
             settings = load_settings(GatewaySettings, argv, program=PROGRAM)

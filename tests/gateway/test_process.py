@@ -33,7 +33,7 @@ def running(
     decode: str, log: Path, *flags: str, within: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], GatewayHere]]:
     """`within` is what the command is given to."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "GRPC_"))}
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*within, sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", f"--decode={decode}", *flags],
@@ -246,6 +246,15 @@ def test_a_wrong_configuration_exits_with_2(
     assert run_gateway(flags) == 2
     (line,) = map(json.loads, capsys.readouterr().err.splitlines())
     assert (line["event"], line["error"][: len(message)]) == ("cannot_start", message)
+
+
+def test_nothing_but_lines_of_the_log_comes_of_a_decode_service_that_speaks_no_tls(
+    scripted: ScriptedServer, tmp_path: Path
+) -> None:
+    with running(scripted.address, tmp_path / "log", "--decode-tls", "--admission-timeout-s=0.1") as (_, gateway):
+        answer = gateway.ask("POST", "/v1/completions", BODY)
+    assert "does not speak TLS" in answer.error["message"]
+    assert all(json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines())
 
 
 def test_a_wrong_configuration_is_said_in_the_format_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

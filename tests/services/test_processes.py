@@ -73,7 +73,7 @@ def running(module: str, log: Path, address: str, metrics: str, *flags: str) -> 
 
 
 def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "GRPC_"))}
 
 
 @pytest.fixture
