@@ -65,7 +65,7 @@ class _Pair(NamedTuple):
 
 
 def _read_pairs() -> list[_Pair]:
-    """Of those that run; leftovers are removed."""
+    """Returns the pairs that run, and removes what ended ones left."""
     found: list[_Pair] = []
     with suppress(OSError):
         directory = _directory()

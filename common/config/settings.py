@@ -38,7 +38,7 @@ class ServiceSettings(ProcessSettings):
 
     @property
     def max_fused_tokens(self) -> int:
-        """Of a forward that one kernel computes."""
+        """Most tokens of a forward that one compiled kernel computes as a whole."""
         raise NotImplementedError
 
     @property
@@ -64,7 +64,7 @@ class ServiceSettings(ProcessSettings):
     device: DeviceName = "cpu"
     """cpu, cuda or cuda:<index>."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of weights and KV; both services need the same."""
+    """Number type of weights and KV; both services need the same."""
     attention: Literal["kernels", "torch"] = "kernels"
     """Kernels made for the device, or PyTorch's slower operators."""
     tf32: bool = False
@@ -162,7 +162,7 @@ class DecodeSettings(ServiceSettings):
     listen: Address = "127.0.0.1:50051"
     """HOST:PORT to listen on."""
     prefill: Targets = ("127.0.0.1:50052",)
-    """HOST:PORT of each prefill service, with commas, or dns:///NAME:PORT for all behind a name."""
+    """HOST:PORT of each prefill service, with commas, or dns:///NAME:PORT for all that a name resolves to."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     """With draft: drafts that a verification covers, 1 to 15; unset: 4."""
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -251,10 +251,16 @@ def _refuse_rope_values(value: object, place: str, path: str) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < _MAX_NUMBER:  # type: ignore[operator]
             raise UnsupportedModel(f"{place}: {path} is {peer_text(repr(value))}, and has to be a number above 0")
-    elif isinstance(value, str):
-        with suppress(ValueError):
-            float(value)
-            raise UnsupportedModel(f"{place}: {path} is {peer_text(repr(value))}, and has to be a number")
+    elif isinstance(value, str) and _is_number(value):
+        raise UnsupportedModel(f"{place}: {path} is {peer_text(repr(value))}, and has to be a number")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _asks_for_nothing(value: object) -> bool:
@@ -392,7 +398,7 @@ class FileVersion:
 
 
 def read_versions(directory: Path) -> dict[Path, FileVersion]:
-    """Of the files, but for those with weights, that say what a model computes. To be called before any is read.
+    """Versions of the files that say what a model computes, but for those with weights. Call it before any is read.
 
     Raises UnsupportedModel where there is no config.json.
     """

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from common.errors import UnsupportedModel
+from common.model.forward_probe import far_positions
 from common.model.loader import load_target, target_of
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME
@@ -313,3 +314,10 @@ def test_a_model_that_reads_the_weight_of_a_layer_is_served(tmp_path: Path) -> N
     logits = PagedModel(load_target(tmp_path, device="cpu", dtype="float32"), num_rows=1).extend({1: [9, 40, 41, 5]})
     expected = model(torch.tensor([[9, 40, 41, 5]])).logits[0, -1:]
     torch.testing.assert_close(logits, expected.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_number_of_layers_is_no_limit_of_positions() -> None:
+    config = hf.Qwen2Config(
+        max_position_embeddings=32768, max_window_layers=21, use_sliding_window=True, sliding_window=4096
+    )
+    assert far_positions(config) == [16, 4094, 32764]

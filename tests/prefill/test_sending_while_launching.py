@@ -38,7 +38,7 @@ PROMPT_TOKENS = 8
 
 
 class LaunchQueue(Observer):
-    """Of a driver. `journal`: (what was put on the device, for how many kernels the host has waited by then)."""
+    """A driver's queue. `journal`: (what was put on the device, for how many kernels the host has waited by then)."""
 
     def __init__(self) -> None:
         self._num_launched = 0
@@ -130,7 +130,7 @@ class Rig:
                     self._sent.append(SegmentBytesSent(event.call_id, event.frame.num_bytes))
 
     def returned(self) -> list[SegmentBytesSent]:
-        """Of the segments that have come since, all of which were taken at once."""
+        """Reads the segments that have come since, all of which were taken at once."""
         sent, self._sent = self._sent, []
         return sent
 
@@ -263,7 +263,7 @@ class CountedGroup(LayerGroupSpec):
 
 
 def additions_while_layers_are_sent(num_calls: int, *, num_segments: int) -> int:
-    """Of calls that all have a prompt in one forward, and of which each may have so many segments under way."""
+    """Counts additions for calls that all have a prompt in one forward, each with so many segments under way."""
     group = CountedGroup("target", num_layers=8, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
     device = ScriptedDevice()
     pool = KvPool(
