@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,17 +20,19 @@ import platformdirs
 
 _SUFFIX = ".pair.json"
 _CHOOSING = "choosing.lock"
+_LOOK_S = 0.05
 
 
 @contextmanager
-def choosing_ports() -> Iterator[frozenset[int]]:
+def choosing_ports(*, wait_s: float = 10.0) -> Iterator[frozenset[int]]:
     """The ports of this user's pairs, those that are loading too. Nobody else chooses until this is left: a pair has to
-    be announced before. A place that cannot be written makes others' ports unknown.
+    be announced before. A place that cannot be written makes others' ports unknown, and so may somebody who chooses for
+    longer than `wait_s`.
     """
     with ExitStack() as stack:
         with suppress(OSError):
             file = stack.enter_context((_made_directory() / _CHOOSING).open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file.fileno(), wait_s)
         yield frozenset(port for pair in _read_pairs() for port in pair.ports)
 
 
@@ -78,6 +81,19 @@ def _read_pairs() -> list[_Pair]:
                 else:
                     found.append(_Pair(path.stat().st_mtime_ns, **json.load(file)))
     return found
+
+
+def _lock(descriptor: int, wait_s: float) -> None:
+    """Raises BlockingIOError where another process holds it for so long."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def _is_leftover(descriptor: int) -> bool:

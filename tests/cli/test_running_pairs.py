@@ -74,6 +74,13 @@ def test_ports_of_a_pair_that_does_not_listen_yet_are_not_chosen_again() -> None
         assert taken_ports == frozenset()
 
 
+def test_who_chooses_for_too_long_keeps_nobody_from_choosing() -> None:
+    process = keeper("127.0.0.1:1")
+    with choosing_ports(), choosing_ports(wait_s=0.1) as taken_ports:
+        assert taken_ports == {1}
+    end(process)
+
+
 def test_a_place_that_cannot_be_written_keeps_nobody_from_serving(tmp_path: Path) -> None:
     (tmp_path / "baton").write_text("in the way")
     with choosing_ports() as taken_ports, announced(["127.0.0.1:1"], [1]):
