@@ -8,7 +8,7 @@ waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone �
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool
@@ -142,9 +142,9 @@ class PrefillDispatcher:
                 self._stages.began(req, Stage.BOOTSTRAP, now_s)
         return landed.ready
 
-    def hand_off(self, live: Iterable[Request]) -> None:
+    def hand_off(self) -> None:
         """Reserve for waiting requests in turn, and start one call per replica, or several where one would be too
-        large. `live`: all requests there are.
+        large.
         """
         if not self._waiting:
             self._short_of_slots_since_s = None
@@ -157,7 +157,7 @@ class PrefillDispatcher:
         def rows_at(replica: str) -> int:
             return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
 
-        for req in self._waiting.in_turn(live):
+        for req in self._waiting.in_turn():
             if req.not_before_s > now_s:
                 put_off.append(req)
                 continue

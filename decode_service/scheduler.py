@@ -180,7 +180,7 @@ class DecodeEngine:
                 with self.track.span("collect"):
                     ready = self._dispatcher.collect()
                 self.pool.reclaim()
-                self._dispatcher.hand_off(self._requests.values())
+                self._dispatcher.hand_off()
                 batch = self._next_batch(ready)
                 launched = self._launch(batch) if batch is not None else None
                 if launched is not None or self._in_flight is not None:

@@ -1,10 +1,10 @@
-"""Requests that hold nothing yet, oldest first, and which replica each goes to."""
+"""Requests that hold nothing yet, in the order in which they are handed off, and which replica each goes to."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from heapq import heapify, heappop, heapreplace
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from common.errors import BatonError, ContextExceeded, FingerprintMismatch, PrefillUnavailable
 from decode_service.messages import Replica, ReplicasChanged
@@ -12,56 +12,54 @@ from decode_service.request import Request
 
 
 class WaitingQueue:
-    """Ordered by arrival: a retried or retracted request returns to its own place, ahead of younger ones."""
+    """Requests that were handed off before wait by age, ahead of all others. The clients of the others take turns.
+
+    A client joins at the end of the round and goes there after each turn, so no client waits longer than the turns of
+    those ahead of it, whoever comes meanwhile. Each client's requests keep their order.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Request] = {}
-        self._num_of_client: Counter[str] = Counter()
+        self._returned: dict[int, Request] = {}
+        self._newcomers: dict[str, dict[int, Request]] = {}  # by client, whose turn is next first
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._returned) + sum(map(len, self._newcomers.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(list(self._waiting.values()))
+        return iter([*self._returned.values(), *chain(*(reqs.values() for reqs in self._newcomers.values()))])
 
-    def in_turn(self, holders: Iterable[Request]) -> Iterator[Request]:
-        """Oldest first. But where several clients have requests that were never handed off, these come last, and next
-        is always the oldest of the client with the fewest rows: those of `holders`, and those given meanwhile.
-        """
-        waiting = list(self._waiting.values())
-        if len(self._num_of_client) <= 1:
-            yield from waiting
-            return
-        yield from (req for req in waiting if req.num_attempts)
-        by_client: dict[str, deque[Request]] = {}
-        for req in waiting:
-            if not req.num_attempts:
-                by_client.setdefault(req.client, deque()).append(req)
-        num_rows = Counter(req.client for req in holders if req.lease is not None)
-        turns = [(num_rows[client], reqs[0].arrival, client) for client, reqs in by_client.items()]
-        heapify(turns)
-        while turns:
-            num, _, client = turns[0]
-            req = by_client[client].popleft()
+    def in_turn(self) -> Iterator[Request]:
+        """Each request once. One that has no lease when the next is asked for costs its client no turn."""
+        yield from list(self._returned.values())
+        clients = deque(self._newcomers)
+        rest: dict[str, deque[Request]] = {}
+        while clients:
+            client = clients[0]
+            if client not in rest:
+                rest[client] = deque(self._newcomers[client].values())
+            if not rest[client]:
+                clients.popleft()
+                continue
+            req = rest[client].popleft()
             yield req
-            if by_client[client]:
-                heapreplace(turns, (num + (req.lease is not None), by_client[client][0].arrival, client))
-            else:
-                heappop(turns)
+            if req.lease is not None:
+                clients.rotate(-1)
+                self._newcomers[client] = self._newcomers.pop(client)
 
     def add(self, req: Request) -> None:
-        is_youngest = not self._waiting or req.arrival > next(reversed(self._waiting))
-        self._waiting[req.arrival] = req
-        self._num_of_client[req.client] += 1
+        if not req.num_attempts:
+            self._newcomers.setdefault(req.client, {})[req.arrival] = req
+            return
+        is_youngest = not self._returned or req.arrival > next(reversed(self._returned))
+        self._returned[req.arrival] = req
         if not is_youngest:
-            self._waiting = dict(sorted(self._waiting.items()))
+            self._returned = dict(sorted(self._returned.items()))
 
     def remove(self, req: Request) -> None:
-        if self._waiting.pop(req.arrival, None) is None:
-            return
-        self._num_of_client[req.client] -= 1
-        if not self._num_of_client[req.client]:
-            del self._num_of_client[req.client]
+        self._returned.pop(req.arrival, None)
+        reqs = self._newcomers.get(req.client, {})
+        if reqs.pop(req.arrival, None) is not None and not reqs:
+            del self._newcomers[req.client]
 
 
 class ReplicaSet:

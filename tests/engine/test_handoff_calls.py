@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import ContextExceeded, PrefillUnavailable
+from common.errors import ContextExceeded, PrefillUnavailable, RowFailure
 from decode_service import dispatcher
 from decode_service.messages import Event, Replica, ReplicasChanged, StartHandoff
 from tests.engine.harness import ScriptedEngine
@@ -73,17 +73,65 @@ def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(com
     assert comes_back == (long.error is None)
 
 
-def test_clients_get_rows_in_turn_and_one_alone_as_they_come() -> None:
-    engine = ScriptedEngine(max_rows=3)
-    for name in ("a1", "a2", "a3", "a4", "a5"):
-        engine.submit(name, [1], 3, client="a")
-    assert list(places(engine.step())) == ["a1", "a2", "a3"]
-    for name in ("b1", "b2", "c1"):
-        engine.submit(name, [1], 3, client=name[0])
-    engine.step()
+def submit_all(engine: ScriptedEngine, names: str) -> None:
+    """A request for each name; its client is the name's letter."""
+    for name in names.split():
+        engine.submit(name, SHORT, 3, client=name[0])
+
+
+def sent_after(engine: ScriptedEngine, *, num_freed: int) -> list[str]:
+    """What goes to prefill in the step that finds so many rows free."""
+    for name in list(engine.handoffs)[:num_freed]:
+        engine.abort(name)
+    return list(places(engine.step()))
+
+
+@pytest.mark.parametrize("num_freed", [1, 2, 4])
+def test_clients_get_rows_in_turn_however_many_come_free_at_a_time(num_freed: int) -> None:
+    engine = ScriptedEngine(max_rows=4)
+    submit_all(engine, "a1 a2 a3 a4 a5 a6 a7")
+    assert sent_after(engine, num_freed=0) == ["a1", "a2", "a3", "a4"], "one alone has all, by age"
+    submit_all(engine, "b1 b2 c1 b3 b4")
+    order = [name for _ in range(8 // num_freed) for name in sent_after(engine, num_freed=num_freed)]
+    assert order == ["a5", "b1", "c1", "a6", "b2", "a7", "b3", "b4"]
+    engine.run()
+
+
+def test_a_client_has_its_turn_however_many_others_come_meanwhile() -> None:
+    engine = ScriptedEngine(max_rows=2)
+    submit_all(engine, "a1 b1")
+    sent_after(engine, num_freed=0)
+    submit_all(engine, "c1 a2 c2 a3")
     order = []
-    while len(order) < 5:
-        engine.abort(next(iter(engine.handoffs)))
+    for number in range(6):
+        engine.submit(f"{number}x", SHORT, 3, client=f"newcomer {number}")
+        engine.submit(f"{number}y", SHORT, 3, client=f"newcomer {number}")
+        engine.abort(list(engine.handoffs)[-1])  # the first one keeps its row
         order += places(engine.step())
-    assert order == ["b1", "c1", "a4", "b2", "a5"]
+    assert order == ["c1", "a2", "0x", "c2", "1x", "a3"]
+    engine.run()
+
+
+def test_one_that_is_asked_for_again_goes_before_all_clients_that_have_had_no_row() -> None:
+    engine = ScriptedEngine(max_rows=3)
+    submit_all(engine, "a1 b1 b2 a2 c1")
+    assert sent_after(engine, num_freed=0) == ["a1", "b1", "c1"]
+    for name in ("c1", "b1"):
+        engine.refuse(name, RowFailure.COMPUTE)
+    assert sent_after(engine, num_freed=0) == ["b1", "c1"], "by age"
+    assert sent_after(engine, num_freed=3) == ["a2", "b2"]
+    engine.run()
+
+
+def test_one_that_fits_no_replica_costs_its_client_no_turn() -> None:
+    engine = ScriptedEngine(max_rows=1)
+    engine.post(ReplicasChanged((SMALL, LOST)))
+    engine.submit("a1", LONG, 3, client="a")
+    submit_all(engine, "a2 a3 b1")
+    order = sent_after(engine, num_freed=0)
+    for _ in range(2):
+        order += sent_after(engine, num_freed=1)
+    assert order == ["a2", "b1", "a3"]
+    engine.post(ReplicasChanged((SMALL, LARGE)))
+    assert sent_after(engine, num_freed=1) == ["a1"]
     engine.run()

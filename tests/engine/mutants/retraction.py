@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 
@@ -46,8 +46,8 @@ def returns_behind_the_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def newcomers_are_handed_off_first(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: WaitingQueue, holders: Iterable[Request]) -> Iterator[Request]:
-        return iter(list(self._waiting.values())[::-1])
+    def mutant(self: WaitingQueue) -> Iterator[Request]:
+        return iter(sorted(self, key=lambda req: -req.arrival))
 
     patch.setattr(WaitingQueue, "in_turn", mutant)
 
