@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import jiter
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
 from baton.requests import SamplingOptions
 from common.model.sampling_params import MAX_LOGIT_BIAS_ENTRIES
@@ -20,6 +20,8 @@ from gateway.errors import ApiError, invalid, not_served
 MAX_FIELDS = 256
 """Some servers' clients send each field that there is, at its default."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+_REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
+"""What the parser says of a name that comes twice."""
 _HARMLESS = frozenset(
     {
         "cache_prompt",
@@ -210,16 +212,20 @@ FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
 def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
-    """Raises ApiError 400 naming the first field that is wrong, unknown or not served."""
+    """Raises ApiError 400 naming the first field that is wrong, unknown, not served or repeated.
+
+    A name that comes twice in one object is refused: some servers take its first value, some its last.
+    """
     try:
-        values = from_json(body)
+        values = jiter.from_json(body, catch_duplicate_keys=True)
     except ValueError as error:
+        if repeated := _REPEATED.match(str(error)):
+            raise invalid(repeated[1][:64], "comes twice in one object", code="invalid_json") from None
         raise invalid(None, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise invalid(None, "the body is not a JSON object", code="invalid_json")
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
-    json.loads(body.decode(), object_pairs_hook=_each_once, parse_int=str, parse_float=str)
     values = {name: value for name, value in values.items() if value is not None and name not in _HARMLESS}
     asked = {name: value for name, value in values.items() if name in kind.model_fields}
     for name in values:
@@ -229,14 +235,6 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         return kind.model_validate(asked)
     except ValidationError as error:
         raise _api_error(error) from None
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> None:
-    """Raises ApiError for a name that comes twice in an object: some servers take the first value, some the last."""
-    if len(dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)[:64]
-        raise invalid(repeated, "comes twice in one object", code="invalid_json")
 
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[GenerationFields]) -> None:

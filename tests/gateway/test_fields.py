@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
-from pydantic_core import to_json
 
 from common.chat_messages import ChatMessage
 from gateway.chat import parse_chat
@@ -14,6 +15,10 @@ from gateway.errors import ApiError
 from gateway.plan import Plan
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def to_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 def completion(**fields: Any) -> Plan:
@@ -106,3 +111,12 @@ def test_a_name_of_who_speaks_changes_nothing(name: str | None) -> None:
 def test_what_is_no_name_is_refused(name: Any) -> None:
     with pytest.raises(ApiError, match=r"^messages\[0\].name: "):
         chat(name=name)
+
+
+def test_a_name_that_comes_twice_among_very_many_is_found_at_once() -> None:
+    """The event loop waits for it. A look for each name among all would take half a minute."""
+    names = ", ".join(f'"{number}": 0' for number in (*range(60_000), 59_999))
+    began_s = time.thread_time()
+    with pytest.raises(ApiError, match="comes twice in one object"):
+        parse_completion(f'{{"model": "demo", "prompt": "x", "metadata": {{{names}}}}}'.encode())
+    assert time.thread_time() - began_s < 3.0

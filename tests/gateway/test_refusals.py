@@ -195,7 +195,7 @@ def test_a_body_that_is_no_json_object(gateway: GatewayHere, body: bytes) -> Non
     [
         ('"max_tokens": 1, "max_tokens": 2', "max_tokens"),
         ('"user": "a", "user": "a"', "user"),
-        ('"messages": [{"role": "user", "content": "yes", "content": "no"}]', "content"),
+        ('"documents": [{"content": "yes", "content": "no"}]', "content"),
         ('"stream_options": {"include_usage": true, "include_usage": false}', "include_usage"),
         ('"metadata": {"a": {"b": 1, "b": 2}}', "b"),
     ],
