@@ -36,9 +36,9 @@ class PrefillDispatcher:
 
     `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
     a row; with no replica ready, none that takes it, or all of them refusing, a request waits at most
-    `unavailable_timeout_s`, beside what it waits for slots. Where every replica is ready and too small, it fails at
-    once. It is tried again after that time at the latest, whatever a replica asks for. No younger request is handed off
-    on slots that an older one, put off by a replica, will need.
+    `unavailable_timeout_s`, beside what it waits for slots. Where every replica is ready and too small, and no others
+    may come, it fails at once. It is tried again after that time at the latest, whatever a replica asks for. No younger
+    request is handed off on slots that an older one, put off by a replica, will need.
     """
 
     def __init__(
@@ -215,12 +215,14 @@ class PrefillDispatcher:
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
     def _excuse_waiting_for_slots(self, now_s: float, *, is_short: bool) -> None:
-        """What a request waits for slots of ours is no refusal of a replica's."""
+        """What a request waits for slots of ours is no refusal of a replica's. One too long for all waits for none."""
         since_s, self._short_of_slots_since_s = self._short_of_slots_since_s, now_s if is_short else None
         if since_s is None:
             return
         for req in self._waiting:
-            if req.refused_since_s is not None and req.not_before_s <= now_s:
+            if req.refused_since_s is None or req.not_before_s > now_s:
+                continue
+            if self._replicas.too_long_error(len(req.token_ids)) is None:
                 req.refused_since_s += now_s - max(since_s, req.not_before_s, req.clock.since_s)
 
     def _expire(self, now_s: float) -> None:

@@ -92,14 +92,19 @@ class ReplicaSet:
         return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
 
     def too_long_error(self, num_tokens: int) -> BatonError | None:
-        """Why no ready replica takes so many: ContextExceeded where all are ready. None where none is."""
-        limits = [each.max_context_tokens or 0 for each in self._replicas if each.is_ready]
-        if not limits:
+        """Why no ready replica takes so many tokens; None where one does, or none is ready.
+
+        ContextExceeded where all replicas there can be are ready; else waiting for one may help: PrefillUnavailable.
+        """
+        ready = [replica for replica in self._replicas if replica.is_ready]
+        if not ready or any(replica.takes(num_tokens) for replica in ready):
             return None
-        message = f"{num_tokens} tokens are more than any prefill replica takes: the largest takes {max(limits)}"
-        if len(limits) == len(self._replicas):
-            return ContextExceeded("prompt", message, max_context_tokens=max(limits), num_prompt_tokens=num_tokens)
-        return PrefillUnavailable(f"{message}, and {self._causes()}")
+        limit = max(replica.max_context_tokens or 0 for replica in ready)
+        message = f"{num_tokens} tokens are more than any prefill replica takes: the largest takes {limit}"
+        if len(ready) == len(self._replicas) and not self._others_may_come:
+            return ContextExceeded("prompt", message, max_context_tokens=limit, num_prompt_tokens=num_tokens)
+        causes = self._causes()
+        return PrefillUnavailable(message + (f", and {causes}" if causes else ""))
 
     @property
     def are_hopeless(self) -> bool:
@@ -114,7 +119,7 @@ class ReplicaSet:
         return PrefillUnavailable("no prefill replica is ready" + (f" ({causes})" if causes else ""))
 
     def _causes(self) -> str:
-        return "; ".join(f"{r.address}: {r.error}" for r in self._replicas if r.error is not None)
+        return "; ".join(f"{r.address}: {r.error or 'is not ready'}" for r in self._replicas if not r.is_ready)
 
     @property
     def _mismatch(self) -> FingerprintMismatch | None:

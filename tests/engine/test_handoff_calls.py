@@ -73,6 +73,64 @@ def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(com
     assert comes_back == (long.error is None)
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_where_others_may_come_a_prompt_waits_for_one_that_takes_it(comes_back: bool) -> None:
+    now_s = [100.0]
+    engine = ScriptedEngine(clock=lambda: now_s[0])
+    engine.post(ReplicasChanged((SMALL,), others_may_come=True))
+    long = engine.submit("long", LONG, 3)
+    engine.step()
+    now_s[0] += 9.0
+    engine.step()
+    assert long.error is None
+    if comes_back:
+        engine.post(ReplicasChanged((SMALL, LARGE), others_may_come=True))
+    else:
+        now_s[0] += 1.0
+        engine.step()
+        assert isinstance(long.error, PrefillUnavailable)
+        assert str(long.error).endswith("the largest takes 8")
+    engine.run()
+    assert comes_back == (long.error is None)
+
+
+def test_a_retracted_request_waits_too_where_one_that_takes_it_may_come() -> None:
+    now_s = [100.0]
+    engine = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=lambda: now_s[0])
+    engine.submit("older", SHORT, 40)
+    younger = engine.submit("younger", SHORT, 40)
+    while not engine.engine.load().num_retractions:
+        engine.step()
+        for name in list(engine.handoffs):
+            engine.hand_over(name)
+        engine.landing.run_all()
+    engine.post(ReplicasChanged((SMALL,), others_may_come=True))
+    for _ in range(3):
+        engine.step()
+        now_s[0] += 3.0
+    assert younger.error is None
+    engine.post(ReplicasChanged((SMALL, LARGE), others_may_come=True))
+    engine.run()
+    assert younger.token_ids == younger.expected
+
+
+def test_a_prompt_that_no_replica_takes_waits_no_longer_while_others_wait_for_rows() -> None:
+    now_s = [100.0]
+    engine = ScriptedEngine(max_rows=1, clock=lambda: now_s[0])
+    engine.post(ReplicasChanged((SMALL, Replica("large", False))))
+    long = engine.submit("long", LONG, 3)
+    for name in ("short", "shorter"):
+        engine.submit(name, SHORT, 3)
+    for since_s in range(10):
+        engine.step()
+        assert long.error is None, f"after {since_s} s"
+        now_s[0] += 1.0
+    engine.step()
+    assert isinstance(long.error, PrefillUnavailable)
+    assert str(long.error).endswith("the largest takes 8, and large: is not ready")
+    engine.run()
+
+
 def submit_all(engine: ScriptedEngine, names: str) -> None:
     """A request for each name; its client is the name's letter."""
     for name in names.split():
