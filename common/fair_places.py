@@ -48,9 +48,6 @@ class FairPlaces:
     def __len__(self) -> int:
         return self._num_held
 
-    def num_held(self, client: str) -> int:
-        return self._held[client]
-
     def take(self, client: str) -> float:
         """Returns the time, which `give_back` wants to know. Raises Full."""
         now_s = self._clock()
@@ -63,7 +60,12 @@ class FairPlaces:
             if len(self._wishes) > _MAX_WISHERS:
                 del self._wishes[next(iter(self._wishes))]
             raise Full(retry_after_s)
-        self._hold(client)
+        wishes = self._wishes.get(client, [])
+        del wishes[:1]
+        if not wishes:
+            self._wishes.pop(client, None)
+        self._held[client] += 1
+        self._num_held += 1
         return now_s
 
     def give_back(self, client: str, taken_s: float) -> None:
@@ -73,20 +75,6 @@ class FairPlaces:
             del self._held[client]
         held_s = self._clock() - taken_s
         self._mean_held_s += (_NEW_SHARE if self._mean_held_s else 1.0) * (held_s - self._mean_held_s)
-
-    def pass_on(self, holder: str, taken_s: float, client: str) -> float:
-        """A holder's place goes to a client that was refused, whatever is kept for whom. Returns the time."""
-        self.give_back(holder, taken_s)
-        self._hold(client)
-        return self._clock()
-
-    def _hold(self, client: str) -> None:
-        wishes = self._wishes.get(client, [])
-        del wishes[:1]
-        if not wishes:
-            self._wishes.pop(client, None)
-        self._held[client] += 1
-        self._num_held += 1
 
     def _may_take(self, client: str) -> bool:
         num_free, num_own = self.num_places - self._num_held, self._held[client]

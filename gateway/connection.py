@@ -33,7 +33,7 @@ def bounded_connections(limits: HttpLimits, connections: OpenConnections) -> typ
 
 class _BoundedConnection(H11Protocol):
     """Aborted when a request's head takes too long, when the client takes nothing of what was written for too long, and
-    when it sends more than `max_head_bytes` on behind an open request.
+    when it sends more than `max_head_bytes` on after an open request.
 
     (uvicorn bounds only the wait between two requests.) All that is written and not taken counts, on an open connection
     and on one that is being closed. Over TLS the last 64 KiB are the TLS layer's own: asyncio bounds its closing.
@@ -75,7 +75,7 @@ class _BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._see_head()  # of a request that was sent on behind this one
+        self._see_head()  # of a request that was sent on after this one
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -114,7 +114,7 @@ class _BoundedConnection(H11Protocol):
         self._stall_alarm.set(self.http_limits.client_stall_timeout_s, look)
 
     def _read_on(self) -> None:
-        """Behind a whole request too, where uvicorn stops: what is not read does not tell that the client left."""
+        """Reads after a whole request too, where uvicorn stops: a client that left is seen only where it is read."""
         ahead, _ = self.conn.trailing_data
         if len(ahead) > self.http_limits.max_head_bytes:
             self.transport.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Any
 import structlog
 
 from common.addresses import network_of
-from common.fair_places import FairPlaces, Full
 from gateway.errors import unavailable
 from gateway.responses import error_response
 
@@ -38,67 +38,69 @@ class _Open:
     """One connection. `close` ends it at once."""
 
     client: str
-    taken_s: float
     close: Callable[[], None]
 
 
 class OpenConnections:
     """The connections of one listener, by descriptor, and which of them have no whole request. Event loop only.
 
-    Clients, by network, share the places. Where a client finds none, an idle connection goes for its new one: the
-    longest idle of the client that has most connections, be it itself or another with more than it has.
+    Where all places are taken, an idle connection goes for each new one, whoever brings it: of the clients, by network,
+    the one that has most idle connections loses the one that is idle for longest. One client has at most seven eighths
+    of all places, so that its requests keep nobody out; beyond them a new connection takes the place of an idle one of
+    its own.
     """
 
     def __init__(self, *, max_connections: int) -> None:
-        self._places = FairPlaces(max(1, max_connections * 8 // 9))  # and an eighth more
+        self._max_connections = max_connections
+        self._max_of_one = max(1, max_connections * 7 // 8)
         self._open: dict[int, _Open] = {}
-        self._idle: dict[str, dict[int, None]] = {}  # by client; the one that is so for longest first
+        self._num_open: Counter[str] = Counter()  # by client
+        self._idle = _Idle()
         self._num_idle_closed = self._num_refused = 0
         self._told_s = float("-inf")
 
-    def make_room(self, client: str) -> tuple[Room, float]:
-        """For a connection, unless there is none: then it is refused. And when it took its place."""
-        try:
-            return Room.FREE, self._places.take(client)
-        except Full:
-            pass
-        self._tell()
-        num_held = self._places.num_held
-        holder = max(self._idle, key=lambda each: (num_held(each), each == client), default=None)
-        if holder is None or (holder != client and num_held(holder) <= num_held(client)):
-            self._num_refused += 1
-            return Room.NONE, 0.0
-        longest_idle = next(iter(self._idle[holder]))
-        self.is_not_idle(longest_idle)
-        closed = self._open.pop(longest_idle)
-        closed.close()
-        self._num_idle_closed += 1
-        return Room.MADE, self._places.pass_on(holder, closed.taken_s, client)
-
-    def add(self, descriptor: int, client: str, taken_s: float, *, close: Callable[[], None]) -> None:
-        """A connection that has its place."""
-        self._open[descriptor] = _Open(client, taken_s, close)
+    def add(self, descriptor: int, client: str, *, close: Callable[[], None]) -> Room:
+        """A new connection, unless there is no room for it: then it is refused."""
+        room = self._make_room(client)
+        if room is not Room.NONE:
+            self._open[descriptor] = _Open(client, close)
+            self._num_open[client] += 1
+        return room
 
     def remove(self, descriptor: int) -> None:
         """It is closed."""
-        self.is_not_idle(descriptor)
-        if (closed := self._open.pop(descriptor, None)) is not None:  # else its place was passed on
-            self._places.give_back(closed.client, closed.taken_s)
+        if (connection := self._open.pop(descriptor, None)) is None:  # its place was taken before
+            return
+        self._idle.discard(connection.client, descriptor)
+        self._num_open[connection.client] -= 1
+        if not self._num_open[connection.client]:
+            del self._num_open[connection.client]
 
     def is_idle(self, descriptor: int, *, close: Callable[[], None] | None = None) -> None:
         """From now on, if it was not. `close` is how it ends from now on."""
         if (connection := self._open.get(descriptor)) is not None:  # else it is being closed
             connection.close = close or connection.close
-            self._idle.setdefault(connection.client, {}).setdefault(descriptor)
+            self._idle.add(connection.client, descriptor)
 
     def is_not_idle(self, descriptor: int) -> None:
         """It has a whole request."""
-        if (connection := self._open.get(descriptor)) is None:
-            return
-        idle = self._idle.get(connection.client, {})
-        idle.pop(descriptor, None)
-        if not idle:
-            self._idle.pop(connection.client, None)
+        if (connection := self._open.get(descriptor)) is not None:
+            self._idle.discard(connection.client, descriptor)
+
+    def _make_room(self, client: str) -> Room:
+        has_all_it_may = self._num_open[client] >= self._max_of_one
+        if len(self._open) < self._max_connections and not has_all_it_may:
+            return Room.FREE
+        self._tell()
+        longest_idle = self._idle.longest_of(client) if has_all_it_may else self._idle.longest_of_most()
+        if longest_idle is None:
+            self._num_refused += 1
+            return Room.NONE
+        close = self._open[longest_idle].close
+        self.remove(longest_idle)
+        close()
+        self._num_idle_closed += 1
+        return Room.MADE
 
     def _tell(self) -> None:
         now_s = time.monotonic()
@@ -107,10 +109,50 @@ class OpenConnections:
         self._told_s = now_s
         _log.warning(
             "connections_full",
-            max_connections=self._places.num_places,
+            max_connections=self._max_connections,
             num_idle_closed=self._num_idle_closed,
             num_refused=self._num_refused,
         )
+
+
+class _Idle:
+    """Connections by client, and who has most of them. All it does takes constant time."""
+
+    def __init__(self) -> None:
+        self._by_client: dict[str, dict[int, None]] = {}  # the one that is idle for longest first
+        self._clients: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by how many they have
+        self._most = 0
+
+    def longest_of(self, client: str) -> int | None:
+        return next(iter(self._by_client.get(client, ())), None)
+
+    def longest_of_most(self) -> int | None:
+        for client in self._clients.get(self._most, ()):
+            return self.longest_of(client)
+        return None
+
+    def add(self, client: str, descriptor: int) -> None:
+        own = self._by_client.setdefault(client, {})
+        if descriptor not in own:
+            own[descriptor] = None
+            self._move(client, len(own) - 1, len(own))
+
+    def discard(self, client: str, descriptor: int) -> None:
+        own = self._by_client.get(client, {})
+        if descriptor in own:
+            del own[descriptor]
+            self._move(client, len(own) + 1, len(own))
+
+    def _move(self, client: str, before: int, after: int) -> None:
+        self._clients[before].pop(client, None)
+        if after:
+            self._clients[after][client] = None
+        else:
+            del self._by_client[client]
+        if not self._clients[before]:
+            del self._clients[before]
+        if after > self._most or self._most not in self._clients:
+            self._most = after
 
 
 class BoundedListener(socket.socket):
@@ -138,14 +180,12 @@ class BoundedListener(socket.socket):
             raise
         connection = _Connection(self.family, self.type, self.proto, fileno=descriptor)
         client = network_of(address[0])
-        room, taken_s = self._connections.make_room(client)
-        match room:
+        match self._connections.add(descriptor, client, close=connection.end):
             case Room.NONE:
                 self._refuse(connection)
                 raise BlockingIOError
             case Room.MADE:
                 self._waits_for_room = True  # what was closed is gone in the event loop's next round
-        self._connections.add(descriptor, client, taken_s, close=connection.end)
         if self._is_tls:
             self._connections.is_idle(descriptor)  # a plain one may have sent its request already
         connection.on_close = partial(self._connections.remove, descriptor)

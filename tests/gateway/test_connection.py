@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.config.gateway_settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
-from gateway.listener import OpenConnections
+from gateway.listener import OpenConnections, Room
 from gateway.responses import SLICE_BYTES, JsonResponse
 from tests.e2e.running import wait_until
 from tests.support.loop_thread import LoopThread
@@ -186,3 +188,104 @@ async def test_a_whole_answer_ends_once_its_last_slice_was_taken() -> None:
     assert b"".join(each["body"] for each in slices) == response.body
     assert all(len(each["body"]) <= SLICE_BYTES and each["more_body"] for each in slices)
     assert end == {"type": "http.response.body", "body": b""}
+
+
+class Crowd:
+    """Connections of clients, without sockets: what is closed for whom."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.connections = OpenConnections(max_connections=max_connections)
+        self.of: dict[int, str] = {}  # those that are open
+        self.idle: dict[int, None] = {}  # the longest first
+        self.closed: list[tuple[int, str]] = []
+        self._num_opened = 0
+
+    def open(self, client: str, *, idle: bool = True) -> Room:
+        self._num_opened += 1
+        number = self._num_opened
+        room = self.connections.add(number, client, close=lambda: self._close(number))
+        if room is not Room.NONE:
+            self.of[number] = client
+            if idle:
+                self.become_idle(number)
+        return room
+
+    def become_idle(self, number: int) -> None:
+        self.connections.is_idle(number)
+        self.idle.setdefault(number)
+
+    def ask(self, number: int) -> None:
+        self.connections.is_not_idle(number)
+        self.idle.pop(number, None)
+
+    def leave(self, number: int) -> None:
+        self.connections.remove(number)
+        self.idle.pop(number, None)
+        del self.of[number]
+
+    def idle_of(self, client: str) -> list[int]:
+        return [number for number in self.idle if self.of[number] == client]
+
+    def _close(self, number: int) -> None:
+        self.closed.append((number, self.of.pop(number)))
+        self.idle.pop(number)
+
+
+def test_silent_connections_yield_to_a_client_that_has_more_with_requests() -> None:
+    crowd = Crowd(64)
+    for _ in range(32):
+        crowd.open("proxy", idle=False)
+    for _ in range(200):
+        crowd.open("silent")
+    num_closed = len(crowd.closed)
+    assert [crowd.open("proxy", idle=False) for _ in range(20)] == [Room.MADE] * 20
+    assert {client for _, client in crowd.closed[num_closed:]} == {"silent"}
+
+
+def test_who_has_most_idle_connections_loses_those_that_are_so_for_longest() -> None:
+    crowd = Crowd(64)
+    for client, num in (("few", 4), ("many", 40), ("some", 20)):
+        for _ in range(num):
+            crowd.open(client)
+    for _ in range(20):
+        crowd.open("new", idle=False)
+    assert crowd.closed == [(number, "many") for number in range(5, 25)]
+
+
+def test_one_client_that_has_only_requests_leaves_an_eighth_to_others() -> None:
+    crowd = Crowd(64)
+    assert [crowd.open("one", idle=False) for _ in range(57)] == [Room.FREE] * 56 + [Room.NONE]
+    assert [crowd.open("other", idle=False) for _ in range(9)] == [Room.FREE] * 8 + [Room.NONE]
+    crowd.become_idle(1)
+    assert [crowd.open(client, idle=False) for client in ("one", "other")] == [Room.MADE, Room.NONE]
+
+
+def test_room_is_made_in_constant_time_however_many_clients_there_are() -> None:
+    """Each look at all of them would take a millisecond or more, and the event loop waits."""
+    crowd = Crowd(8192)
+    for number in range(8192):
+        crowd.open(str(number))
+    began_s = time.thread_time()
+    assert [crowd.open(f"new {number}") for number in range(8192)] == [Room.MADE] * 8192
+    assert time.thread_time() - began_s < 2.0
+    assert [number for number, _ in crowd.closed] == [*range(1, 8193)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(("open", "idle", "ask", "leave")), st.integers(0))))
+def test_whatever_clients_do_room_is_made_by_who_has_most_idle_connections(
+    moves: list[tuple[str, str, int]],
+) -> None:
+    crowd = Crowd(8)
+    for client, move, which in moves:
+        if move == "open":
+            num_own = list(crowd.of.values()).count(client)
+            may_lose = [client] if num_own >= 7 else list("abcd")
+            most = max(len(crowd.idle_of(each)) for each in may_lose)
+            longest = [crowd.idle_of(each)[0] for each in may_lose if 0 < most == len(crowd.idle_of(each))]
+            is_full, num_closed = num_own >= 7 or len(crowd.of) >= 8, len(crowd.closed)
+            room = crowd.open(client)
+            assert room is (Room.FREE if not is_full else Room.MADE if longest else Room.NONE)
+            assert [number in longest for number, _ in crowd.closed[num_closed:]] == [True] * (room is Room.MADE)
+        elif crowd.of:
+            number = list(crowd.of)[which % len(crowd.of)]
+            {"idle": crowd.become_idle, "ask": crowd.ask, "leave": crowd.leave}[move](number)

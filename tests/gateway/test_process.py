@@ -191,6 +191,19 @@ def test_one_address_that_has_all_connections_keeps_no_other_out(scripted: Scrip
         assert [gateway.ask("GET", "/health/live", source=OTHER).status for _ in range(20)] == [200] * 20
 
 
+def test_silent_connections_of_one_address_yield_to_another_that_has_many_requests(
+    scripted: ScriptedServer, tmp_path: Path
+) -> None:
+    scripted.inference.script = [started(), scripted.inference.HOLD]
+    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
+        for connection in open_connections(gateway, stack, source=OTHER[0], num=40):
+            connection.sendall(post(BODY))
+        assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # what came before is read
+        silent = list(open_connections(gateway, stack))
+        assert [gateway.ask("GET", "/health/live", source=OTHER).status for _ in range(20)] == [200] * 20
+        assert len(silent) == 300
+
+
 def test_who_has_few_connections_loses_none_to_who_has_many(scripted: ScriptedServer, tmp_path: Path) -> None:
     with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
         few = list(open_connections(gateway, stack, source=OTHER[0], num=4))

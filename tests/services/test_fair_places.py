@@ -83,17 +83,6 @@ def test_places_above_all_are_for_those_below_their_share_alone(hall: Hall) -> N
     assert not any(hall.take(client) for client in ("a", "b", "c"))
 
 
-def test_a_place_that_is_passed_on_is_the_other_s(hall: Hall) -> None:
-    hall.fill("a")
-    hall.fill("b")
-    hall.taken_s["b"].append(hall.places.pass_on("a", hall.taken_s["a"].pop(), "b"))
-    assert (hall.places.num_held("a"), hall.places.num_held("b")) == (NUM - 1, NUM // 8 + 1)
-    for _ in range(NUM // 8):
-        hall.leave("a")
-    hall.leave("a")
-    assert hall.take("a"), "the wish of b was met"
-
-
 def test_one_place_is_one(hall: Hall) -> None:
     single = Hall(1)
     assert (single.take("a"), single.take("a"), single.take("b"), single.take("c")) == (True, False, True, False)
