@@ -123,17 +123,20 @@ class _Origins(CORSMiddleware):
     """Its refusals have the shape of every error, and a log line that says why."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        if scope["method"] == "OPTIONS" and {"origin", "access-control-request-method"} <= set(headers):
-            answer = self.preflight_response(headers)
-            if answer.status_code != HTTPStatus.OK:
-                why = bytes(answer.body).decode()  # "Disallowed CORS origin, method"
-                message = f"{why}: pages of origins that cors_origins names may call, with {' or '.join(_METHODS)}"
-                kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
-                error = ApiError(answer.status_code, message, code="origin_not_allowed", headers=kept)
-                await send_error(error, scope, receive, send)
-                return
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except ApiError as error:
+            await send_error(error, scope, receive, send)
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Raises ApiError for a page that may not call."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == HTTPStatus.OK:
+            return answer
+        why = bytes(answer.body).decode()  # "Disallowed CORS origin, method"
+        message = f"{why}: pages of origins that cors_origins names may call, with {' or '.join(_METHODS)}"
+        kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+        raise ApiError(answer.status_code, message, code="origin_not_allowed", headers=kept)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

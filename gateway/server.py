@@ -138,10 +138,12 @@ class _HttpServer(uvicorn.Server):
         self._handshake_timeout_s = handshake_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])  # all but the listening, which takes no bound from a Config
         config, loop = self.config, asyncio.get_running_loop()
 
         def protocol() -> Any:
-            return config.http_protocol_class(config=config, server_state=self.server_state, app_state={})  # type: ignore[call-arg]
+            shared = {"server_state": self.server_state, "app_state": self.lifespan.state}
+            return config.http_protocol_class(config=config, **shared)  # type: ignore[call-arg]
 
         self.servers = [
             await loop.create_server(
@@ -153,7 +155,6 @@ class _HttpServer(uvicorn.Server):
             )
             for listener in sockets or ()
         ]
-        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
