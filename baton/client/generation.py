@@ -27,6 +27,8 @@ from baton.v1 import inference_pb2
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
+TOLD_SPREAD_S = 0.5
+"""Clients that were told the same second come at different times up to so long after it; a place is kept for 1 s."""
 MAX_BREAKS = 40
 """Without output in between, more than `resume_timeout_s` usually allows: here stops what ends its servers."""
 
@@ -151,7 +153,7 @@ class Generation:
         if not self._waits_for_a_place or self._started is not None or error.reason != _QUEUE_FULL:
             return None
         told_s = error.metadata.get(_RETRY_AFTER_S, "")
-        return float(told_s) if told_s.isdecimal() else None
+        return float(told_s) + TOLD_SPREAD_S * self._jitter() if told_s.isdecimal() else None
 
     def _may_pass(self, error: BatonError) -> bool:
         match error:

@@ -252,6 +252,22 @@ async def test_with_a_time_for_admission_it_comes_again_when_it_was_told_to(
     assert len(list(requests(server))) == num_calls
 
 
+def test_those_who_were_told_the_same_second_do_not_all_come_at_once() -> None:
+    full = errors.ResourceExhausted("full", reason="QUEUE_FULL", metadata={"retry_after_s": "3"})
+    pauses = []
+    for number in range(5):
+        generation = Generation(
+            inference_pb2.GenerateRequest(),
+            timeout_s=None,
+            resume_timeout_s=60.0,
+            admission_timeout_s=5.0,
+            jitter=lambda number=number: number / 4,  # type: ignore[misc]
+        )
+        pauses.append(generation.pause_s_after(full))
+    assert len(set(pauses)) == 5
+    assert (pauses[0], pauses[-1] < 4.0) == (3.0, True), "never too early, and while the place is kept"
+
+
 async def test_the_deadline_covers_all_calls(server: ScriptedServer, reader: Reader) -> None:
     server.inference.scripts.append([started(), delta([5], "a"), LOST])
     server.inference.script = [LOST]
