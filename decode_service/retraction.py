@@ -45,7 +45,7 @@ class Retraction:
         return True
 
     def requeue_left(self) -> None:
-        """Behind the results of the step that was in flight at the last `prepare`."""
+        """Call it after taking the results of the step that was in flight at the last `prepare`."""
         leaving, self._leaving = self._leaving, []
         for req in leaving:
             if req.phase is Phase.RETRACTING:
@@ -69,7 +69,7 @@ class Retraction:
         )
 
     def _retract_youngest(self, running: ScheduleBatch, requests: Collection[Request]) -> None:
-        """Of all that hold slots: what a handoff under way reserved goes before the KV of an older, running request."""
+        """Retract the youngest that holds slots: a handoff under way goes before an older, running request."""
         handed_off = [req for req in requests if req.phase is Phase.HANDED_OFF]
         req = max((*running.reqs, *handed_off), key=lambda req: req.arrival)
         self.num_retractions += 1

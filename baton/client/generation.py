@@ -48,13 +48,15 @@ class Progress:
 
 
 class Generation:
-    """`timeout_s` is for all calls together. With `resume_timeout_s` a broken call has successors until that long
-    after the break without an event; with None it has none. Before the first event, `admission_timeout_s` is that long.
+    """`timeout_s` is for all calls together. A call that broke is followed by another until `resume_timeout_s` has
+    passed since the break without an event; with None no other follows. Before the first event, `admission_timeout_s`
+    takes its place.
 
-    What may pass: UNAVAILABLE; CANCELLED without a reason; and once a call broke, refusals that are due to the break:
-    admission that is full, and the caller's own request id, which the server that lost the connection may still hold.
-    With `admission_timeout_s` a first call that is refused since admission is full has a successor when it was told to
-    come again, if that is within this time.
+    Another call follows UNAVAILABLE, and CANCELLED without a reason. Once a call broke, it also follows refusals that
+    the break may cause: admission is full, or the server that lost the connection still holds the caller's own request
+    id. With both times set, a request that is refused because admission is full is sent again when the server said, if
+    that is within `admission_timeout_s`.
+
     A stream that has begun and is too long for one server may fit another's context; when none is found that it fits,
     it ends UNAVAILABLE.
     """
