@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property, lru_cache, partial
-from operator import itemgetter
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
@@ -38,6 +37,8 @@ _PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
 _PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
 """An object as Python writes it, and no JSON does."""
 _PROBE_ID = "000000000"  # some templates take no id of another length
+_RARE = "\ua66e"
+"""A letter that no template has in words of its own: a marker as short as it may be."""
 
 
 class ChatRefused(ValueError):
@@ -63,8 +64,8 @@ class _CallsForm(NamedTuple):
 class ChatTemplate:
     """`parts_roles`: the roles whose content the template reads as a list of parts. None: find it out.
 
-    Each rendered text must have all that is said in it, and each order of roles is rendered once with markers for
-    contents: a short word might be in the text by chance.
+    Each rendered text must have all that is said in it. A short word might be in the text by chance, so each order of
+    roles is also rendered once with markers for contents, and each role once with a content of few characters.
     """
 
     def __init__(
@@ -79,14 +80,15 @@ class ChatTemplate:
         if parts_roles is None:
             for role in ("user", *ROLES):
                 self._choose_form(role)
+        self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
 
     def render(self, messages: Sequence[ChatMessage], *, max_chars: int = _MAX_CHARS) -> str:
         """Ends where the assistant's turn begins. Raises ChatRefused, or TextTooLong."""
         text = self._render(messages, max_chars=max_chars)
-        if (dropped := self._dropped(_shape(messages))) is not None:
-            place, what = dropped
-            raise ChatRefused(f"{place}: the model's chat template leaves out {what} here")
-        if (missing := _find_missing(messages, text)) is not None:
+        dropped = self._find_short(messages) or self._dropped(_shape(messages))
+        if dropped is not None:
+            raise ChatRefused(f"{dropped.place}: the model's chat template leaves out {dropped.what} here")
+        if (missing := self._find_missing(messages, text)) is not None:
             place, what = missing
             raise ChatRefused(f"{place}: the model's chat template leaves out or changes some of {what} here")
         return text
@@ -132,12 +134,10 @@ class ChatTemplate:
         for parts_roles in (as_strings, as_strings | {role}):
             self.parts_roles = parts_roles
             for before, after in _AROUND[role]:
-                probe = ChatMessage(role, _marker(0), tool_call_id=_PROBE_ID if role == "tool" else "")
                 try:
-                    text = self._render([*before, probe, *after], form=_CALLS_FORMS[0])
+                    text = self._render([*before, _probe(role, _marker(0)), *after], form=_CALLS_FORMS[0])
                 except (ChatRefused, TextTooLong) as error:
-                    if parts_roles == as_strings:
-                        reason = str(error)
+                    reason = reason or str(error)
                     continue
                 if _marker(0) in text and not _PRINTED_PART.search(text):
                     return
@@ -146,6 +146,22 @@ class ChatTemplate:
             raise ChatRefused(
                 reason or "the model's chat template leaves out what a user says, as a string and as a list of parts"
             )
+
+    def _find_num_dropped(self, role: str) -> int:
+        """The most characters of a content of this role that is left out for being short, or 0."""
+        for around in _AROUND[role]:
+            if self._keeps(role, _marker(0), around) and not self._keeps(role, _RARE, around):
+                longer = range(2, len(_marker(0)))
+                return max((num for num in longer if not self._keeps(role, num * _RARE, around)), default=1)
+        return 0
+
+    def _keeps(self, role: str, words: str, around: _Around) -> bool:
+        before, after = around
+        try:
+            text = self._render([*before, _probe(role, words), *after], form=_CALLS_FORMS[0])
+        except (ChatRefused, TextTooLong):
+            return False
+        return words in _plain(text)
 
     @cached_property
     def _calls_form(self) -> _CallsForm:
@@ -165,21 +181,37 @@ class ChatTemplate:
                 return form
         return _CALLS_FORMS[0]
 
+    def _find_short(self, messages: Sequence[ChatMessage]) -> _Said | None:
+        """The first content that the template leaves out for being short, or None."""
+        for index, message in enumerate(messages):
+            if 0 < len(message.content.strip()) <= self._num_dropped[message.role]:
+                return _contents_of(index, message.role)
+        return None
+
     def _find_dropped(self, shape: bytes) -> _Said | None:
-        """What is the first that is not in the text, of a conversation of this shape. A template that refuses the
-        markers, but not the contents, has read these.
+        """The first part of a conversation of this shape that is not in the text, or None. A template that refuses the
+        markers has read them.
         """
         probes, said = _probes(shape)
         try:
             text = self._render(probes)
         except (ChatRefused, TextTooLong):
             return None
-        found = {match[0] for match in _ANY_MARKER.finditer(_QUOTED.sub(_unquoted, text))}
+        found = set(_ANY_MARKER.findall(text))
         return next((each for marker, each in said.items() if marker not in found), None)
+
+    def _find_missing(self, messages: Sequence[ChatMessage], text: str) -> _Said | None:
+        """The first part of a conversation that is not in the text, or None."""
+        text = _plain(text)
+        has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
+        if _find_missing(messages, text, has_objects=has_objects, has_steps=True) is None:
+            return None
+        return _find_missing(messages, text, has_objects=has_objects, has_steps=False)
 
 
 _USER = ChatMessage("user", "u")
-_AROUND: Mapping[str, Sequence[tuple[Sequence[ChatMessage], Sequence[ChatMessage]]]] = {
+_Around = tuple[Sequence[ChatMessage], Sequence[ChatMessage]]
+_AROUND: Mapping[str, Sequence[_Around]] = {
     "user": (((), ()), ((ChatMessage("system", "s"),), ())),
     "system": (((), (_USER,)),),
     "developer": (((), (_USER,)),),
@@ -191,6 +223,10 @@ _AROUND: Mapping[str, Sequence[tuple[Sequence[ChatMessage], Sequence[ChatMessage
 }
 """What is said before and after a message of that role, to try its form."""
 _CALLS_FORMS = tuple(_CallsForm(has_objects, has_null) for has_null in (False, True) for has_objects in (True, False))
+
+
+def _probe(role: str, words: str) -> ChatMessage:
+    return ChatMessage(role, words, tool_call_id=_PROBE_ID if role == "tool" else "")
 
 
 def _call_as_read(call: ToolCall, form: _CallsForm) -> dict[str, Any]:
@@ -227,34 +263,16 @@ def _finite(number: str) -> float:
     return value
 
 
-_HAS_ID, _HAS_NAME, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 8, 16
-_LONG = 8
-"""So many characters and more are marked by so many: a word of fewer might be in the template's own."""
-_PRIVATE, _NUM_PRIVATE = 0x100000, 65_534
-"""Characters that no text has: each marks one short content."""
-_ANY_MARKER = re.compile(rf"qz\d+zq|([{chr(_PRIVATE)}-{chr(_PRIVATE + _NUM_PRIVATE - 1)}])\1*")
-_QUOTED = re.compile(r"\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})|\\U(0010[0-9a-f]{4})")
-"""Such a character as JSON writes it in ASCII, or as Python does."""
-
-
-def _unquoted(match: re.Match[str]) -> str:
-    high, low, whole = match.groups()
-    if whole:
-        return chr(int(whole, 16))
-    return bytes.fromhex(high + low).decode("utf-16-be")
+_HAS_ID, _HAS_NAME, _SAYS, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 4, 8, 16
+_ANY_MARKER = re.compile(r"qz\d+zq")
 
 
 def _shape(messages: Sequence[ChatMessage]) -> bytes:
-    """What a template may tell apart without the words: two bytes for each message, the second how many characters it
-    says where they are few, and one for each call after it.
-    """
+    """What a template may tell apart without the words: one byte for each message, and one for each call after it."""
     shape = bytearray()
     for message in messages:
-        shape.append(
-            _ROLE * ROLES.index(message.role) | _HAS_ID * bool(message.tool_call_id) | _HAS_NAME * bool(message.name)
-        )
-        num_chars = len(message.content.strip())
-        shape.append(num_chars if num_chars < _LONG else _LONG)
+        code = _ROLE * ROLES.index(message.role) | _SAYS * any(_pieces(message))
+        shape.append(code | _HAS_ID * bool(message.tool_call_id) | _HAS_NAME * bool(message.name))
         for call in message.tool_calls:
             shape.append(_CALL | _HAS_ID * bool(call.id) | _IS_OBJECT * (_object_of(call.arguments) is not None))
     return bytes(shape)
@@ -265,31 +283,32 @@ def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
     probes: list[ChatMessage] = []
     said: dict[str, _Said] = {}
 
-    def marker_of(place: str, what: str, *, num_chars: int = _LONG) -> str:
-        marker = _marker(len(said)) if num_chars == _LONG else num_chars * chr(_PRIVATE + len(said) % _NUM_PRIVATE)
-        said[marker] = _Said(place, what)
+    def marker_of(each: _Said) -> str:
+        said[marker := _marker(len(said))] = each
         return marker
 
-    codes = iter(shape)
-    for code in codes:
+    for code in shape:
         tool_call_id = _PROBE_ID if code & _HAS_ID else ""
         if code & _CALL:
             calls = probes[-1].tool_calls
             place = f"messages[{len(probes) - 1}].tool_calls[{len(calls)}]"
-            name = marker_of(place, "the function's name")
-            words = [marker_of(place, "the arguments") for _ in range(4)]
+            name = marker_of(_Said(place, "the function's name"))
+            words = [marker_of(_Said(place, "the arguments")) for _ in range(4)]
             arguments = json.dumps(dict([words[:2], words[2:]])) if code & _IS_OBJECT else " ".join(words)
             probes[-1] = replace(probes[-1], tool_calls=[*calls, ToolCall(name, arguments, tool_call_id)])
             continue
         role = ROLES[code // _ROLE]
-        num_chars = next(codes)
-        place = f"messages[{len(probes)}]"
-        content = marker_of(place, f"what the {role} says", num_chars=num_chars) if num_chars else ""
+        content = marker_of(_contents_of(len(probes), role)) if code & _SAYS else ""
         name = "f" if code & _HAS_NAME else ""
         probes.append(ChatMessage(role, content, tool_call_id=tool_call_id, name=name))
     return probes, said
 
 
+def _contents_of(index: int, role: str) -> _Said:
+    return _Said(f"messages[{index}]", f"what the {role} says")
+
+
+_MAX_SEARCHED_CHARS = 1 << 28  # some 0.1 s
 _END_OF_THOUGHTS = re.compile(
     r"</(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>|<channel\|>"
 )
@@ -299,30 +318,30 @@ _SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
 """Some templates take these out of a content: they switch thinking, or the template's own words, on or off."""
 
 
-def _find_missing(messages: Sequence[ChatMessage], text: str) -> _Said | None:
-    """What is the first that is not in the text. It comes in order, but a template may move a system's words."""
-    search = _Search(text)
-    end = end_of_systems = 0
+def _find_missing(messages: Sequence[ChatMessage], text: str, *, has_objects: bool, has_steps: bool) -> _Said | None:
+    """The first part that is not in the text, or None.
+
+    A turn goes from one user's or system's message to the next; turns come in order. `has_steps`: so do the steps of a
+    turn, each an assistant's message, its calls and their answers. The parts of one are in any order: some templates
+    write the content last, or sort arguments. A system's words may be moved before all turns.
+    """
+    systems, turns = _Search(text, max_chars=0), _Search(text, max_chars=_MAX_SEARCHED_CHARS)
     for index, message in enumerate(messages):
         is_systems = message.role in ("system", "developer")
-        start = end_of_systems if is_systems else end
-        at = furthest = start
-        for piece in _pieces(message):
-            if (at := search.end_of(piece, start=at, kind=message.role)) < 0:
-                return _Said(f"messages[{index}]", f"what the {message.role} says")
-            furthest = at
-        at = start  # calls may come before what is said beside them
+        search = systems if is_systems else turns
+        if is_systems or message.role == "user" or (has_steps and message.role == "assistant"):
+            turns.start_group()
+        if not all(map(search.finds, _pieces(message))):
+            return _contents_of(index, message.role)
+        if message.role == "user":
+            turns.start_group()  # what is said in it comes after the user's words
         for number, call in enumerate(message.tool_calls):
             place = f"messages[{index}].tool_calls[{number}]"
-            if (end_of_name := search.end_of(call.name, start=at, kind="name")) < 0:
+            if not turns.finds(call.name):
                 return _Said(place, "the function's name")
-            if (end_of_arguments := _end_of_arguments(search, call.arguments, start=at)) < 0:
+            arguments = _object_of(call.arguments) if has_objects else None
+            if not all(map(turns.finds, [call.arguments] if arguments is None else _leaves(arguments))):
                 return _Said(place, "the arguments")
-            at = max(end_of_name, end_of_arguments)
-        if is_systems:
-            end_of_systems = furthest
-        else:
-            end = max(furthest, at)
     return None
 
 
@@ -339,72 +358,78 @@ def _pieces(message: ChatMessage) -> Iterator[str]:
             yield piece
 
 
-def _end_of_arguments(search: _Search, arguments: str, *, start: int) -> int:
-    """Where they first end in the text, or -1: all that is in the object, as it comes or sorted, or the text of it."""
-    values = _object_of(arguments)
-    writings = [] if values is None else [_leaves(values, is_sorted=False), _leaves(values, is_sorted=True)]
-    end = -1
-    for words in (*writings, iter([arguments.strip()])):
-        at = start
-        for each in words:
-            if (at := search.end_of(each, start=at, stop=end if end >= 0 else None, kind="arguments")) < 0:
-                break
-        else:
-            end = at
-    return end
-
-
-def _leaves(value: Any, *, is_sorted: bool) -> Iterator[str]:
-    """Names, texts and numbers in a value of JSON, from the first to the last. `is_sorted`: by names."""
+def _leaves(value: Any) -> Iterator[str]:
+    """Names, texts and numbers in a value of JSON, from the first to the last."""
     waiting = [value]
     while waiting:
         match waiting.pop():
             case dict() as entries:
-                pairs = sorted(entries.items(), key=itemgetter(0)) if is_sorted else list(entries.items())
-                waiting += [each for pair in reversed(pairs) for each in reversed(pair)]
+                waiting += [each for pair in reversed(entries.items()) for each in reversed(pair)]
             case list() as entries:
                 waiting += reversed(entries)
             case str() as words:
-                yield words.strip()
+                yield words
             case bool() | None:  # true, True or yes
                 pass
             case number:
                 yield json.dumps(number)
 
 
-def _in_json(words: str, *, ensure_ascii: bool) -> str:
-    return json.dumps(words, ensure_ascii=ensure_ascii)[1:-1]
+_BACKSLASHES = re.compile(r"\\{2,}")
+_QUOTING = re.compile(r"\\(?=[\x00-\x1f\"'\x7f-\U0010ffff]|\Z)")
+"""A backslash that cannot be told from one that JSON or Python puts before the character, as before a quote."""
+_ESCAPED = re.compile(
+    r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\(?:u([0-9a-f]{4})|x([0-9a-f]{2})|U(00(?:0[0-9a-f]|10)[0-9a-f]{4}))"
+)
+_LINE_ENDS = re.compile(r"[\r\n]+")
 
 
-def _printed(words: str) -> str:
-    return repr(words)[1:-1]
+def _plain(text: str) -> str:
+    """The same text for all ways to write it: as it is, as JSON or Python quotes it, with other line ends or without
+    blank lines. Some texts with backslashes become the same, too.
+    """
+    if "\\" in text:
+        text = _QUOTING.sub("", _BACKSLASHES.sub(r"\\", text))
+        for letter, character in zip("nrtbf", "\n\r\t\b\f", strict=True):
+            text = text.replace(f"\\{letter}", character)
+        text = _ESCAPED.sub(_unescaped, text)
+    return _LINE_ENDS.sub("\n", text)
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    if high := match[1]:
+        return bytes.fromhex(high + match[2]).decode("utf-16-be")
+    return chr(int(match[3] or match[4] or match[5], 16))
 
 
 class _Search:
-    """Finds words in a text: as they are, as JSON writes them, or as Python does.
+    """Finds words in a plain text. Those of one group come in any order, and equal ones each at a place of its own.
 
-    Of each kind the form found last is tried first: a form that is nowhere is looked for up to the text's end.
+    `max_chars`: once so many are searched, words come in order. Else many words in a large group would take the square
+    of its length.
     """
 
-    _FORMS = (str, partial(_in_json, ensure_ascii=False), partial(_in_json, ensure_ascii=True), _printed)
-
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, max_chars: int) -> None:
         self._text = text
-        self._found_as: dict[str, int] = {}
+        self._chars_left = max_chars
+        self._start = self._end = 0
+        self._ends: dict[str, int] = {}
 
-    def end_of(self, words: str, *, start: int, kind: str, stop: int | None = None) -> int:
-        """Where the first of these words between `start` and `stop` end, or -1."""
-        if words.isalnum() and words.isascii():  # no form is another
-            at = self._text.find(words, start, stop)
-            return -1 if at < 0 else at + len(words)
-        end = -1
-        found_as = self._found_as.get(kind, 0)
-        for form in (found_as, *(each for each in range(len(self._FORMS)) if each != found_as)):
-            written = self._FORMS[form](words)
-            if (at := self._text.find(written, start, stop)) >= 0:
-                end = at + len(written)
-                stop, self._found_as[kind] = at + len(written) - 1, form
-        return end
+    def start_group(self) -> None:
+        self._start = self._end
+        self._ends.clear()
+
+    def finds(self, words: str) -> bool:
+        if not words.isalnum():
+            words = _plain(words.strip())
+        start = self._ends.get(words, self._start) if self._chars_left > 0 else self._end
+        at = self._text.find(words, start)
+        if at < 0:
+            return False
+        self._chars_left -= at - start
+        self._ends[words] = end = at + len(words)
+        self._end = max(self._end, end)
+        return True
 
 
 class _refusing:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis.strategies import text
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.chat_messages import ChatMessage, ToolCall
@@ -156,6 +158,47 @@ def test_messages_that_are_dropped_or_moved_for_what_they_say_are_missed(source:
         rendered(source, no, ChatMessage("assistant", "so?"), no, ChatMessage("assistant", "well " * 40), no)
 
 
+def test_an_answer_is_not_found_in_the_words_that_it_answers() -> None:
+    source = "{% for m in messages if m.role == 'user' or m.content != 'yes' %}[{{ m.content }}]{% endfor %}"
+    with pytest.raises(ChatRefused, match=r"^messages\[1\]: .* leaves out or changes some of what the assistant says"):
+        rendered(source, ChatMessage("user", "yes or no?"), ASSISTANT)
+
+
+def test_each_order_of_roles_is_tried_once() -> None:
+    bos = CountedToken()
+    template = ChatTemplate("{{ bos_token }}" + STRINGS, {"bos_token": bos})
+    num_at_start = bos.num_rendered
+    for word in ("ok", "yes", "go on", "tell me more of it") * 5:
+        template.render([USER, ChatMessage("assistant", word), ChatMessage("user", word[::-1])])
+    assert bos.num_rendered - num_at_start == 20 + 1
+
+
+class CountedToken:
+    num_rendered = 0
+
+    def __str__(self) -> str:
+        self.num_rendered += 1
+        return "<s>"
+
+
+@pytest.mark.parametrize("word", ["hi", "hi there you"])
+def test_a_template_may_write_a_content_twice(word: str) -> None:
+    said = ChatMessage("user", word)
+    assert rendered("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", said) == word + word
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_a_short_content_that_is_dropped_for_its_role_is_missed(role: str) -> None:
+    source = "You are a helpful one.{% for m in messages if m.role != '" + role + "' or m.content | length > 3 %}"
+    template = ChatTemplate(source + "[{{ m.content }}]{% endfor %}", {})
+    hello, what = ChatMessage("user", "hello"), ChatMessage("assistant", "what?")
+    said = [hello, what, replace(TOOL, role=role, content="help"), hello]
+    template.render(said)
+    said[2] = replace(said[2], content="hel")
+    with pytest.raises(ChatRefused, match=rf"^messages\[2\]: .* leaves out what the {role} says here"):
+        template.render(said)
+
+
 @pytest.mark.parametrize("word", ["help", "a", "sis"])
 @pytest.mark.parametrize("written", ["m.content", "m.content | tojson(ensure_ascii=True)", "[m.content]"])
 def test_a_short_word_that_is_dropped_is_not_found_in_the_template_s_own(word: str, written: str) -> None:
@@ -174,6 +217,43 @@ def test_a_template_may_trim_or_quote_what_it_keeps(change: str) -> None:
     said = ChatMessage("user", ' \n¿\tQué es \\n?  "it\'s"\r\n' if change != "escape" else "hi")
     source = "{% for m in messages %}{{ m.content | " + change + " }}{% endfor %}"
     rendered(source, SYSTEM, said, ASSISTANT, said)
+
+
+LINES = ChatMessage("user", "def f():\r\n    return 1\n\n\n    # no\r\rf()\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ".replace('\r\n', '\n').replace('\n\n', '\n')",
+        ".replace('\r\n', '\n').replace('\r', '\n')",
+        ".replace('\r\n', '\n').replace('\n', '\r\n')",
+        ".replace('\r\n', '\n').replace('\n\n', '\n') | tojson",
+    ],
+)
+def test_a_template_may_change_line_ends_and_leave_out_blank_lines(change: str) -> None:
+    rendered("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}", SYSTEM, LINES, ASSISTANT, LINES)
+
+
+@pytest.mark.parametrize(
+    "change", [".split() | join(' ')", ".replace('\n', '')", " | replace('\n', ' ')", " | replace('\n    ', '\n')"]
+)
+def test_a_template_may_not_join_lines_or_leave_out_indentation(change: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}", {})
+    with pytest.raises(ChatRefused, match=r"^messages\[1\]: .* leaves out or changes some of what the user says"):
+        template.render([SYSTEM, ChatMessage("user", "def f():\n    return 1"), ASSISTANT])
+
+
+WRITINGS = [
+    ChatTemplate("{% for m in messages %}{{ " + written + " }}{% endfor %}", {})
+    for written in ("m.content", "m.content | tojson", "m.content | tojson(ensure_ascii=True)", "[m.content]")
+]
+
+
+@pytest.mark.parametrize("template", WRITINGS, ids=["plain", "JSON", "JSON in ASCII", "Python"])
+@given(said=text(alphabet="\\\\\\nrtbfuxU01ed8\n\r\t\x0c\x1b'\" /é\xa0\u2028😀a"))
+def test_whatever_is_said_is_found_however_it_is_quoted(template: ChatTemplate, said: str) -> None:
+    template.render([USER, ChatMessage("user", said), ASSISTANT])
 
 
 def test_a_system_s_words_may_be_moved_to_a_user_s_turn() -> None:
@@ -235,6 +315,12 @@ def test_what_a_model_said_after_its_thoughts_is_not_cut() -> None:
 def test_whatever_a_template_raises_refuses_the_conversation(source: str, reason: str) -> None:
     with pytest.raises(ChatRefused, match=f"^the model's chat template {reason}"):
         rendered(source, USER)
+
+
+def test_the_reason_is_what_the_template_says_to_strings() -> None:
+    source = "{{ raise_exception('too few roles' if messages[-1].content is string else 'no parts') }}"
+    with pytest.raises(ChatRefused, match="refuses it: too few roles"):
+        ChatTemplate(source, {})
 
 
 def test_a_template_may_want_a_system_message_first() -> None:
@@ -381,6 +467,35 @@ def test_arguments_may_be_sorted_or_quoted(written: str) -> None:
     rendered(source + " }}{% endfor %}" + END, USER, called, called, USER, ChatMessage("assistant", "a b c d"), USER)
 
 
+ARGUMENTS = json.dumps({"Zone": "z", "area": {"units": "C", "unitSystem": ["x", "z"]}, "Beta": 2})
+CALLED = ChatMessage("assistant", tool_calls=[ToolCall("f", ARGUMENTS), ToolCall("f", ARGUMENTS)])
+
+
+def test_arguments_may_come_in_any_order() -> None:
+    source = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% for k, v in c.function.arguments"
+    source += " | dictsort %}{{ k }}:{{ v | dictsort if v is mapping else v }},{% endfor %}{% endfor %}" + END
+    rendered(source, USER, CALLED, TOOL, ChatMessage("assistant", "z: 2 units, x C"), USER, CALLED, TOOL, USER)
+
+
+def test_an_argument_that_equals_another_is_missed_too() -> None:
+    source = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.function.arguments | join }}"
+    source += "{{ c.function.arguments.values() | unique | join }}{% endfor %}" + END
+    template = ChatTemplate(source, {})
+    said = [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", '{"k": "12", "l": "34"}')])]
+    assert template.render(said) == "hif:kl1234"
+    with pytest.raises(ChatRefused, match=r"^messages\[1\].tool_calls\[0\]: .* some of the arguments"):
+        template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", '{"k": "12", "l": "12"}')])])
+
+
+def test_very_many_arguments_are_found_in_their_order_only() -> None:
+    source = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | "
+    numbers = {f"the name of argument {number}": number for number in range(10_000)}
+    called = [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", json.dumps(numbers))])]
+    rendered(source + "tojson }}{% endfor %}" + END, *called)
+    with pytest.raises(ChatRefused, match="some of the arguments"):
+        rendered(source + "dictsort | reverse | list }}{% endfor %}" + END, *called)
+
+
 CALLS = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}"
 ONE_ARGUMENT = CALLS + "{{ c.function.arguments.a }}{% endfor %}" + END
 ONLY_OBJECTS = (
@@ -437,6 +552,67 @@ def test_a_call_or_answer_that_would_be_dropped_is_refused_by_its_place(
     assert "hi" in template.render([USER])
     with pytest.raises(ChatRefused, match=dropped):
         template.render(messages)
+
+
+CALL = "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+CONTENT_LAST = (
+    LOOP
+    + "{% if m.role != 'tool' %}{% set here = loop.index0 %}"
+    + CALL
+    + "{% for t in messages[here + 1:] %}{% if t.role != 'tool' %}{% break %}{% endif %}{{ t.content }}{% endfor %}"
+    + "{{ m.content }}{% endif %}"
+    + END
+)
+ANSWERS_LAST = (
+    LOOP
+    + "{% if m.role != 'tool' %}{{ m.content }}"
+    + CALL
+    + "{% if loop.last or loop.nextitem.role == 'user' %}{% for t in messages if t.role == 'tool' %}{{ t.content }}"
+    + "{% endfor %}{% endif %}{% endif %}"
+    + END
+)
+
+
+@pytest.mark.parametrize("source", [CONTENT_LAST, ANSWERS_LAST], ids=["content last", "answers last"])
+def test_the_parts_of_a_turn_may_come_in_any_order(source: str) -> None:
+    rendered(source, USER, SAYING, ANSWER, ChatMessage("assistant", "so 42"), ChatMessage("user", "let me see"))
+
+
+def test_a_turn_of_many_steps_may_have_the_contents_last() -> None:
+    steps = [
+        (replace(SAYING, content=f"step {number}"), replace(ANSWER, content=f"{number}: " + "it is so " * 1000))
+        for number in range(300)
+    ]
+    rendered(CONTENT_LAST, USER, *(message for step in steps for message in step), USER)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "dropped"),
+    [
+        (
+            CALLS_ALONE.replace("m.tool_calls | tojson", "m.tool_calls | map('tojson') | unique | join"),
+            [USER, replace(CALLING, tool_calls=[SUM, SUM])],
+            r"messages\[1\].tool_calls\[1\]: .* the function's name",
+        ),
+        (
+            LOOP
+            + "{% if loop.first or m.content != loop.previtem.content %}{{ m.content }}"
+            + CALL
+            + "{% endif %}"
+            + END,
+            [USER, SAYING, ANSWER, ANSWER, USER],
+            r"messages\[3\]: .* what the tool says",
+        ),
+    ],
+    ids=["calls", "answers"],
+)
+def test_of_equal_calls_and_answers_each_is_missed(source: str, messages: Sequence[ChatMessage], dropped: str) -> None:
+    with pytest.raises(ChatRefused, match=dropped):
+        rendered(source, *messages)
+
+
+def test_what_an_assistant_only_thought_beside_a_call_may_be_left_out() -> None:
+    assert '"add"' in rendered(CALLS_ALONE, USER, replace(CALLING, content="<think>hm</think>"), ANSWER)
 
 
 def test_a_content_of_blanks_beside_a_call_does_not_hide_it() -> None:
