@@ -97,10 +97,10 @@ def check_nothing_compiles(
         for number in range(13):
             parts = list(SAMPLED.values())[number % len(SAMPLED)]
             sampling = ResolvedSampling(
-                seed=number, max_tokens=3 + 2 * number, temperature=0.7 if number % 2 else 0.0, **parts
+                seed=number, max_tokens=3 + number, temperature=0.7 if number % 2 else 0.0, **parts
             )
             pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(1 + 13 * number)], sampling)
-        pair.run()
+        pair.run(bound_s=240.0)  # the interpreter draws a hundred times slower than operators
         assert all(outcome.finished for outcome in pair.outcomes.values())
         assert all(any(each.kernel is draw for each in seen) for seen in compiled), "nothing that draws was noted"
         assert (prefill_seen, decode_seen) == compiled
