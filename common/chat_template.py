@@ -347,10 +347,11 @@ def _find_missing(messages: Sequence[ChatMessage], text: str, *, has_objects: bo
 
 def _pieces(message: ChatMessage) -> Iterator[str]:
     """What no template may leave out of a content: all but outer blanks, switches, and what an assistant thought."""
-    content = message.content
+    content, end = message.content, 0
     if message.role == "assistant":
         for thoughts in _END_OF_THOUGHTS.finditer(message.content):
-            content = message.content[thoughts.end() :]
+            end = thoughts.end()
+        content = content[end:]
         if answer := _ANSWER.fullmatch(content.strip()):
             content = answer[1]
     for piece in _SWITCH.split(content):
