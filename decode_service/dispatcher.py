@@ -162,9 +162,7 @@ class PrefillDispatcher:
                 put_off.append(req)
                 continue
             replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
-            if replica is None and (too_long := self._replicas.too_long_error(len(req.token_ids))) is not None:
-                if isinstance(too_long, ContextExceeded) or self._has_waited(req, now_s):
-                    self._fail(req, too_long)
+            if replica is None and self._replicas.too_long_error(len(req.token_ids)) is not None:
                 continue  # younger ones may fit
             if replica is None:
                 break
@@ -176,6 +174,7 @@ class PrefillDispatcher:
             for start in range(0, len(reqs), MAX_CALL_ROWS):
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
         self._excuse_waiting_for_slots(now_s, is_short=is_short)
+        self._fail_too_long(now_s)
         self._expire(now_s)
 
     def _reserve(self, req: Request, older: Sequence[Request]) -> bool:
@@ -224,6 +223,13 @@ class PrefillDispatcher:
                 continue
             if self._replicas.too_long_error(len(req.token_ids)) is None:
                 req.refused_since_s += now_s - max(since_s, req.not_before_s, req.clock.since_s)
+
+    def _fail_too_long(self, now_s: float) -> None:
+        """Prompts that no replica takes, wherever in the queue: at once, or after the wait for one that may come."""
+        for req in self._waiting:
+            error = self._replicas.too_long_error(len(req.token_ids))
+            if error is not None and (isinstance(error, ContextExceeded) or self._has_waited(req, now_s)):
+                self._fail(req, error)
 
     def _expire(self, now_s: float) -> None:
         since_s = self._replicas.none_ready_since_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
+from math import inf
 
 from common.errors import BatonError, ContextExceeded, FingerprintMismatch, PrefillUnavailable
 from decode_service.messages import Replica, ReplicasChanged
@@ -68,10 +69,13 @@ class ReplicaSet:
     def __init__(self, now_s: float) -> None:
         self._replicas: tuple[Replica, ...] = ()
         self._others_may_come = False
+        self._most_tokens_ever = 0.0
         self._none_ready_since_s: float | None = now_s
 
     def update(self, changed: ReplicasChanged, now_s: float) -> None:
         self._replicas, self._others_may_come = changed.replicas, changed.others_may_come
+        limits = [replica.max_context_tokens or inf for replica in changed.replicas if replica.is_ready]
+        self._most_tokens_ever = max([self._most_tokens_ever, *limits])
         if any(replica.is_ready for replica in changed.replicas):
             self._none_ready_since_s = None
         elif self._none_ready_since_s is None:
@@ -94,14 +98,16 @@ class ReplicaSet:
     def too_long_error(self, num_tokens: int) -> BatonError | None:
         """Why no ready replica takes so many tokens; None where one does, or none is ready.
 
-        ContextExceeded where all replicas there can be are ready; else waiting for one may help: PrefillUnavailable.
+        PrefillUnavailable where waiting may help: for a replica that is not ready, or for one behind a name where one
+        that takes it has been before. Else ContextExceeded.
         """
         ready = [replica for replica in self._replicas if replica.is_ready]
         if not ready or any(replica.takes(num_tokens) for replica in ready):
             return None
         limit = max(replica.max_context_tokens or 0 for replica in ready)
         message = f"{num_tokens} tokens are more than any prefill replica takes: the largest takes {limit}"
-        if len(ready) == len(self._replicas) and not self._others_may_come:
+        one_may_come = self._others_may_come and num_tokens <= self._most_tokens_ever
+        if len(ready) == len(self._replicas) and not one_may_come:
             return ContextExceeded("prompt", message, max_context_tokens=limit, num_prompt_tokens=num_tokens)
         causes = self._causes()
         return PrefillUnavailable(message + (f", and {causes}" if causes else ""))

@@ -132,6 +132,7 @@ class ScriptedEngine:
         spec_info: SpecInfo | None = None,
         head: TagHead | None = None,
         clock: Callable[[], float] | None = None,
+        replicas: ReplicasChanged | None = None,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel()
@@ -153,7 +154,7 @@ class ScriptedEngine:
         self.outcomes: dict[str, Outcome] = {}
         self.handoffs: dict[str, Handoff] = {}
         self._open_rows: dict[str, int] = {}
-        self._posted: list[Command] = [ReplicasChanged((Replica(REPLICA, True),))]
+        self._posted: list[Command] = [replicas or ReplicasChanged((Replica(REPLICA, True),))]
 
     @property
     def forward(self) -> ScriptedStream:

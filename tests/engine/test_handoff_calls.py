@@ -77,7 +77,8 @@ def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(com
 def test_where_others_may_come_a_prompt_waits_for_one_that_takes_it(comes_back: bool) -> None:
     now_s = [100.0]
     engine = ScriptedEngine(clock=lambda: now_s[0])
-    engine.post(ReplicasChanged((SMALL,), others_may_come=True))
+    for replicas in ((SMALL, LARGE), (SMALL,)):
+        engine.post(ReplicasChanged(replicas, others_may_come=True))
     long = engine.submit("long", LONG, 3)
     engine.step()
     now_s[0] += 9.0
@@ -92,6 +93,19 @@ def test_where_others_may_come_a_prompt_waits_for_one_that_takes_it(comes_back: 
         assert str(long.error).endswith("the largest takes 8")
     engine.run()
     assert comes_back == (long.error is None)
+
+
+@pytest.mark.parametrize("others_may_come", [True, False])
+def test_a_prompt_that_none_has_ever_taken_fails_at_once_behind_others_too(others_may_come: bool) -> None:
+    engine = ScriptedEngine(max_rows=1, replicas=ReplicasChanged((SMALL,), others_may_come=others_may_come))
+    engine.submit("running", SHORT, 3)
+    engine.step()
+    for name in ("first", "second"):
+        engine.submit(name, SHORT, 3)
+    long = engine.submit("long", LONG, 3)
+    engine.step()
+    assert isinstance(long.error, ContextExceeded)
+    engine.run()
 
 
 def test_a_retracted_request_waits_too_where_one_that_takes_it_may_come() -> None:
