@@ -43,8 +43,8 @@ _ROUTES = re.compile(r"expert|router|moe")
 class _Tolerance:
     """How much a token may differ, relative to its size. Layers add to what those before them rounded: twelve random
     ones come to a third of what is allowed. In float32 and in the first layer the bound holds for each token, else for
-    the median of a row's tokens, and a row's only token may differ by twice as much. Where modules choose others for a
-    token, and rounding may change a choice, `most` holds from the second layer on.
+    the median of a row's tokens, which may be a single one. Where modules choose others for a token, and rounding may
+    change a choice, `most` holds from the second layer on.
     """
 
     first_layer: float
@@ -156,10 +156,7 @@ class _Pool:
 
     def _compare(self, where: str, layer: int, seen: Tensor, expected: Tensor, what: str) -> None:
         allowed = self._tolerance.most if self._routes and layer > 0 else self._tolerance.of_layer(layer)
-        is_each = layer == 0 or self._is_exact
-        if not is_each and len(seen) == 1:
-            allowed = min(self._tolerance.most, 2 * allowed)  # one token has no median
-        apart = difference(seen, expected, share=1.0 if is_each else 0.5)
+        apart = difference(seen, expected, share=1.0 if layer == 0 or self._is_exact else 0.5)
         if not apart <= allowed:
             raise UnsupportedModel(
                 f"{self._name}: {self._target.architecture} computes something else for {what} than for a prompt as a"
