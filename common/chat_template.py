@@ -88,7 +88,8 @@ class ChatTemplate:
         dropped = self._find_short(messages) or self._dropped(_shape(messages))
         if dropped is not None:
             raise ChatRefused(f"{dropped.place}: the model's chat template leaves out {dropped.what} here")
-        if (missing := self._find_missing(messages, text)) is not None:
+        has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
+        if (missing := _find_missing(messages, text, has_objects=has_objects)) is not None:
             place, what = missing
             raise ChatRefused(f"{place}: the model's chat template leaves out or changes some of {what} here")
         return text
@@ -161,7 +162,7 @@ class ChatTemplate:
             text = self._render([*before, _probe(role, words), *after], form=_CALLS_FORMS[0])
         except (ChatRefused, TextTooLong):
             return False
-        return words in _plain(text)
+        return _Search(text).end_of(words, 0) >= 0
 
     @cached_property
     def _calls_form(self) -> _CallsForm:
@@ -199,14 +200,6 @@ class ChatTemplate:
             return None
         found = set(_ANY_MARKER.findall(text))
         return next((each for marker, each in said.items() if marker not in found), None)
-
-    def _find_missing(self, messages: Sequence[ChatMessage], text: str) -> _Said | None:
-        """The first part of a conversation that is not in the text, or None."""
-        text = _plain(text)
-        has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
-        if _find_missing(messages, text, has_objects=has_objects, has_steps=True) is None:
-            return None
-        return _find_missing(messages, text, has_objects=has_objects, has_steps=False)
 
 
 _USER = ChatMessage("user", "u")
@@ -318,30 +311,33 @@ _SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
 """Some templates take these out of a content: they switch thinking, or the template's own words, on or off."""
 
 
-def _find_missing(messages: Sequence[ChatMessage], text: str, *, has_objects: bool, has_steps: bool) -> _Said | None:
+def _find_missing(messages: Sequence[ChatMessage], text: str, *, has_objects: bool) -> _Said | None:
     """The first part that is not in the text, or None.
 
-    A turn goes from one user's or system's message to the next; turns come in order. `has_steps`: so do the steps of a
-    turn, each an assistant's message, its calls and their answers. The parts of one are in any order: some templates
-    write the content last, or sort arguments. A system's words may be moved before all turns.
+    A turn goes from one user's or system's message to the next; turns come in order. Within a turn each kind of part
+    keeps its order: what the assistant says, its calls, and their answers. An answer comes after the calls that it
+    may answer; some templates write what is said beside calls last. A system's words may be moved before all turns.
     """
-    systems, turns = _Search(text, max_chars=0), _Search(text, max_chars=_MAX_SEARCHED_CHARS)
+    search = _Search(text)
+    ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
     for index, message in enumerate(messages):
-        is_systems = message.role in ("system", "developer")
-        search = systems if is_systems else turns
-        if is_systems or message.role == "user" or (has_steps and message.role == "assistant"):
-            turns.start_group()
-        if not all(map(search.finds, _pieces(message))):
-            return _contents_of(index, message.role)
-        if message.role == "user":
-            turns.start_group()  # what is said in it comes after the user's words
+        kind = "system" if message.role == "developer" else message.role
+        if kind in ("system", "user"):
+            ends["assistant"] = ends["call"] = ends["tool"] = max(ends["assistant"], ends["call"], ends["tool"])
+        end = max(ends["tool"], ends["call"]) if kind == "tool" else ends["assistant" if kind == "user" else kind]
+        for piece in _pieces(message):
+            if (end := search.end_of(piece, end)) < 0:
+                return _contents_of(index, message.role)
+        ends |= dict.fromkeys(("assistant", "call", "tool"), end) if kind == "user" else {kind: end}
         for number, call in enumerate(message.tool_calls):
             place = f"messages[{index}].tool_calls[{number}]"
-            if not turns.finds(call.name):
+            words = _InAnyOrder(search, ends["call"])
+            if not words.finds(call.name):
                 return _Said(place, "the function's name")
             arguments = _object_of(call.arguments) if has_objects else None
-            if not all(map(turns.finds, [call.arguments] if arguments is None else _leaves(arguments))):
+            if not all(map(words.finds, [call.arguments] if arguments is None else _leaves(arguments))):
                 return _Said(place, "the arguments")
+            ends["call"] = words.end
     return None
 
 
@@ -404,32 +400,37 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 class _Search:
-    """Finds words in a plain text. Those of one group come in any order, and equal ones each at a place of its own.
+    """Finds words in a text."""
 
-    `max_chars`: once so many are searched, words come in order. Else many words in a large group would take the square
-    of its length.
-    """
+    def __init__(self, text: str) -> None:
+        self._text = _plain(text)
+        self.chars_left = _MAX_SEARCHED_CHARS
 
-    def __init__(self, text: str, *, max_chars: int) -> None:
-        self._text = text
-        self._chars_left = max_chars
-        self._start = self._end = 0
-        self._ends: dict[str, int] = {}
-
-    def start_group(self) -> None:
-        self._start = self._end
-        self._ends.clear()
-
-    def finds(self, words: str) -> bool:
+    def end_of(self, words: str, start: int) -> int:
+        """Where the first of such words ends that begin at `start` or later, or -1."""
         if not words.isalnum():
             words = _plain(words.strip())
-        start = self._ends.get(words, self._start) if self._chars_left > 0 else self._end
         at = self._text.find(words, start)
-        if at < 0:
+        return at if at < 0 else at + len(words)
+
+
+class _InAnyOrder:
+    """Words that come in any order, equal ones each at a place of its own. Once very many characters are searched,
+    words come in order: else many words in a large group would take the square of its length.
+    """
+
+    def __init__(self, search: _Search, start: int) -> None:
+        self._search = search
+        self._start = self.end = start
+        self._ends: dict[str, int] = {}
+
+    def finds(self, words: str) -> bool:
+        start = self._ends.get(words, self._start) if self._search.chars_left > 0 else self.end
+        if (end := self._search.end_of(words, start)) < 0:
             return False
-        self._chars_left -= at - start
-        self._ends[words] = end = at + len(words)
-        self._end = max(self._end, end)
+        self._search.chars_left -= end - start
+        self._ends[words] = end
+        self.end = max(self.end, end)
         return True
 
 

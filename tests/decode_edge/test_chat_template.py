@@ -580,7 +580,7 @@ ANSWERS_LAST = (
 
 
 @pytest.mark.parametrize("source", [CONTENT_LAST, ANSWERS_LAST], ids=["content last", "answers last"])
-def test_the_parts_of_a_turn_may_come_in_any_order(source: str) -> None:
+def test_the_kinds_of_parts_of_a_turn_may_change_places(source: str) -> None:
     rendered(source, USER, SAYING, ANSWER, ChatMessage("assistant", "so 42"), ChatMessage("user", "let me see"))
 
 
@@ -590,6 +590,40 @@ def test_a_turn_of_many_steps_may_have_the_contents_last() -> None:
         for number in range(300)
     ]
     rendered(CONTENT_LAST, USER, *(message for step in steps for message in step), USER)
+
+
+@pytest.mark.parametrize("source", [CHATML, CONTENT_LAST, ANSWERS_LAST], ids=["CHATML", "content last", "answers last"])
+def test_a_turn_of_many_long_answers_is_found_whatever_its_length(source: str) -> None:
+    steps = [(CALLING, replace(ANSWER, content=f"{number}: " + "it is so " * 3000)) for number in range(250)]
+    rendered(source, USER, *(message for step in steps for message in step), ChatMessage("assistant", "so 42"))
+
+
+WORDS = ToolCall("f", '{"a": "token"}')
+TWO_CALLS = ChatMessage("assistant", tool_calls=[WORDS, SUM])
+SORTED = "{% for m in messages | sort(attribute='content') %}[{{ m.content }}]{% endfor %}"
+LAST_FIRST = (
+    LOOP + "{% if m.role != 'tool' %}{{ m.content }}" + CALL + "{% if m.tool_calls %}{% for t in messages | reverse %}"
+    "{% if t.role == 'tool' %}[{{ t.content }}]{% endif %}{% endfor %}{% endif %}{% endif %}" + END
+)
+NO_SHORT_ANSWERS = LOOP + "{% if m.role != 'tool' or m.content != 'ok' %}{{ m.content }}{% endif %}" + CALL + END
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "dropped"),
+    [
+        (NO_SHORT_ANSWERS, [replace(CALLING, tool_calls=[WORDS]), "ok"], 2),
+        (NO_SHORT_ANSWERS, [TWO_CALLS, "ok", "42"], 2),
+        (LAST_FIRST, [TWO_CALLS, "rain", "sun"], 3),
+        (SORTED, [ChatMessage("assistant", "one"), ChatMessage("assistant", "more")], 2),
+    ],
+    ids=["answer in its call", "answer in one of its calls", "answers", "contents"],
+)
+def test_parts_of_one_kind_are_missed_where_they_are_dropped_or_change_places(
+    source: str, messages: Sequence[ChatMessage | str], dropped: int
+) -> None:
+    said = [replace(ANSWER, content=each) if isinstance(each, str) else each for each in messages]
+    with pytest.raises(ChatRefused, match=rf"^messages\[{dropped}\]: .* leaves out or changes some of what"):
+        rendered(source, USER, *said)
 
 
 @pytest.mark.parametrize(
