@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -355,23 +356,24 @@ def _pieces(message: ChatMessage) -> Iterator[str]:
             yield piece
 
 
-def _leaves(value: Any) -> Iterator[str]:
-    """Names, texts and numbers in a value of JSON, from the first to the last."""
+def _leaves(value: Any) -> Iterator[str | float]:
+    """Names, texts and numbers in a value of JSON, from the first to the last. What is null may go with its name."""
     waiting = [value]
     while waiting:
         match waiting.pop():
             case dict() as entries:
-                waiting += [each for pair in reversed(entries.items()) for each in reversed(pair)]
+                waiting += [
+                    each for pair in reversed(entries.items()) if pair[1] is not None for each in reversed(pair)
+                ]
             case list() as entries:
                 waiting += reversed(entries)
-            case str() as words:
-                yield words
             case bool() | None:  # true, True or yes
                 pass
-            case number:
-                yield json.dumps(number)
+            case leaf:
+                yield leaf
 
 
+_NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _BACKSLASHES = re.compile(r"\\{2,}")
 _QUOTING = re.compile(r"\\(?=[\x00-\x1f\"'\x7f-\U0010ffff]|\Z)")
 """A backslash that cannot be told from one that JSON or Python puts before the character, as before a quote."""
@@ -413,6 +415,19 @@ class _Search:
         at = self._text.find(words, start)
         return at if at < 0 else at + len(words)
 
+    def end_of_number(self, number: str, start: int) -> int:
+        """The same of a number that is no part of another."""
+        starts = self._starts_of_numbers.get(number, [])
+        index = bisect_left(starts, start)
+        return starts[index] + len(number) if index < len(starts) else -1
+
+    @cached_property
+    def _starts_of_numbers(self) -> Mapping[str, Sequence[int]]:
+        starts: dict[str, list[int]] = {}
+        for match in _NUMBER.finditer(self._text):
+            starts.setdefault(match[0], []).append(match.start())
+        return starts
+
 
 class _InAnyOrder:
     """Words that come in any order, equal ones each at a place of its own. Once very many characters are searched,
@@ -424,9 +439,11 @@ class _InAnyOrder:
         self._start = self.end = start
         self._ends: dict[str, int] = {}
 
-    def finds(self, words: str) -> bool:
+    def finds(self, leaf: str | float) -> bool:
+        words = leaf if isinstance(leaf, str) else json.dumps(leaf)
+        end_of = self._search.end_of if isinstance(leaf, str) else self._search.end_of_number
         start = self._ends.get(words, self._start) if self._search.chars_left > 0 else self.end
-        if (end := self._search.end_of(words, start)) < 0:
+        if (end := end_of(words, start)) < 0:
             return False
         self._search.chars_left -= end - start
         self._ends[words] = end

@@ -493,6 +493,24 @@ def test_an_argument_that_equals_another_is_missed_too() -> None:
         template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", '{"k": "12", "l": "12"}')])])
 
 
+@pytest.mark.parametrize(
+    ("kept", "dropped"), [(10, 0), (0.5, 5), (10.25, 0.25), (-5, 5), (1e22, 22), (205, 5)], ids=str
+)
+def test_a_number_is_not_found_in_another(kept: float, dropped: float) -> None:
+    source = CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={% if loop.first or v is string %}{{ v }}"
+    source += "{% endif %};{% endfor %}{% endfor %}" + END
+    arguments = json.dumps({"limit": kept, "offset": dropped})
+    template = ChatTemplate(source, {})
+    with pytest.raises(ChatRefused, match=r"^messages\[1\].tool_calls\[0\]: .* some of the arguments"):
+        template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", arguments)])])
+
+
+def test_an_argument_that_is_null_may_be_left_out_with_its_name() -> None:
+    source = CALLS + "{% for k, v in c.function.arguments.items() if v is not none %}{{ k }}={{ v }},{% endfor %}"
+    called = ChatMessage("assistant", tool_calls=[ToolCall("f", '{"limit": -10, "after": null}')])
+    assert rendered(source + "{% endfor %}" + END, USER, called) == "hiflimit=-10,"
+
+
 def test_very_many_arguments_are_found_in_their_order_only() -> None:
     source = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | "
     numbers = {f"the name of argument {number}": number for number in range(10_000)}
