@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
+from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
@@ -302,7 +303,7 @@ def _contents_of(index: int, role: str) -> _Said:
     return _Said(f"messages[{index}]", f"what the {role} says")
 
 
-_MAX_SEARCHED_CHARS = 1 << 28  # some 0.1 s
+_MAX_SEARCHED_CHARS = 1 << 28  # some 0.3 s
 _END_OF_THOUGHTS = re.compile(
     r"</(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>|<channel\|>"
 )
@@ -374,46 +375,65 @@ def _leaves(value: Any) -> Iterator[str | float]:
 
 
 _NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_BACKSLASHES = re.compile(r"\\{2,}")
-_QUOTING = re.compile(r"\\(?=[\x00-\x1f\"'\x7f-\U0010ffff]|\Z)")
-"""A backslash that cannot be told from one that JSON or Python puts before the character, as before a quote."""
-_ESCAPED = re.compile(
-    r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\(?:u([0-9a-f]{4})|x([0-9a-f]{2})|U(00(?:0[0-9a-f]|10)[0-9a-f]{4}))"
-)
 _LINE_ENDS = re.compile(r"[\r\n]+")
+_QUOTED_LINE_ENDS = re.compile(r"(?<!\\)(?:\\\\)*+((?:\\[rn]){2,}|\\r)")
+"""Line ends in a text that JSON or Python quotes, where they are not one `\\n` already."""
+_NOT_QUOTED = re.compile(r"[ !#-&(-\[\]-~]*")
+"""Words that JSON and Python write as they are."""
+_NEAR_CHARS = 1024
 
 
-def _plain(text: str) -> str:
-    """The same text for all ways to write it: as it is, as JSON or Python quotes it, with other line ends or without
-    blank lines. Some texts with backslashes become the same, too.
-    """
-    if "\\" in text:
-        text = _QUOTING.sub("", _BACKSLASHES.sub(r"\\", text))
-        for letter, character in zip("nrtbf", "\n\r\t\b\f", strict=True):
-            text = text.replace(f"\\{letter}", character)
-        text = _ESCAPED.sub(_unescaped, text)
-    return _LINE_ENDS.sub("\n", text)
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    if high := match[1]:
-        return bytes.fromhex(high + match[2]).decode("utf-16-be")
-    return chr(int(match[3] or match[4] or match[5], 16))
+def _quotings(words: str) -> Sequence[str]:
+    """The words as JSON writes them, as JSON in ASCII, and as Python does, each where it is another than the words."""
+    if _NOT_QUOTED.fullmatch(words):
+        return ()
+    quotings = [encode_basestring(words)[1:-1], encode_basestring_ascii(words)[1:-1], repr('"' + words)[2:-1]]
+    if '"' not in words:  # the quotes that Python puts around depend on those in the whole text
+        quotings.append(repr(words)[1:-1])
+    return [quoting for quoting in dict.fromkeys(quotings) if quoting != words]
 
 
 class _Search:
-    """Finds words in a text."""
+    """Finds words in a text, as they are or quoted, with whatever line ends, with or without blank lines.
+
+    In `_plain` each run of line ends is one; in `_quoted` each run of quoted line ends is one, too. Such a run ends at
+    the same index of `_plain_ends` and `_quoted_ends`.
+    """
 
     def __init__(self, text: str) -> None:
-        self._text = _plain(text)
+        self._plain = _LINE_ENDS.sub("\n", text)
         self.chars_left = _MAX_SEARCHED_CHARS
+        self._plain_ends: list[int] = []
+        self._quoted_ends: list[int] = []
+        pieces: list[str] = []
+        start = end = 0
+        for match in _QUOTED_LINE_ENDS.finditer(self._plain):
+            pieces += self._plain[start : match.start(1)], "\\n"
+            end += match.start(1) - start + len("\\n")
+            start = match.end()
+            self._plain_ends.append(start)
+            self._quoted_ends.append(end)
+        self._quoted = "".join([*pieces, self._plain[start:]])
 
     def end_of(self, words: str, start: int) -> int:
-        """Where the first of such words ends that begin at `start` or later, or -1."""
-        if not words.isalnum():
-            words = _plain(words.strip())
-        at = self._text.find(words, start)
-        return at if at < 0 else at + len(words)
+        """Where the first of such words ends that begins at `start` or later, or -1."""
+        words = _LINE_ENDS.sub("\n", words.strip())
+        quotings = _quotings(words)
+        quoted_start = _moved(start, self._plain_ends, self._quoted_ends)
+        done, stop = 0, len(words) + _NEAR_CHARS if quotings else len(self._plain)
+        while True:  # to look for one writing in all of the text would take long where another is near
+            ends = []
+            if (at := self._plain.find(words, start + max(0, done - len(words)), start + stop)) >= 0:
+                ends.append(at + len(words))
+            for quoting in quotings:
+                first = quoted_start + max(0, done - len(quoting))
+                if (at := self._quoted.find(quoting, first, quoted_start + stop)) >= 0:
+                    ends.append(_moved(at + len(quoting), self._quoted_ends, self._plain_ends))
+            if ends:
+                return min(ends)
+            if start + stop >= len(self._plain):
+                return -1
+            done, stop = stop, 2 * stop
 
     def end_of_number(self, number: str, start: int) -> int:
         """The same of a number that is no part of another."""
@@ -424,9 +444,15 @@ class _Search:
     @cached_property
     def _starts_of_numbers(self) -> Mapping[str, Sequence[int]]:
         starts: dict[str, list[int]] = {}
-        for match in _NUMBER.finditer(self._text):
+        for match in _NUMBER.finditer(self._plain):
             starts.setdefault(match[0], []).append(match.start())
         return starts
+
+
+def _moved(at: int, ends: Sequence[int], other_ends: Sequence[int]) -> int:
+    """The same place in a text in which what ends at `ends` ends at `other_ends`."""
+    index = bisect_right(ends, at)
+    return at + other_ends[index - 1] - ends[index - 1] if index else at
 
 
 class _InAnyOrder:

@@ -244,6 +244,25 @@ def test_a_template_may_not_join_lines_or_leave_out_indentation(change: str) -> 
         template.render([SYSTEM, ChatMessage("user", "def f():\n    return 1"), ASSISTANT])
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (r".replace('\\n', '\n')", r"show \nabla f in C:\new"),
+        (r".replace('\\t', '\t')", r"C:\temp"),
+        (r".replace('\\\\', '\\')", r"a \\ b, \\\\server\share"),
+        (r".replace('\\\'', '\'')", r"say \'no\' to me"),
+        (r".replace('\\r\\n', '\\n')", r"lines end with \r\n here"),
+        (r".replace('\\u00e9', 'é')", r"what is \u00e9?"),
+    ],
+    ids=["line end", "tab", "backslashes", "quote", "line ends", "letter"],
+)
+def test_backslashes_that_somebody_wrote_are_not_taken_for_a_template_s(change: str, said: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}", {})
+    with pytest.raises(ChatRefused, match=r"^messages\[0\]: .* leaves out or changes some of what the user says"):
+        template.render([ChatMessage("user", said), ASSISTANT, USER])
+    template.render([ChatMessage("user", said.replace("\\", "/")), ASSISTANT, USER])
+
+
 WRITINGS = [
     ChatTemplate("{% for m in messages %}{{ " + written + " }}{% endfor %}", {})
     for written in ("m.content", "m.content | tojson", "m.content | tojson(ensure_ascii=True)", "[m.content]")
