@@ -87,11 +87,12 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage], *, max_chars: int = _MAX_CHARS) -> str:
         """Ends where the assistant's turn begins. Raises ChatRefused, or TextTooLong."""
         text = self._render(messages, max_chars=max_chars)
-        dropped = self._find_short(messages) or self._dropped(_shape(messages))
+        pieces = [tuple(_pieces(message)) for message in messages]
+        dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces))
         if dropped is not None:
             raise ChatRefused(f"{dropped.place}: the model's chat template leaves out {dropped.what} here")
         has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
-        if (missing := _find_missing(messages, text, has_objects=has_objects)) is not None:
+        if (missing := _find_missing(messages, pieces, text, has_objects=has_objects)) is not None:
             place, what = missing
             raise ChatRefused(f"{place}: the model's chat template leaves out or changes some of {what} here")
         return text
@@ -262,11 +263,11 @@ _HAS_ID, _HAS_NAME, _SAYS, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 4, 8, 16
 _ANY_MARKER = re.compile(r"qz\d+zq")
 
 
-def _shape(messages: Sequence[ChatMessage]) -> bytes:
+def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
     """What a template may tell apart without the words: one byte for each message, and one for each call after it."""
     shape = bytearray()
-    for message in messages:
-        code = _ROLE * ROLES.index(message.role) | _SAYS * any(_pieces(message))
+    for message, said in zip(messages, pieces, strict=True):
+        code = _ROLE * ROLES.index(message.role) | _SAYS * bool(said)
         shape.append(code | _HAS_ID * bool(message.tool_call_id) | _HAS_NAME * bool(message.name))
         for call in message.tool_calls:
             shape.append(_CALL | _HAS_ID * bool(call.id) | _IS_OBJECT * (_object_of(call.arguments) is not None))
@@ -313,8 +314,10 @@ _SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
 """Some templates take these out of a content: they switch thinking, or the template's own words, on or off."""
 
 
-def _find_missing(messages: Sequence[ChatMessage], text: str, *, has_objects: bool) -> _Said | None:
-    """The first part that is not in the text, or None.
+def _find_missing(
+    messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]], text: str, *, has_objects: bool
+) -> _Said | None:
+    """The first part that is not in the text, or None. `pieces`: of each message's content.
 
     A turn goes from one user's or system's message to the next; turns come in order. Within a turn each kind of part
     keeps its order: what the assistant says, its calls, and their answers. An answer comes after the calls that it
@@ -322,12 +325,12 @@ def _find_missing(messages: Sequence[ChatMessage], text: str, *, has_objects: bo
     """
     search = _Search(text)
     ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
-    for index, message in enumerate(messages):
+    for index, (message, said) in enumerate(zip(messages, pieces, strict=True)):
         kind = "system" if message.role == "developer" else message.role
         if kind in ("system", "user"):
             ends["assistant"] = ends["call"] = ends["tool"] = max(ends["assistant"], ends["call"], ends["tool"])
         end = max(ends["tool"], ends["call"]) if kind == "tool" else ends["assistant" if kind == "user" else kind]
-        for piece in _pieces(message):
+        for piece in said:
             if (end := search.end_of(piece, end)) < 0:
                 return _contents_of(index, message.role)
         ends |= dict.fromkeys(("assistant", "call", "tool"), end) if kind == "user" else {kind: end}
