@@ -43,11 +43,14 @@ class _BoundedConnection(H11Protocol):
     open_connections: OpenConnections
     conn: StrictConnection
     _descriptor = -1
+    _paced_until_s = 0.0
+    """What came of the next request is enough until then, at the slowest rate that bodies may have."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn = StrictConnection(h11.SERVER, self.http_limits.max_head_bytes)
         self._head_alarm = _Alarm(self.loop)
+        self._pace_alarm = _Alarm(self.loop)
         self._stall_alarm = _Alarm(self.loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -63,11 +66,13 @@ class _BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._descriptor = -1  # another connection's soon
         self._head_alarm.stop()
+        self._pace_alarm.stop()
         self._stall_alarm.stop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._await_head()
+        self._pace(len(data))
         super().data_received(data)
         self._see_head()
         if self._has_request and not self.cycle.more_body:
@@ -75,6 +80,7 @@ class _BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._paced_until_s = 0.0
         self._see_head()  # of a request that was sent on after this one
 
     def pause_writing(self) -> None:
@@ -126,13 +132,22 @@ class _BoundedConnection(H11Protocol):
         if not self._head_alarm.is_set and not self._has_request:
             self._head_alarm.set(self.http_limits.head_timeout_s, self.transport.abort)
 
+    def _pace(self, num_bytes: int) -> None:
+        """Counted from the request's first byte: one that is too slow stays so until it has caught up."""
+        limits, now_s = self.http_limits, self.loop.time()
+        paced_until_s = (self._paced_until_s or now_s) + num_bytes / limits.min_body_rate
+        self._paced_until_s = min(paced_until_s, now_s + limits.body_window_s)
+
     def _see_head(self) -> None:
         if self._has_request:
             self._head_alarm.stop()
         if self._has_request and not self.cycle.more_body:
             self.open_connections.is_not_idle(self._descriptor)
-        else:
-            self.open_connections.is_idle(self._descriptor)
+            return
+        paced_s = self._paced_until_s - self.loop.time()
+        self.open_connections.is_idle(self._descriptor, is_sending=paced_s > 0)
+        if paced_s > 0:
+            self._pace_alarm.set(paced_s, self._see_head)
 
     @property
     def _has_request(self) -> bool:

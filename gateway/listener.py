@@ -44,10 +44,10 @@ class _Open:
 class OpenConnections:
     """The connections of one listener, by descriptor, and which of them have no whole request. Event loop only.
 
-    Where all places are taken, an idle connection goes for each new one, whoever brings it: of the clients, by network,
-    the one that has most idle connections loses the one that is idle for longest. One client has at most seven eighths
-    of all places, so that its requests keep nobody out; beyond them a new connection takes the place of an idle one of
-    its own.
+    Where all places are taken, an idle connection goes for each new one, whoever brings it: a silent one, or where
+    there is none, one that is sending its request. Of the clients, by network, the one that has most such connections
+    loses the one that is so for longest. One client has at most seven eighths of all places, so that its requests keep
+    nobody out; beyond them a new connection takes the place of an idle one of its own.
     """
 
     def __init__(self, *, max_connections: int) -> None:
@@ -55,7 +55,7 @@ class OpenConnections:
         self._max_of_one = max(1, max_connections * 7 // 8)
         self._open: dict[int, _Open] = {}
         self._num_open: Counter[str] = Counter()  # by client
-        self._idle = _Idle()
+        self._silent, self._sending = _Idle(), _Idle()
         self._num_idle_closed = self._num_refused = 0
         self._told_s = float("-inf")
 
@@ -69,38 +69,42 @@ class OpenConnections:
 
     def remove(self, descriptor: int) -> None:
         """It is closed."""
+        self.is_not_idle(descriptor)
         if (connection := self._open.pop(descriptor, None)) is None:  # its place was taken before
             return
-        self._idle.discard(connection.client, descriptor)
         self._num_open[connection.client] -= 1
         if not self._num_open[connection.client]:
             del self._num_open[connection.client]
 
-    def is_idle(self, descriptor: int, *, close: Callable[[], None] | None = None) -> None:
-        """From now on, if it was not. `close` is how it ends from now on."""
+    def is_idle(self, descriptor: int, *, is_sending: bool = False, close: Callable[[], None] | None = None) -> None:
+        """It has no whole request, and is silent or sending one. `close` is how it ends from now on."""
         if (connection := self._open.get(descriptor)) is not None:  # else it is being closed
             connection.close = close or connection.close
-            self._idle.add(connection.client, descriptor)
+            other, own = (self._silent, self._sending) if is_sending else (self._sending, self._silent)
+            other.discard(connection.client, descriptor)
+            own.add(connection.client, descriptor)
 
     def is_not_idle(self, descriptor: int) -> None:
         """It has a whole request."""
         if (connection := self._open.get(descriptor)) is not None:
-            self._idle.discard(connection.client, descriptor)
+            self._silent.discard(connection.client, descriptor)
+            self._sending.discard(connection.client, descriptor)
 
     def _make_room(self, client: str) -> Room:
         has_all_it_may = self._num_open[client] >= self._max_of_one
         if len(self._open) < self._max_connections and not has_all_it_may:
             return Room.FREE
         self._tell()
-        longest_idle = self._idle.longest_of(client) if has_all_it_may else self._idle.longest_of_most()
-        if longest_idle is None:
-            self._num_refused += 1
-            return Room.NONE
-        close = self._open[longest_idle].close
-        self.remove(longest_idle)
-        close()
-        self._num_idle_closed += 1
-        return Room.MADE
+        for idle in (self._silent, self._sending):
+            longest = idle.longest_of(client) if has_all_it_may else idle.longest_of_most()
+            if longest is not None:
+                close = self._open[longest].close
+                self.remove(longest)
+                close()
+                self._num_idle_closed += 1
+                return Room.MADE
+        self._num_refused += 1
+        return Room.NONE
 
     def _tell(self) -> None:
         now_s = time.monotonic()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -196,7 +196,8 @@ class Crowd:
     def __init__(self, max_connections: int) -> None:
         self.connections = OpenConnections(max_connections=max_connections)
         self.of: dict[int, str] = {}  # those that are open
-        self.idle: dict[int, None] = {}  # the longest first
+        self.silent: dict[int, None] = {}  # the longest first
+        self.sending: dict[int, None] = {}  # the longest first
         self.closed: list[tuple[int, str]] = []
         self._num_opened = 0
 
@@ -212,23 +213,40 @@ class Crowd:
 
     def become_idle(self, number: int) -> None:
         self.connections.is_idle(number)
-        self.idle.setdefault(number)
+        self.sending.pop(number, None)
+        self.silent.setdefault(number)
+
+    def send(self, number: int) -> None:
+        """A part of its request."""
+        self.connections.is_idle(number, is_sending=True)
+        self.silent.pop(number, None)
+        self.sending.setdefault(number)
 
     def ask(self, number: int) -> None:
         self.connections.is_not_idle(number)
-        self.idle.pop(number, None)
+        self._forget(number)
 
     def leave(self, number: int) -> None:
         self.connections.remove(number)
-        self.idle.pop(number, None)
+        self._forget(number)
         del self.of[number]
 
-    def idle_of(self, client: str) -> list[int]:
-        return [number for number in self.idle if self.of[number] == client]
+    def may_lose(self, clients: Sequence[str]) -> list[int]:
+        """Which connections room may be made of, where these clients make it."""
+        for idle in (self.silent, self.sending):
+            own = [[number for number in idle if self.of[number] == client] for client in clients]
+            most = max(map(len, own))
+            if most:
+                return [numbers[0] for numbers in own if len(numbers) == most]
+        return []
 
     def _close(self, number: int) -> None:
         self.closed.append((number, self.of.pop(number)))
-        self.idle.pop(number)
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self.silent.pop(number, None)
+        self.sending.pop(number, None)
 
 
 def test_silent_connections_yield_to_a_client_that_has_more_with_requests() -> None:
@@ -252,6 +270,31 @@ def test_who_has_most_idle_connections_loses_those_that_are_so_for_longest() -> 
     assert crowd.closed == [(number, "many") for number in range(5, 25)]
 
 
+def test_what_is_sending_its_request_goes_after_everything_silent() -> None:
+    """Also where it has been idle for longest, of the client that has most idle connections."""
+    crowd = Crowd(8)
+    for client in ("proxy", "proxy", "proxy", "other"):
+        crowd.open(client)
+    for number in (1, 2, 3):
+        crowd.send(number)
+    for _ in range(4):
+        crowd.open("busy", idle=False)
+    assert [crowd.open("new", idle=False) for _ in range(5)] == [Room.MADE] * 4 + [Room.NONE]
+    assert [number for number, _ in crowd.closed] == [4, 1, 2, 3]
+
+
+def test_what_no_longer_sends_fast_enough_is_silent_again() -> None:
+    crowd = Crowd(8)
+    for _ in range(7):
+        crowd.open("slow")
+    for number in range(1, 8):
+        crowd.send(number)
+        crowd.become_idle(number)
+    crowd.open("new")
+    assert [crowd.open("other") for _ in range(2)] == [Room.MADE] * 2
+    assert crowd.closed == [(1, "slow"), (2, "slow")]
+
+
 def test_one_client_that_has_only_requests_leaves_an_eighth_to_others() -> None:
     crowd = Crowd(64)
     assert [crowd.open("one", idle=False) for _ in range(57)] == [Room.FREE] * 56 + [Room.NONE]
@@ -271,21 +314,25 @@ def test_room_is_made_in_constant_time_however_many_clients_there_are() -> None:
     assert [number for number, _ in crowd.closed] == [*range(1, 8193)]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(("open", "idle", "ask", "leave")), st.integers(0))))
-def test_whatever_clients_do_room_is_made_by_who_has_most_idle_connections(
+MOVES = ("open", "idle", "send", "ask", "leave")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(MOVES), st.integers(0))))
+def test_whatever_clients_do_room_is_made_of_silent_connections_first_and_by_who_has_most(
     moves: list[tuple[str, str, int]],
 ) -> None:
     crowd = Crowd(8)
+    for client in "aaaabbcd":
+        crowd.open(client)
     for client, move, which in moves:
         if move == "open":
             num_own = list(crowd.of.values()).count(client)
-            may_lose = [client] if num_own >= 7 else list("abcd")
-            most = max(len(crowd.idle_of(each)) for each in may_lose)
-            longest = [crowd.idle_of(each)[0] for each in may_lose if 0 < most == len(crowd.idle_of(each))]
+            may_lose = crowd.may_lose([client] if num_own >= 7 else "abcd")
             is_full, num_closed = num_own >= 7 or len(crowd.of) >= 8, len(crowd.closed)
             room = crowd.open(client)
-            assert room is (Room.FREE if not is_full else Room.MADE if longest else Room.NONE)
-            assert [number in longest for number, _ in crowd.closed[num_closed:]] == [True] * (room is Room.MADE)
+            assert room is (Room.FREE if not is_full else Room.MADE if may_lose else Room.NONE)
+            assert [number in may_lose for number, _ in crowd.closed[num_closed:]] == [True] * (room is Room.MADE)
         elif crowd.of:
             number = list(crowd.of)[which % len(crowd.of)]
-            {"idle": crowd.become_idle, "ask": crowd.ask, "leave": crowd.leave}[move](number)
+            act = {"idle": crowd.become_idle, "send": crowd.send, "ask": crowd.ask, "leave": crowd.leave}[move]
+            act(number)

@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ import pytest
 from gateway.main import run_gateway
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.e2e.running import wait_until
-from tests.gateway.gateway_here import Answer, GatewayHere, post
+from tests.gateway.gateway_here import COMPLETIONS, Answer, GatewayHere, post
 from tests.security.certificates import Authority
 
 BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @contextmanager
@@ -209,9 +210,63 @@ def test_who_has_few_connections_loses_none_to_who_has_many(scripted: ScriptedSe
         few = list(open_connections(gateway, stack, source=OTHER[0], num=4))
         many = list(open_connections(gateway, stack))
         for connection in few:
-            connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(LIVE)
             assert connection.recv(1024).startswith(b"HTTP/1.1 200 ")
         assert len(many) == 300
+
+
+def test_an_upload_on_a_reused_connection_goes_on_while_silent_ones_make_room(
+    scripted: ScriptedServer, tmp_path: Path
+) -> None:
+    scripted.inference.script = [started(), delta([1], "a"), finished()]
+    body, num_sent = json.dumps({**BODY, "prompt": "x" * (1 << 20)}).encode(), 0
+    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
+        upload = stack.enter_context(closing(gateway.connect()))
+        upload.request("GET", "/health/live")
+        assert upload.getresponse().read() == b'{"status":"ok"}'
+        upload.putrequest("POST", COMPLETIONS)
+        upload.putheader("content-type", "application/json")
+        upload.putheader("content-length", str(len(body)))
+        upload.endheaders()
+        silent = list(open_connections(gateway, stack, num=60))
+        assert gateway.ask("GET", "/health/live").status == 200  # what came before is read
+        for _ in open_connections(gateway, stack):
+            upload.send(body[num_sent : num_sent + 2048])
+            num_sent += 2048
+        upload.send(body[num_sent:])
+        assert upload.getresponse().status == 200
+        assert len(silent) == 60
+
+
+@pytest.mark.parametrize("more", [b"", b"x"], ids=["stopped", "dripping"])
+def test_slow_bodies_make_room_before_who_is_silent_for_a_moment(
+    scripted: ScriptedServer, tmp_path: Path, more: bytes
+) -> None:
+    """They may be fast when they begin: for a moment they do not."""
+    begun = post({**BODY, "prompt": "x" * 10_000})[:200]
+    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
+        slow: list[socket.socket] = []
+
+        def open_slow(source: str, num: int) -> None:
+            for connection in open_connections(gateway, stack, source=source, num=num):
+                connection.sendall(begun)
+                slow.append(connection)
+
+        def is_served() -> bool:
+            for connection in slow:
+                with suppress(ConnectionError):  # others are served
+                    connection.sendall(more)
+            (fresh,) = open_connections(gateway, stack, num=1)
+            assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # the gateway knows it
+            open_slow("127.0.0.4", 2)
+            with suppress(ConnectionError):
+                fresh.sendall(LIVE)
+                return fresh.recv(1024).startswith(b"HTTP/1.1 200 ")
+            return False
+
+        open_slow(OTHER[0], 60)
+        open_slow("127.0.0.3", 60)
+        wait_until(is_served, bound_s=10.0)  # of 15 in which no body is refused
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
@@ -231,7 +286,7 @@ def test_tls_handshakes_that_do_not_come_make_room_for_others(
         for source in ("127.0.0.1", OTHER[0]):
             (connection,) = open_connections(gateway, stack, source=source, num=1)
             with context.wrap_socket(connection, server_hostname="127.0.0.1") as honest:
-                honest.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+                honest.sendall(LIVE)
                 assert honest.recv(1024).startswith(b"HTTP/1.1 200 ")
 
 
