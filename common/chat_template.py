@@ -379,8 +379,8 @@ def _leaves(value: Any) -> Iterator[str | float]:
 
 _NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LINE_ENDS = re.compile(r"[\r\n]+")
-_QUOTED_LINE_ENDS = re.compile(r"(?<!\\)(?:\\\\)*+((?:\\[rn]){2,}|\\r)")
-"""Line ends in a text that JSON or Python quotes, where they are not one `\\n` already."""
+_QUOTED_LINE_ENDS = re.compile(r"\\(?:\\(?:\\\\)*+|(r(?:\\[rn])*+|n(?:\\[rn])++))")
+"""Line ends in a text that JSON or Python quotes, where they are not one `\\n` already, or quoted backslashes."""
 _NOT_QUOTED = re.compile(r"[ !#-&(-\[\]-~]*")
 """Words that JSON and Python write as they are."""
 _NEAR_CHARS = 1024
@@ -411,8 +411,10 @@ class _Search:
         pieces: list[str] = []
         start = end = 0
         for match in _QUOTED_LINE_ENDS.finditer(self._plain):
-            pieces += self._plain[start : match.start(1)], "\\n"
-            end += match.start(1) - start + len("\\n")
+            if not match[1]:
+                continue
+            pieces += self._plain[start : match.start()], "\\n"
+            end += match.start() - start + len("\\n")
             start = match.end()
             self._plain_ends.append(start)
             self._quoted_ends.append(end)
