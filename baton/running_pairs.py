@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import platformdirs
 
+from baton.errors import Unavailable
+
 _SUFFIX = ".pair.json"
 _CHOOSING = "choosing.lock"
 _LOOK_S = 0.05
@@ -26,8 +28,8 @@ _LOOK_S = 0.05
 @contextmanager
 def choosing_ports(*, wait_s: float = 10.0) -> Iterator[frozenset[int]]:
     """The ports of this user's pairs, those that are loading too. Nobody else chooses until this is left: a pair has to
-    be announced before. A place that cannot be written makes others' ports unknown, and so may somebody who chooses for
-    longer than `wait_s`.
+    be announced before. A place that cannot be written makes others' ports unknown. Raises Unavailable when somebody
+    else chooses for longer than `wait_s`.
     """
     with ExitStack() as stack:
         with suppress(OSError):
@@ -84,7 +86,7 @@ def _read_pairs() -> list[_Pair]:
 
 
 def _lock(descriptor: int, wait_s: float) -> None:
-    """Raises BlockingIOError where another process holds it for so long."""
+    """Raises Unavailable where another process holds it for so long."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
@@ -92,7 +94,8 @@ def _lock(descriptor: int, wait_s: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline_s:
-                raise
+                words = f"another `baton up` has been choosing its ports for {wait_s:g} s: end it, or let it go on"
+                raise Unavailable(words) from None
             time.sleep(_LOOK_S)
 
 
