@@ -264,7 +264,7 @@ _ANY_MARKER = re.compile(r"qz\d+zq")
 
 
 def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
-    """What a template may tell apart without the words: one byte for each message, and one for each call after it."""
+    """Encodes the form of a chat without its words: one byte for each message, and one for each of its calls."""
     shape = bytearray()
     for message, said in zip(messages, pieces, strict=True):
         code = _ROLE * ROLES.index(message.role) | _SAYS * bool(said)
@@ -347,7 +347,9 @@ def _find_missing(
 
 
 def _pieces(message: ChatMessage) -> Iterator[str]:
-    """What no template may leave out of a content: all but outer blanks, switches, and what an assistant thought."""
+    """Returns the pieces of a content that every template has to keep. Blanks around it, switches and an assistant's
+    thoughts are left out: templates may drop them.
+    """
     content, end = message.content, 0
     if message.role == "assistant":
         for thoughts in _END_OF_THOUGHTS.finditer(message.content):

@@ -1,4 +1,4 @@
-"""What gRPC says of a connection that it could not make, in the words of whoever reads it."""
+"""Turns gRPC's text about a failed connection into one plain sentence for users."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
 
 
 def _remembered(entry: object, version: list[int]) -> list[str] | None:
-    """What a cache's `entry` says of this version of a file; None where it has not the form that is written here."""
+    """Returns the lines that a cache's `entry` holds for this version of a file, or None where its form is another."""
     lines = entry.get("tensors") if isinstance(entry, dict) and entry.get("version") == version else None
     if not isinstance(lines, list) or not lines:
         return None
@@ -145,7 +145,7 @@ def _tensor_lines(file: Path) -> list[str]:
 
 
 def _tokenizer_digest(files: ModelFiles) -> str:
-    """Of the files that were there when the tokenizer was loaded. Raises UnsupportedModel for one that is none."""
+    """Digests the files that were there when the tokenizer was loaded. Raises UnsupportedModel for a non-file."""
     parts: list[bytes] = []
     for file in (files.directory / name for name in _TOKENIZER_FILES):
         if file in files.versions:

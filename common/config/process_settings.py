@@ -32,7 +32,7 @@ class ProcessSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lines below this level are not written."""
     log_format: LogFormat = "json"
-    """What goes to stderr: one JSON object a line, or lines for people."""
+    """Format of the log on stderr: json writes one object a line, console writes lines for people."""
     tls_cert: Path | None = None
     """PEM file of the certificate; with tls_key the server speaks TLS."""
     tls_key: Path | None = None

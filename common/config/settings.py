@@ -31,10 +31,10 @@ NO_DRAFT = "none"
 
 
 class ServiceSettings(ProcessSettings):
-    """What both services have. `draft` is resolved: the head that is used, or "" without one."""
+    """Settings that both services share. `draft` is resolved: it names the head in use, or is "" without one."""
 
     share_of_cores: ClassVar[float]
-    """What `num_threads = 0` takes of a CPU's cores."""
+    """The share of a CPU's cores that `num_threads = 0` takes."""
 
     @property
     def max_fused_tokens(self) -> int:

@@ -252,8 +252,8 @@ def probe_attention(
 
 
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
-    """What follows a past of `start` tokens. Raises UnsupportedModel where it is something else when no past is told,
-    but positions, which is how forwards are called.
+    """Computes `tokens` as they follow a past of `start` tokens. Raises UnsupportedModel where the result differs when
+    positions are given instead of a past, which is how Baton calls forwards.
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
