@@ -68,7 +68,7 @@ fuzz: $(FUZZ)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 gpu:
-	python3 -m pytest -c tests/gpu/pytest.ini --confcutdir=tests -p no:asyncio tests/gpu $(PYTEST_ARGS)
+	python3 -m pytest -c tests/gpu/pytest.ini --confcutdir=tests -p no:asyncio -p no:benchmark tests/gpu $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .fuzz build dist *.egg-info

@@ -20,11 +20,6 @@ ROWS = {
 HEADS = [((4, 4), 64), ((6, 2), 80), ((4, 1), 96), ((14, 2), 128), ((32, 8), 128), ((4, 2), 256)]
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), HEADS, ids=str)
 @pytest.mark.parametrize("lens", ROWS)

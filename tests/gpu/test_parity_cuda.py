@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.device.factory import open_device
 from common.model.loader import load_target
@@ -16,11 +15,8 @@ from tests.support.pair import InProcessPair, PairOptions
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.fixture(autouse=True)
-def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+# A GPU ends a step of a tiny model before one more segment is copied, so early rows end while later ones still land.
+MIN_TOGETHER = 2
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 64, 512])
@@ -35,7 +31,9 @@ def test_tokens_equal_generate(
     options = PairOptions(overlap=overlap, chunk_tokens=chunk_tokens)
     pair = InProcessPair(model, new_device=lambda: open_device("cuda", num_threads=1), options=options)
     try:
-        check_tokens_equal_generate(pair, directory, crowd=mode == "crowd", chunk_tokens=chunk_tokens)
+        check_tokens_equal_generate(
+            pair, directory, crowd=mode == "crowd", chunk_tokens=chunk_tokens, min_together=MIN_TOGETHER
+        )
         pair.settle()
     finally:
         pair.close()

@@ -31,12 +31,6 @@ HEADS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-
 def test_graphs_share_memory_and_keep_their_outputs() -> None:
     device = CudaDevice(0)
     recorder = device.graphs

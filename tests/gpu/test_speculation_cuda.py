@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.device.factory import open_device
 from common.draft.head import DraftHead
@@ -21,13 +20,10 @@ from tests.support.pair import InProcessPair, PairOptions
 pytestmark = pytest.mark.gpu
 HEADS = [("eagle3", 1, "chain-1"), ("eagle3", 1, "chain-4"), ("eagle3", 1, "tree-4x3-15"), ("nextn", 5, "chain-5")]
 
+# A GPU ends a step of a tiny model before one more segment is copied, so early rows end while later ones still land.
+MIN_TOGETHER = 2
+
 MakeCudaPair = Callable[..., InProcessPair]
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.fixture
@@ -77,6 +73,7 @@ def test_greedy_tokens_equal_generate(
         chunk_tokens=chunk_tokens,
         vocab_size=SMALL_VOCAB_SIZE,
         num_tokens=64,
+        min_together=MIN_TOGETHER,
     )
     assert tokens_per_step(pair) > 0.9 * options.spec_info.max_accept_len
 
