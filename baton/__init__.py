@@ -6,7 +6,7 @@
 
 from baton.client import AsyncClient, Client, Tls
 from baton.events import Completion, Delta, Event, Finished, FinishReason, Started
-from common.chat_messages import ChatMessage, ToolCall
+from common.text.chat_messages import ChatMessage, ToolCall
 
 __all__ = [
     "AsyncClient",

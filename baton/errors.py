@@ -31,8 +31,8 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from baton.service_log import why_it_ended
-from common.connection_words import connection_words
 from common.peer_text import peer_text
+from common.rpc.connection_words import connection_words
 
 _MAX_MESSAGE_BYTES = 1024
 

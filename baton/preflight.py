@@ -12,13 +12,13 @@ from baton.errors import FailedPrecondition, InvalidArgument
 from baton.local_pair import LocalPair
 from baton.service_process import TLS_SETTINGS, ServiceProcess
 from common.addresses import why_not_listen
+from common.checkpoints.cache import Progress
+from common.checkpoints.draft_source import check_draft, resolve_draft
+from common.checkpoints.source import check_model, resolve_model
 from common.config.gateway_settings import GatewaySettings
 from common.config.load import SettingsT, load_settings
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
-from common.draft_source import check_draft, resolve_draft
 from common.errors import ConfigError, StartupError
-from common.model_cache import Progress
-from common.model_source import check_model, resolve_model
 
 _ALIKE = ("dtype", "draft_topk")
 """Settings that both kinds of service must have the same value of, whatever the model is."""

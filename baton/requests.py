@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -28,7 +28,7 @@ from benchmarks.bare_stream import MESSAGE_BYTES, StreamRates, at_best_size, str
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.handoff_peers import DecodePeer, HandoffShape, prefill_peer
 from common.config.settings import SWITCH_INTERVAL_S
-from common.host_memory import keep_freed_memory
+from common.host.host_memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 
 SHAPES = {

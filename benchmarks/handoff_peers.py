@@ -16,13 +16,13 @@ import torch
 from benchmarks.peer_process import peer_process, until_closed
 from common.config.settings import DecodeSettings, KvTransport
 from common.device.factory import open_device
-from common.engine_thread import EngineThread
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
+from common.service.engine_thread import EngineThread
 from common.wire.fingerprint import Fingerprint
 from common.wire.framed_payload import FramedPayload
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
@@ -30,13 +30,13 @@ from common.wire.handoff import KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.scheduler import DecodeEngine
+from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.lent_memory import LentMemory
+from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command, Event
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 
 _VOCAB_SIZE = 128
 _BOUND_S = 120.0

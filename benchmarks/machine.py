@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common.num_cores import num_cores
+from common.host.num_cores import num_cores
 
 _LOOPS = 1500
 _BEST_SHARE = 100  # one loop in so many is taken for the core's own speed
@@ -55,6 +55,8 @@ def describe_machine() -> str:
 
 
 def demo_model_dir() -> Path:
-    from common.demo_model import ensure_demo_model  # where only a GPU is measured, what it needs is not installed
+    from common.checkpoints.demo_model import (
+        ensure_demo_model,  # where only a GPU is measured, what it needs is not installed
+    )
 
     return ensure_demo_model(lambda stage, num_done, num_total: None)

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.machine import demo_model_dir
+from common.checkpoints.draft_source import resolve_draft
 from common.device.factory import open_device
 from common.device.stream import Device, Event, Stream
 from common.draft.load import load_draft
-from common.draft_source import resolve_draft
 from common.kv.pool import KvPool
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
-from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
-from decode_service.speculative_worker import SpeculativeWorker
-from decode_service.worker import WorkerOutput
+from decode_service.forward.speculative_worker import SpeculativeWorker
+from decode_service.forward.worker import WorkerOutput
+from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
 from tests.support.pair import InProcessPair, PairOptions
 
 NUM_SHOWN = 8

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import structlog
 
 from common.config.settings import SWITCH_INTERVAL_S
-from common.host_memory import keep_freed_memory
+from common.host.host_memory import keep_freed_memory
 
 _START_TIMEOUT_S = 60.0
 

@@ -7,7 +7,7 @@ forward of each prompt, instead.
 
 from __future__ import annotations
 
-from common.openmp import spin_briefly
+from common.host.openmp import spin_briefly
 
 spin_briefly()  # before torch is imported, as the services do
 
@@ -21,16 +21,16 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks.machine import demo_model_dir  # noqa: E402
 from benchmarks.model_costs import ModelCosts  # noqa: E402
+from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
-from common.fused_forwards import fuse  # noqa: E402
 from common.model.cpu_linear import PackedLinear, can_pack  # noqa: E402
 from common.model.kernel_cache import keep_kernels  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
-from common.model_cache import kernels_cache_dir  # noqa: E402
+from common.service.fused_forwards import fuse  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
 from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
-from prefill_service.scheduler import PrefillEngine  # noqa: E402
+from prefill_service.schedule.scheduler import PrefillEngine  # noqa: E402
 
 
 def main() -> None:

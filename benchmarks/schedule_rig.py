@@ -38,13 +38,15 @@ from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import StepStats
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import DRAFT_GROUP, TARGET_GROUP, HandoffRow, KvSegment, PrebuiltBatch
-from decode_service import forward_side, scheduler
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
+from decode_service.edge.output import OutputProcessor
 from decode_service.edge.replicas import ReplicaBoard
-from decode_service.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.forward import forward_side
+from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.forward.worker import OnPublish, WorkerOutput
 from decode_service.handoff.transport import HandoffTransport
 from decode_service.messages import (
     CallEnded,
@@ -56,10 +58,9 @@ from decode_service.messages import (
     ReplicasChanged,
     StartHandoff,
 )
-from decode_service.output import OutputProcessor
-from decode_service.schedule_batch import ForwardBatch
-from decode_service.spec_info import SpecInfo
-from decode_service.worker import OnPublish, WorkerOutput
+from decode_service.schedule import scheduler
+from decode_service.schedule.schedule_batch import ForwardBatch
+from decode_service.speculate.spec_info import SpecInfo
 from tests.decode_edge.tokenizers_for_tests import byte_level
 
 PROMPT_TOKENS = 64

@@ -24,7 +24,7 @@ from baton.load_generator import percentile
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.machine import CoreSpeed
 from benchmarks.schedule_rig import STEPS_A_TURN, ScheduleRig
-from decode_service.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BOUND_US = 1000.0

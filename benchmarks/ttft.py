@@ -8,7 +8,7 @@ prefill time, by the median over rounds.
 
 from __future__ import annotations
 
-from common.openmp import spin_briefly
+from common.host.openmp import spin_briefly
 
 spin_briefly()  # before torch is imported, as the services do
 
@@ -28,15 +28,15 @@ from baton.load_generator import RequestRecord, Workload, run_workload  # noqa: 
 from benchmarks.benchmark_run import BenchmarkRun  # noqa: E402
 from benchmarks.full_speed_pair import full_speed_pair  # noqa: E402
 from benchmarks.machine import demo_model_dir  # noqa: E402
+from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
 from common.config.settings import SWITCH_INTERVAL_S  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
-from common.fused_forwards import fuse  # noqa: E402
-from common.host_memory import keep_freed_memory  # noqa: E402
+from common.host.host_memory import keep_freed_memory  # noqa: E402
+from common.host.openmp import num_compute_threads, set_own_num_threads  # noqa: E402
 from common.model.kernel_cache import keep_kernels  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
-from common.model_cache import kernels_cache_dir  # noqa: E402
-from common.openmp import num_compute_threads, set_own_num_threads  # noqa: E402
+from common.service.fused_forwards import fuse  # noqa: E402
 from common.wire.grpc_options import MAX_SEGMENT_BYTES  # noqa: E402
 from tests.support.pair import InProcessPair, PairOptions  # noqa: E402
 

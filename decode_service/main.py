@@ -16,18 +16,18 @@ import structlog
 
 from baton.v1 import inference_pb2_grpc
 from common.addresses import is_loopback
-from common.bearer_tokens import authorization, read_tokens
 from common.config.settings import DecodeSettings
-from common.descriptors import max_connections
 from common.device.errors import PieceFailed
-from common.engine_thread import EngineThread
 from common.errors import Draining, EngineLost, EngineStalled, StartupError
+from common.host.descriptors import max_connections
 from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
 from common.model.attention import MAX_SPLIT_BYTES
-from common.name_lookup import look_up
-from common.runtime import Runtime
-from common.service_main import Process
-from common.serving import (
+from common.rpc.bearer_tokens import authorization, read_tokens
+from common.rpc.name_lookup import look_up
+from common.service.engine_thread import EngineThread
+from common.service.runtime import Runtime
+from common.service.service_main import Process
+from common.service.serving import (
     ServerLimits,
     ServiceServer,
     channel_credentials,
@@ -35,15 +35,14 @@ from common.serving import (
     server_tokens,
     termination_signals,
 )
+from common.service.timeline_rpc import TimelineServicer
+from common.service.watchdog import Watchdog
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
-from common.timeline_rpc import TimelineServicer
-from common.tokenizer import TextTokenizer
-from common.watchdog import Watchdog
+from common.text.tokenizer import TextTokenizer
 from common.wire.grpc_options import Metadata
-from decode_service.depth import depth_of
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
@@ -53,15 +52,16 @@ from decode_service.edge.prompts import Prompts
 from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
+from decode_service.forward.recording import num_step_tokens, recorded_bytes
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, Drain, Event, FinishReason
-from decode_service.outbox import Deliver
-from decode_service.recording import num_step_tokens, recorded_bytes
-from decode_service.scheduler import DecodeEngine
-from decode_service.spec_info import SpecInfo
-from decode_service.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
+from decode_service.schedule.outbox import Deliver
+from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.speculate.depth import depth_of
+from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0

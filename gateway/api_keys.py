@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
-from common.bearer_tokens import is_known, token_in
+from common.rpc.bearer_tokens import is_known, token_in
 from gateway.errors import ApiError
 
 _SCHEME = b"bearer "

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from baton.events import Completion, Delta, Finished
-from common.chat_messages import ChatMessage, ToolCall
-from common.rpc_requests import MAX_REQUEST_FIELDS
+from common.rpc.requests import MAX_REQUEST_FIELDS
+from common.text.chat_messages import ChatMessage, ToolCall
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import ApiError, invalid, not_served
 from gateway.fields import GenerationFields, parse_fields

@@ -7,9 +7,9 @@ import structlog
 from baton import AsyncClient, Tls
 from baton.errors import InvalidArgument, Unavailable
 from common.addresses import is_loopback
-from common.bearer_tokens import read_tokens
 from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError, StartupError
+from common.rpc.bearer_tokens import read_tokens
 
 _RPC_TIMEOUT_S = 5.0
 _TLS_FILES = ("ca_file", "cert_file", "key_file")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from common.fair_places import FairPlaces, Full
+from common.rpc.fair_places import FairPlaces, Full
 from gateway.errors import ApiError, overloaded, unavailable
 
 Fail = Callable[[ApiError], None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.requests import SamplingOptions
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 
 
 @dataclass(frozen=True, slots=True)

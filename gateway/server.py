@@ -15,11 +15,11 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.addresses import is_loopback, why_not_listen
-from common.bearer_tokens import read_tokens
 from common.config.gateway_settings import GatewaySettings
-from common.descriptors import MAX_CONNECTIONS, max_connections
 from common.errors import ConfigError
-from common.serving import server_tls
+from common.host.descriptors import MAX_CONNECTIONS, max_connections
+from common.rpc.bearer_tokens import read_tokens
+from common.service.serving import server_tls
 from common.telemetry.tracing import NO_TRACER
 from gateway.api_keys import ApiKeys
 from gateway.app import build_app

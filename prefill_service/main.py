@@ -12,28 +12,28 @@ from contextlib import suppress
 import structlog
 
 from common.config.settings import PrefillSettings
-from common.descriptors import max_connections
 from common.draft.head import DraftHead
-from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled, StartupError
+from common.host.descriptors import max_connections
 from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
 from common.kv.shared_pool import SharedPool
 from common.model.attention import MAX_SPLIT_BYTES
-from common.runtime import Runtime
-from common.service_main import Process
-from common.serving import ServerLimits, server_credentials, server_tokens, termination_signals
+from common.service.engine_thread import EngineThread
+from common.service.runtime import Runtime
+from common.service.service_main import Process
+from common.service.serving import ServerLimits, server_credentials, server_tokens, termination_signals
+from common.service.timeline_rpc import TimelineServicer
+from common.service.watchdog import Watchdog
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.step_stats import OnStep
-from common.timeline_rpc import TimelineServicer
-from common.watchdog import Watchdog
 from common.wire.framed_payload import FramedPayload
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.lent_memory import LentMemory
+from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command, Drain, Event, FrameReady, SegmentBytesSent
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0

@@ -29,12 +29,12 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from common.checkpoints.cache import kernels_cache_dir
 from common.errors import StartupError, UnsupportedModel
 from common.model.kernel_cache import keep_kernels
 from common.model.loader import load_target
 from common.model.model_files import one_line
 from common.model.traits import check_config
-from common.model_cache import kernels_cache_dir
 from tests.model.paged_model import PagedModel
 
 EQUAL, REFUSED, NOT_BUILT, WRONG, FAILS = "equal", "refused", "could not be built", "wrong", "ready and failing"

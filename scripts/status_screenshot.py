@@ -22,7 +22,7 @@ import httpx2
 from baton.client import AsyncClient
 from baton.load_generator import Workload, run_workload
 from baton.local_pair import LocalPair
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 from gateway.status.collector import INTERVAL_S
 
 PICTURE = Path(__file__).parents[1] / "docs" / "status-page.png"

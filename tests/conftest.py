@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401 -- first: what follows imports triton
+from common.checkpoints.cache import kernels_cache_dir
 from common.device.factory import open_device
 from common.draft.head import DraftHead
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.model_cache import kernels_cache_dir
 from tests.support.models import save_last_token_model, save_tiny_model
 from tests.support.pair import InProcessPair, PairOptions
 

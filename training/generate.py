@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from baton.client import AsyncClient
 from baton.events import FinishReason
-from common.chat_messages import ChatMessage
 from common.errors import ConfigError
-from common.tokenizer import PromptEncoder, TextTokenizer
+from common.text.chat_messages import ChatMessage
+from common.text.tokenizer import PromptEncoder, TextTokenizer
 from training.data import load_conversations
 from training.progress import Progress
 

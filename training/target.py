@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.checkpoints.cache import default_cache_dir
+from common.checkpoints.digest import weights_digest
 from common.errors import UnsupportedModel
 from common.model.loader import load_model
-from common.model_cache import default_cache_dir
-from common.model_digest import weights_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from baton.cli import options
 from baton.cli.output import print_error, reported_errors, text_console
 from baton.cli.stream import show
 from baton.errors import BatonError
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 
 _COMMAND = re.compile(r"/\w+")
 _HELP = """/help    this list

@@ -21,7 +21,7 @@ from baton.errors import Internal
 from baton.events import tokens_per_forward
 from baton.full_speed import are_fused, await_fused
 from baton.local_pair import LocalPair
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 
 _FULL_SPEED_TIMEOUT_S = 180.0
 _NO_FUSING = "--no-fused-forward"

@@ -10,7 +10,7 @@ import typer
 from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.stream import show
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 
 
 def generate(

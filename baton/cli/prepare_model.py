@@ -13,7 +13,7 @@ from baton.errors import FailedPrecondition
 from baton.local_pair import LocalPair
 
 if TYPE_CHECKING:
-    from common.model_cache import Progress
+    from common.checkpoints.cache import Progress
 
 DEMO_MODEL = "demo"
 
@@ -22,9 +22,9 @@ def prepare_model(model: str, *, as_json: bool) -> None:
     """Nothing for a model other than the demo. Raises FailedPrecondition when the demo model cannot be made."""
     if model != DEMO_MODEL:
         return
-    from common.demo_model import ensure_demo_model
+    from common.checkpoints.cache import default_cache_dir
+    from common.checkpoints.demo_model import ensure_demo_model
     from common.errors import StartupError
-    from common.model_cache import default_cache_dir
 
     cache_dir = default_cache_dir()  # before anything is shown: it says what is not installed
     try:

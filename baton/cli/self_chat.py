@@ -16,7 +16,7 @@ from baton.client import AsyncClient, Tls
 from baton.errors import FailedPrecondition
 
 if TYPE_CHECKING:
-    from common.tokenizer import TextTokenizer
+    from common.text.tokenizer import TextTokenizer
 
 
 def self_chat(
@@ -49,9 +49,9 @@ def self_chat(
     token = options.read_token(token_file)
     with reported_errors(False):
         prepare_model(model, as_json=False)
+        from common.checkpoints.source import resolve_model
         from common.errors import StartupError
-        from common.model_source import resolve_model
-        from common.tokenizer import TextTokenizer
+        from common.text.tokenizer import TextTokenizer
         from training.generate import read_openings, read_questions
 
         try:

@@ -121,12 +121,12 @@ def _train(
     threads: int | None,
     **settings: Any,
 ) -> None:
-    from common.openmp import spin_briefly
+    from common.host.openmp import spin_briefly
 
     spin_briefly()
     import torch
 
-    from common.model_source import resolve_model
+    from common.checkpoints.source import resolve_model
     from training.progress import Progress
     from training.run import prepare_training
 

@@ -23,7 +23,7 @@ from baton.events import Completion, Event
 from baton.requests import SamplingOptions, generate_request
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 
 
 class AsyncEventStream(AsyncIterator[Event]):

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.available_memory import available_bytes
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
 from common.device.inline import InlineStream
 from common.device.piece import close_all, event_name, failure_of, piece_span, raise_failure, run_piece
@@ -30,8 +29,9 @@ from common.device.stream import (
     StreamProgress,
     Work,
 )
-from common.openmp import set_own_num_threads
-from common.scheduling_policy import compute
+from common.host.available_memory import available_bytes
+from common.host.openmp import set_own_num_threads
+from common.host.scheduling_policy import compute
 from common.telemetry.timeline import Timeline, Track
 
 _ABANDON_POLL_S = 0.1

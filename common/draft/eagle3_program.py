@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from common.available_memory import require_room
 from common.draft.checkpoint import Checkpoint
 from common.draft.head import HeadPrograms, NewHeadPrograms
 from common.draft.spec import Eagle3Spec
+from common.host.available_memory import require_room
 from common.model.forward_program import AttentionSize, FusedDecoder, Program
 from common.model.fused.builder import ProgramBuilder
 from common.model.fused.decoder import LOGITS, STATES, STREAM, rotation

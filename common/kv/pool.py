@@ -17,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.available_memory import require_room
 from common.device.stream import Event, Stream
 from common.errors import StartupError
+from common.host.available_memory import require_room
+from common.host.untouched_memory import populate, untouched_zeros
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.load import PoolCounts
-from common.untouched_memory import populate, untouched_zeros
 
 __all__ = ["KvPool", "LeaseState", "RowLease"]
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.answering import DONE
-from common.asked_process import AskedProcess, ChildFailed
+from common.host.answering import DONE
+from common.host.asked_process import AskedProcess, ChildFailed
 from common.nixl import transfer_process as protocol
 
 

@@ -1,6 +1,7 @@
 """The process that NIXL lives in: `python -m common.nixl.transfer_process FILE TIMEOUT_S`, a service's child.
 
-It maps the memory FILE (a descriptor that it inherits), says where, and does what it is asked (see `common.answering`):
+It maps the memory FILE (a descriptor that it inherits), says where, and does what it is asked
+(see `common.host.answering`):
 
     command  | kind: u8 | content |      answer  DONE, or FAILED and why
 
@@ -23,7 +24,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from common.answering import DONE, FAILED, Asker
+from common.host.answering import DONE, FAILED, Asker
 from common.nixl.agent import NixlAgent
 
 CONNECT, READ, SERVE = 1, 2, 3

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import MetricsHandler
 
 from common.addresses import host_and_port, is_loopback, why_not_listen
-from common.bearer_tokens import is_known, token_in
 from common.errors import ConfigError
+from common.rpc.bearer_tokens import is_known, token_in
 
 _HEAD_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from common.errors import InvalidRequest
 from common.model.sampling_params import ResolvedSampling
 from decode_service.edge.live_request import Ending
+from decode_service.edge.output import OutputProcessor
 from decode_service.messages import FinishReason, RequestTimings
-from decode_service.output import OutputProcessor
 
 
 def ending_of_brought(

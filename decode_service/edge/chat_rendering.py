@@ -10,12 +10,12 @@ from typing import Any
 
 import structlog
 
-from common import chat_template_process as protocol
-from common.answering import DONE
-from common.asked_process import AskedProcess, ChildEnded, ChildFailed
-from common.chat_messages import ChatMessage, messages_to_json
-from common.chat_template import ChatRefused, TextTooLong
 from common.errors import Overloaded
+from common.host.answering import DONE
+from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
+from common.text import chat_template_process as protocol
+from common.text.chat_messages import ChatMessage, messages_to_json
+from common.text.chat_template import ChatRefused, TextTooLong
 from decode_service.edge.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms

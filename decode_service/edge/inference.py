@@ -13,18 +13,19 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.engine_thread import EnginePort
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
-from common.rpc_errors import abort_with
-from common.rpc_requests import BY_ADDRESS, ClientOf
+from common.rpc.errors import abort_with
+from common.rpc.requests import BY_ADDRESS, ClientOf
+from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
-from common.tokenizer import TokenDecoder
+from common.text.tokenizer import TokenDecoder
 from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.client_writes import ClientWrites
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver, client_left
+from decode_service.edge.output import OutputProcessor
 from decode_service.edge.prompts import Prompts
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import (
@@ -37,7 +38,6 @@ from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.edge.responses import delta_event, finished_event, pool_load, started_event
 from decode_service.edge.span_attributes import ending_attributes, request_attributes, sampling_attributes
 from decode_service.messages import Command
-from decode_service.output import OutputProcessor
 
 _log = structlog.get_logger(__name__)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from common.errors import BatonError
 from common.model.sampling_params import TokenLogprobs
+from decode_service.edge.output import OutputPiece, OutputProcessor, StopMatch
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
 from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts
-from decode_service.output import OutputPiece, OutputProcessor, StopMatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from baton.v1 import inference_pb2
 from common.config.settings import DecodeSettings
 from common.kv.pool_size import PoolSize
-from common.runtime import Runtime
+from common.service.runtime import Runtime
 from common.wire.codec_fingerprint import encode_fingerprint
 
 DISTRIBUTION = "baton-serve"

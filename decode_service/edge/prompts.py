@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self, TypeVar
 
-from common.chat_messages import ChatMessage
-from common.chat_template import ChatRefused, TextTooLong
 from common.errors import ContextExceeded, InvalidRequest
 from common.telemetry.timeline import Timeline
-from common.tokenizer import TextTokenizer
+from common.text.chat_messages import ChatMessage
+from common.text.chat_template import ChatRefused, TextTooLong
+from common.text.tokenizer import TextTokenizer
 from decode_service.edge.chat_rendering import RENDER_CPU_S, ChatRendering
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenIdsPrompt
 from decode_service.edge.text_threads import MAX_WAITING_BYTES, TextThreads

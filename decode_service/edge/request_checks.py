@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baton.v1 import inference_pb2
-from common.chat_messages import ROLES, ChatMessage, ToolCall
 from common.errors import ContextExceeded, InvalidRequest
 from common.model.sampling_params import ResolvedSampling
+from common.text.chat_messages import ROLES, ChatMessage, ToolCall
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
 MAX_REQUEST_ID_CHARS = 128

@@ -7,8 +7,8 @@ import dataclasses
 from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
 from decode_service.edge.live_request import Ending
+from decode_service.edge.output import OutputPiece, PositionLogprobs
 from decode_service.messages import FinishReason, RequestTimings
-from decode_service.output import OutputPiece, PositionLogprobs
 
 _REASONS = {
     FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,

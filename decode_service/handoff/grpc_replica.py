@@ -13,11 +13,11 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
-from common.connection_words import connection_words
 from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
 from common.nixl.backoff import Backoff
 from common.peer_text import peer_text
+from common.rpc.connection_words import connection_words
 from common.wire.codec_checks import MessageT, ProtocolError, parse
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.field_bound import require_few_fields

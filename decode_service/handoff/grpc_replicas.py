@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from common.addresses import DnsName, is_dns_name, numeric_form
 from common.errors import BatonError, PrefillUnavailable
-from common.name_lookup import LookUp
+from common.rpc.name_lookup import LookUp
 from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.replica_discovery import NameWatch
 from decode_service.handoff.timeouts import HandoffTimeouts

@@ -10,7 +10,7 @@ from functools import partial
 import grpc
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
-from common.name_lookup import LookUp, look_up
+from common.rpc.name_lookup import LookUp, look_up
 from common.telemetry.timeline import HANDOFF, Timeline
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint

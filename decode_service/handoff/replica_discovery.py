@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from common.addresses import DnsName
-from common.name_lookup import LookedUpName, LookUp
+from common.rpc.name_lookup import LookedUpName, LookUp
 
 _log = logging.getLogger(__name__)
 

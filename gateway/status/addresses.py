@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.addresses import DnsName, host_and_port, is_dns_name
-from common.name_lookup import LookedUpName, LookUp
+from common.rpc.name_lookup import LookedUpName, LookUp
 
 
 @dataclass(frozen=True, slots=True)

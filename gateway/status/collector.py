@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from common.name_lookup import LookUp, look_up
+from common.rpc.name_lookup import LookUp, look_up
 from gateway.status.sampler import Sampler
 from gateway.status.watched_decode import OpenClient
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from common.name_lookup import LookUp
+from common.rpc.name_lookup import LookUp
 from gateway.status.addresses import Address, TargetAddresses
 
 MAX_MEMBERS = 64

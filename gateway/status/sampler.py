@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from common.name_lookup import LookUp
+from common.rpc.name_lookup import LookUp
 from gateway.status.document import Document
 from gateway.status.members import Members
 from gateway.status.pair import pair_of

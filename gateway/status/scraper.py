@@ -8,7 +8,7 @@ from typing import Self
 
 import httpx2
 
-from common.bearer_tokens import authorization
+from common.rpc.bearer_tokens import authorization
 from gateway.status.exposition import Exposition, parse_exposition
 
 MAX_BYTES = 256 << 10

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import grpc
 
 from baton.v1 import prefill_pb2
-from common.serving import ServerLimits, ServiceServer
-from common.timeline_rpc import TimelineServicer
+from common.service.serving import ServerLimits, ServiceServer
+from common.service.timeline_rpc import TimelineServicer
 from prefill_service.edge.servicer import PrefillServicer
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name

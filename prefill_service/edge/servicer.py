@@ -19,7 +19,6 @@ import grpc
 from opentelemetry.trace import Tracer
 
 from baton.v1 import prefill_pb2, types_pb2
-from common.engine_thread import EnginePort
 from common.errors import (
     BatonError,
     EngineFault,
@@ -30,7 +29,8 @@ from common.errors import (
 )
 from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
-from common.rpc_errors import abort_with
+from common.rpc.errors import abort_with
+from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.wire.codec_checks import ProtocolError, require

@@ -27,7 +27,7 @@ from baton.free_ports import free_ports
 from baton.local_pair import LocalPair
 from baton.running_pairs import running_pairs
 from baton.service_process import ChildProcess
-from common.demo_model import demo_model_path
+from common.checkpoints.demo_model import demo_model_path
 from tests.cli.conftest import BOUND_S, await_end
 from tests.client.scripted_inference import ScriptedServer, delta, started
 from tests.e2e.running import wait_until

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from common import runtime, service_main
+from common.checkpoints.cache import kernels_cache_dir
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
@@ -26,11 +26,11 @@ from common.model.cpu_norm import CpuRMSNorm
 from common.model.kernel_cache import kernels_dir
 from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
-from common.model_cache import kernels_cache_dir
-from common.process_exit import EXIT_STARTUP
-from common.service_main import Process, Serve, run_service
+from common.service import runtime, service_main
+from common.service.process_exit import EXIT_STARTUP
+from common.service.service_main import Process, Serve, run_service
+from common.service.work_beside import Check, Work
 from common.wire.framed_payload import FramedPayload
-from common.work_beside import Check, Work
 from decode_service import main as decode_main
 from decode_service.main import _engine
 from prefill_service import main as prefill_main

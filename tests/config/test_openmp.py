@@ -6,12 +6,13 @@ import os
 
 import pytest
 
-from common import openmp, runtime
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import StartupError
-from common.openmp import num_compute_threads, spin_briefly
-from common.process_exit import EXIT_STARTUP
-from common.service_main import Serve, run_service
+from common.host import openmp
+from common.host.openmp import num_compute_threads, spin_briefly
+from common.service import runtime
+from common.service.process_exit import EXIT_STARTUP
+from common.service.service_main import Serve, run_service
 from common.telemetry.timeline import Timeline
 
 

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.model.sampling_params import TokenLogprobs
-from common.serving import ServerLimits, ServiceServer
+from common.service.serving import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.tracing import NO_TRACER
-from common.tokenizer import TextTokenizer
+from common.text.tokenizer import TextTokenizer
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
-from common.chat_messages import ChatMessage, ToolCall
 from common.errors import InvalidRequest
+from common.text.chat_messages import ChatMessage, ToolCall
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, check_lengths, check_request
 from tests.decode_edge.edge_under_test import CONTEXT, Edge, error_of
 

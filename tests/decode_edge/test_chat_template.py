@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis.strategies import text
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.chat_messages import ChatMessage, ToolCall
-from common.chat_template import ChatRefused, ChatTemplate, TextTooLong
+from common.text.chat_messages import ChatMessage, ToolCall
+from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
 
 USER, SYSTEM = ChatMessage("user", "hi"), ChatMessage("system", "be kind")
 ASSISTANT, TOOL = ChatMessage("assistant", "yes"), ChatMessage("tool", "42")

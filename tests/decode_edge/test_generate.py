@@ -6,11 +6,11 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from common.bearer_tokens import authorization
 from common.errors import PrefillUnavailable
 from common.model.sampling_params import TokenLogprobs
+from common.rpc.bearer_tokens import authorization
+from decode_service.edge.output import OutputProcessor
 from decode_service.messages import Abort, Failed, Finished, FinishReason, RequestTimings, Submit, Tokens
-from decode_service.output import OutputProcessor
 from tests.decode_edge.edge_under_test import (
     MAX_LIVE,
     AloneContext,

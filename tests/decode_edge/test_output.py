@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.model.sampling_params import TokenLogprobs
-from common.tokenizer import TextTokenizer
-from decode_service.output import OutputProcessor, StopMatch
+from common.text.tokenizer import TextTokenizer
+from decode_service.edge.output import OutputProcessor, StopMatch
 from tests.decode_edge.tokenizers_for_tests import (
     WORDS,
     byte_fallback,

@@ -16,9 +16,9 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2
-from common.chat_messages import ChatMessage, ToolCall
 from common.errors import ContextExceeded, InvalidRequest, Overloaded
-from common.tokenizer import TextTokenizer
+from common.text.chat_messages import ChatMessage, ToolCall
+from common.text.tokenizer import TextTokenizer
 from decode_service.edge.chat_rendering import ChatRendering
 from decode_service.edge.prompts import Prompts
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt
@@ -295,7 +295,7 @@ def rendering_pids() -> list[int]:
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
             with suppress(OSError):  # it is gone meanwhile
-                if b"common.chat_template_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"common.text.chat_template_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(int(pid))
     return found
 

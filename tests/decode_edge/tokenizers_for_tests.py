@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from common.tokenizer import TextTokenizer
+from common.text.tokenizer import TextTokenizer
 
 CHAT_TEMPLATE = "".join(
     (

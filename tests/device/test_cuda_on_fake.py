@@ -17,10 +17,10 @@ from common.device.factory import open_device
 from common.device.piece import failure_of
 from common.device.stream import Scope, naming_a_lost_device, raise_if_device_failed, wait_in_order
 from common.device.upload import upload
-from common.engine_thread import EngineThread
 from common.errors import ConfigError, StartupError
 from common.load import EngineLoad, PoolCounts
-from common.watchdog import Watchdog
+from common.service.engine_thread import EngineThread
+from common.service.watchdog import Watchdog
 from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda, FakeStream
 from tests.device.rigs import BOUND_S
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import draft_source
-from common.draft_source import check_draft, resolve_draft
+from common.checkpoints import draft_source
+from common.checkpoints.draft_source import check_draft, resolve_draft
 from common.errors import StartupError
 
 

@@ -10,7 +10,7 @@ import torch
 
 from common.config.settings import DecodeSettings
 from common.errors import StartupError
-from common.runtime import open_runtime
+from common.service.runtime import open_runtime
 from tests.support.draft_heads import save_copy_head, save_eagle3_head
 
 

@@ -12,16 +12,16 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from common import available_memory
 from common.draft import eagle3_program
 from common.draft.head import DraftOutput
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.fused_forwards import fuse
+from common.host import available_memory
 from common.model.attention import ForwardInput
 from common.model.fused.start import relative
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from common.service.fused_forwards import fuse
 from tests.draft.cases import BY_NAME
 from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
 

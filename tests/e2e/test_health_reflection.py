@@ -26,12 +26,12 @@ from common.config.settings import DecodeSettings
 from common.errors import EngineLost
 from common.kv.pool_size import PoolSize
 from common.load import EngineLoad
-from common.runtime import open_runtime
-from common.service_main import Process
+from common.service.runtime import open_runtime
+from common.service.service_main import Process
 from common.telemetry.engine_metrics import EngineMetrics
 from decode_service import main as decode_main
 from decode_service.messages import Command, Event
-from decode_service.scheduler import DecodeEngine
+from decode_service.schedule.scheduler import DecodeEngine
 from tests.e2e.running import BOUND_S, RunningPair
 
 SIZE = PoolSize(max_rows=4, max_kv_tokens=8192, max_context_tokens=4096, decided_by="the test")

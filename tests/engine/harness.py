@@ -30,8 +30,8 @@ from decode_service.messages import (
     Submit,
     Tokens,
 )
-from decode_service.scheduler import DecodeEngine
-from decode_service.spec_info import SpecInfo
+from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
 

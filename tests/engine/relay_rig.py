@@ -16,10 +16,10 @@ from common.kv.pool import KvPool
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import sampling_needs
 from common.wire.fingerprint import SeedColumnSpec
-from decode_service.future_map import FutureMap, RelayPayload
+from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.messages import Submit
-from decode_service.request import Request
-from decode_service.schedule_batch import ForwardMode, ScheduleBatch
+from decode_service.schedule.request import Request
+from decode_service.schedule.schedule_batch import ForwardMode, ScheduleBatch
 from tests.engine.tags import GROUP, VOCAB_SIZE
 
 HIDDEN = SeedColumnSpec("hidden_states", "float32", (2,))

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.device.scripted import ScriptedDevice, pick_with
-from decode_service.depth import FixedDepth
-from decode_service.spec_info import SpecInfo
+from decode_service.speculate.depth import FixedDepth
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 
 CHAIN = replace(SpecInfo.chain(2), max_draft_lag=16)

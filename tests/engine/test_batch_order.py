@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from decode_service.schedule_batch import ScheduleBatch
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.engine.mutants import batches
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch

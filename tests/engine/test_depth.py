@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.depth import AdaptiveDepth, FixedDepth
-from decode_service.spec_info import MAX_DRAFT_LAG, SpecInfo
+from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
+from decode_service.speculate.spec_info import MAX_DRAFT_LAG, SpecInfo
 
 Seconds = Callable[[int], float]
 MEMORY_BOUND: Seconds = lambda num_tokens: 0.02 + 1e-5 * num_tokens  # noqa: E731

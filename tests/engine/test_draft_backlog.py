@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from decode_service.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from decode_service.draft_tree import Accepted, DraftTree
+from decode_service.speculate.draft_tree import Accepted, DraftTree
 
 NUM_TOKENS = 4
 """So few that drafts are right by chance."""

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ContextExceeded, PrefillUnavailable, RowFailure
-from decode_service import dispatcher
 from decode_service.messages import Event, Replica, ReplicasChanged, StartHandoff
+from decode_service.schedule import dispatcher
 from tests.engine.harness import ScriptedEngine
 
 

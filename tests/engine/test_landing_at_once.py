@@ -9,7 +9,7 @@ import pytest
 
 from common.device.scripted import Observer, ScriptedDevice, ScriptedStream, run_nothing
 from decode_service.messages import SegmentsLanded
-from decode_service.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 from tests.engine.speculating import CHAIN
 from tests.engine.tags import GROUP

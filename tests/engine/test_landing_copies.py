@@ -15,8 +15,8 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.model import cpu_copy
 from common.wire.handoff import KvSegment
-from decode_service.landing import LandingZone
-from decode_service.request import Request
+from decode_service.schedule.landing import LandingZone
+from decode_service.schedule.request import Request
 
 GROUP = LayerGroupSpec("target", num_layers=4, num_planes=2, num_heads=8, head_dim=64, dtype="bfloat16")
 NUM_TOKENS = 1024

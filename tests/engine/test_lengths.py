@@ -21,13 +21,13 @@ from common.model.attention import ForwardInput
 from common.model.sampling_params import ResolvedSampling
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import PrebuiltBatch
-from decode_service.draft_tree import Accepted, DraftTree
-from decode_service.future_map import FutureMap
+from decode_service.forward.future_map import FutureMap
+from decode_service.forward.worker import OnPublish, Worker, WorkerOutput
 from decode_service.messages import Submit
-from decode_service.request import Request
-from decode_service.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
-from decode_service.spec_info import SpecInfo
-from decode_service.worker import OnPublish, Worker, WorkerOutput
+from decode_service.schedule.request import Request
+from decode_service.schedule.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
+from decode_service.speculate.draft_tree import Accepted, DraftTree
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail

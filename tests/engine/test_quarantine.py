@@ -12,7 +12,7 @@ from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
-from decode_service.request import Request
+from decode_service.schedule.request import Request
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail

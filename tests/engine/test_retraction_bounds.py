@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_service.messages import StartHandoff
-from decode_service.request import Phase
-from decode_service.spec_info import SpecInfo
+from decode_service.schedule.request import Phase
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import retraction
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail

@@ -12,9 +12,9 @@ from common.kv.pool import KvPool
 from common.model.sampling_params import ResolvedSampling
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.messages import Submit
-from decode_service.request import Request
-from decode_service.running_rows import RunningRows
-from decode_service.spec_info import SpecInfo
+from decode_service.schedule.request import Request
+from decode_service.schedule.running_rows import RunningRows
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.relay_rig import make_pool
 
 WIDTH = 3

@@ -14,8 +14,8 @@ import pytest
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
-from decode_service.schedule_batch import ScheduleBatch
-from decode_service.step_in_flight import StepInFlight
+from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.step_in_flight import StepInFlight
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows, speculation
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.spec_info import SpecInfo
-from decode_service.step_times import StepTimes
+from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.step_times import StepTimes
 
 DEEPEST = SpecInfo.chain(3)
 SECONDS = (0.010, 0.015, 0.025, 0.040)

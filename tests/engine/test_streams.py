@@ -13,7 +13,7 @@ from tests.engine.harness import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("decode_service", "prefill_service")
-OPENERS = {"main", "__main__"}
+ENGINE_ROOMS = ("schedule", "speculate", "forward")
 CUDA_IN_THE_SCHEDULER = (
     "import torch.cuda",
     "torch.cuda.synchronize()",
@@ -27,9 +27,9 @@ NEUTRAL_DEVICE_MODULES = {f"common.device.{name}" for name in ("stream", "cell",
 
 
 def engine_sources() -> dict[str, str]:
-    """The schedulers with everything beside them, and what they hold rows and slots with. `main` opens the device."""
-    paths = [path for service in SERVICES for path in (ROOT / service).glob("*.py") if path.stem not in OPENERS]
-    paths += (ROOT / "common" / "kv").glob("*.py")
+    """The engines' rooms and what rows and slots are held with. `main` opens the device."""
+    rooms = [ROOT / service / room for service in SERVICES for room in ENGINE_ROOMS]
+    paths = [path for room in (*rooms, ROOT / "common" / "kv") for path in room.glob("*.py")]
     return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths)}
 
 
@@ -58,7 +58,7 @@ def is_device_name(name: str) -> bool:
 
 def check_no_device_is_named(planted: str = "") -> None:
     sources = engine_sources()
-    assert "decode_service/scheduler.py" in sources and "prefill_service/scheduler.py" in sources
+    assert "decode_service/schedule/scheduler.py" in sources and "prefill_service/schedule/scheduler.py" in sources
     named = {path: device_names(source) for path, source in {**sources, "planted": planted}.items()}
     named = {path: names for path, names in named.items() if names}
     assert not named, f"a device is named in {named}"

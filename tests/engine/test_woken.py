@@ -11,17 +11,17 @@ from torch import Tensor
 
 from common.device.factory import open_device
 from common.device.scripted import ScriptedDevice
-from common.engine_thread import EngineThread
 from common.load import EngineLoad, PoolCounts
 from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
+from common.service.engine_thread import EngineThread
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
-from decode_service.scheduler import DecodeEngine
+from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.messages import Command, FrameReady, OpenCall
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.harness import ScriptedEngine
 
 BOUND_S = 30.0

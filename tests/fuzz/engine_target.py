@@ -24,8 +24,8 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import NO_SPECULATION, Fingerprint
 from common.wire.handoff import HandoffRow
 from decode_service import messages as decode
-from decode_service.scheduler import DecodeEngine
-from decode_service.spec_info import SpecInfo
+from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.speculate.spec_info import SpecInfo
 from tests.fuzz.pure_targets import checksummed
 from tests.fuzz.target import Run, Target, join, split
 from tests.fuzz.wire_strategies import hostile_messages

@@ -30,15 +30,15 @@ _START_ALLOWANCE_S = 120.0
 # Of what a target runs. (Where numba compiles a function it must find it as it was written.)
 INSTRUMENTED = (
     "common.errors",
-    "common.rpc_errors",
-    "common.tokenizer",
+    "common.rpc.errors",
+    "common.text.tokenizer",
     "common.wire",
-    "decode_service.detokenizer",
-    "decode_service.dispatcher",
+    "decode_service.edge.detokenizer",
+    "decode_service.schedule.dispatcher",
     "decode_service.edge",
-    "decode_service.landing",
-    "decode_service.output",
-    "decode_service.scheduler",
+    "decode_service.schedule.landing",
+    "decode_service.edge.output",
+    "decode_service.schedule.scheduler",
     "prefill_service.edge",
 )
 

@@ -9,10 +9,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
-from common.chat_messages import ChatMessage
-from common.chat_template import ChatRefused
 from common.errors import BatonError, FingerprintMismatch, InvalidRequest
-from common.rpc_errors import status_of
+from common.rpc.errors import status_of
+from common.text.chat_messages import ChatMessage
+from common.text.chat_template import ChatRefused
 from common.wire.checksums import checksum
 from common.wire.codec_checks import ProtocolError, parse
 from common.wire.codec_commands import PrefillBatch, decode_command
@@ -20,8 +20,8 @@ from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import PROTOCOL_VERSION, first_difference
 from common.wire.handoff import HandoffRow, RowFailed
+from decode_service.edge.output import OutputProcessor
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt, check_lengths, check_request
-from decode_service.output import OutputProcessor
 from prefill_service.edge import row_checks
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, vocab_size
 from tests.fuzz.target import Run, Target, join, split

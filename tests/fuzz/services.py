@@ -16,12 +16,12 @@ from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.device.factory import open_device
-from common.engine_thread import EngineThread
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.serving import ServiceServer
+from common.service.engine_thread import EngineThread
+from common.service.serving import ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
-from common.tokenizer import TextTokenizer
+from common.text.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 from decode_service import messages as decode
 from decode_service.edge.event_router import EventRouter
@@ -33,12 +33,12 @@ from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.scheduler import DecodeEngine
+from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service import messages as prefill
 from prefill_service.edge import row_checks
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.fuzz.engine_target import fingerprint_of
 from tests.support.loop_thread import LoopThread
 from tests.support.models import save_tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage
 from gateway.chat import parse_chat
 from gateway.completions import parse_completion
 from gateway.errors import ApiError

@@ -12,8 +12,8 @@ from common.device.factory import open_device
 from common.draft.load import load_draft
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
-from decode_service.future_map import FutureMap
-from decode_service.schedule_batch import ScheduleBatch
+from decode_service.forward.future_map import FutureMap
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import SAMPLED, SHAPES
 from tests.support.models import save_last_token_model

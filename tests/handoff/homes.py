@@ -25,6 +25,7 @@ from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.handoff.nixl_lender import NixlLender
 from prefill_service.messages import (
     CallDone,
     CancelCallRows,
@@ -34,7 +35,6 @@ from prefill_service.messages import (
     OpenCall,
     SegmentBytesSent,
 )
-from prefill_service.nixl_lender import NixlLender
 from tests.e2e.running import wait_until
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread

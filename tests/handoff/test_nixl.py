@@ -21,9 +21,9 @@ from common.errors import EngineFault, PrefillUnavailable, StartupError
 from common.kv.shared_pool import PoolUnusable
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.messages import BreakCall
-from prefill_service import lent_memory
-from prefill_service.lent_memory import LentMemory
-from prefill_service.nixl_lender import NixlLender
+from prefill_service.handoff import lent_memory
+from prefill_service.handoff.lent_memory import LentMemory
+from prefill_service.handoff.nixl_lender import NixlLender
 from tests.e2e.running import wait_until
 from tests.handoff.homes import NixlPeers
 from tests.handoff.nixl_pair import GROUPS, Pair, is_reading, stopped

@@ -13,7 +13,7 @@ from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall, SegmentBytesSent
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import INBOX, shared_by

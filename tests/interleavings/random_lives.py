@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from decode_service.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.speculating import CHAIN, TREE
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import (

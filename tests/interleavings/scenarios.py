@@ -17,8 +17,7 @@ from torch import Tensor
 from common.device.scripted import ScriptedDevice
 from common.errors import PrefillUnavailable
 from common.kv.pool import KvPool
-from decode_service import dispatcher
-from decode_service.future_map import FutureMap
+from decode_service.forward.future_map import FutureMap
 from decode_service.messages import (
     Abort,
     CallEnded,
@@ -30,10 +29,11 @@ from decode_service.messages import (
     FinishReason,
     Tokens,
 )
-from decode_service.schedule_batch import ScheduleBatch
-from decode_service.scheduler import DecodeEngine
-from decode_service.spec_info import SpecInfo
-from decode_service.step_in_flight import StepInFlight
+from decode_service.schedule import dispatcher
+from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.schedule.step_in_flight import StepInFlight
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay, payload_of
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected

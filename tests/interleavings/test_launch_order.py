@@ -13,10 +13,10 @@ from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs
 from common.model.sampling_state import SamplingState
-from decode_service.future_map import FutureMap
-from decode_service.recording import record_forwards
-from decode_service.spec_info import SpecInfo
-from decode_service.worker import PlainWorker
+from decode_service.forward.future_map import FutureMap
+from decode_service.forward.recording import record_forwards
+from decode_service.forward.worker import PlainWorker
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.mutants import memory
 from tests.engine.speculating import CHAIN, TREE
 from tests.engine.tags import GROUP, VOCAB_SIZE, TagModel

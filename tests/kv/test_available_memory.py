@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.available_memory import available_bytes
+from common.host.available_memory import available_bytes
 
 GIB = 1 << 30
 

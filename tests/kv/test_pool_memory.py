@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import available_memory, untouched_memory
 from common.errors import StartupError
+from common.host import available_memory, untouched_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
-from common.work_beside import Stopped
+from common.service.work_beside import Stopped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

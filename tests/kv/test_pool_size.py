@@ -20,10 +20,10 @@ from common.device.errors import PieceFailed
 from common.device.stream import DeviceMemory
 from common.errors import StartupError
 from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolLimits, PoolSize, room_beside_pool, size_pool
-from common.runtime import open_runtime
+from common.service.runtime import open_runtime
 from decode_service import main as decode_main
-from decode_service.recording import recorded_bytes
-from decode_service.spec_info import SpecInfo
+from decode_service.forward.recording import recorded_bytes
+from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import main as prefill_main
 
 GIB = 1 << 30

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import available_memory
+from common.host import available_memory
 from common.kv import shared_pool as shared_pool_module
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool

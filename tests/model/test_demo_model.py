@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from common.demo_model import demo_model_path, ensure_demo_model, unpack_gguf
+from common.checkpoints.cache import Progress, make_once, run_python, silent
+from common.checkpoints.demo_model import demo_model_path, ensure_demo_model, unpack_gguf
 from common.errors import StartupError
-from common.model_cache import Progress, make_once, run_python, silent
 
 
 class FakeSource:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
 from common.model.forward_program import AttentionSize, ForwardProgram, FusedDecoder
 from common.model.fused.attending import PART_TOKENS
 from common.model.fused.builder import ProgramBuilder
 from common.model.fused.start import new_forwards
 from common.model.loader import load_target
+from common.service.fused_forwards import fuse
 
 _VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS, _GUARD_BYTES = 90, 600, 4096, 1 << 20
 _SIZES = [

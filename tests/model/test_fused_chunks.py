@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
 from common.model.attention_cpu import MAX_QUERIES
 from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from common.service.fused_forwards import fuse
 from tests.support.models import save_tiny_model
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}

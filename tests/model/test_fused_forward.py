@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from common.errors import StartupError
-from common.fused_forwards import fuse
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram, FusedDecoder
@@ -20,7 +19,8 @@ from common.model.fused.attending import PART_TOKENS
 from common.model.fused.start import difference, new_forwards, with_capture
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.work_beside import Stopped
+from common.service.fused_forwards import fuse
+from common.service.work_beside import Stopped
 
 _NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 640, 200, 512
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common import available_memory, fused_forwards
-from common.fused_forwards import new_fusing
+from common.host import available_memory
 from common.model import kernel_cache
 from common.model.fused import start, weight_memory
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.work_beside import Work, WorkBeside
+from common.service import fused_forwards
+from common.service.fused_forwards import new_fusing
+from common.service.work_beside import Work, WorkBeside
 
 BOUND_S = 20.0
 

@@ -15,11 +15,11 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
 
+from common.checkpoints.source import resolve_model
 from common.errors import StartupError
 from common.gguf.config import RefusedFile
 from common.gguf.convert import convert_gguf
 from common.model.loader import load_target
-from common.model_source import resolve_model
 from tests.model.paged_model import PagedModel
 from tests.support.gguf_files import GgufFile, gguf_of
 from tests.support.models import END_ID, VOCAB_SIZE, make_tokenizer, random_model

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.checkpoints.digest import LoadedDraft, compute_fingerprint, weights_digest
 from common.draft.load import load_draft
 from common.errors import StartupError
 from common.model.loader import load_target
-from common.model_digest import LoadedDraft, compute_fingerprint, weights_digest
 from common.wire.fingerprint import Fingerprint, first_difference
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.models import save_tiny_model
@@ -122,7 +122,7 @@ def test_a_context_limit_that_the_rotation_follows_is_a_difference(rope: dict[st
 
 def test_another_transformers_is_seen_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(directory)
-    monkeypatch.setattr("common.model_digest.transformers.__version__", "5.0.1")
+    monkeypatch.setattr("common.checkpoints.digest.transformers.__version__", "5.0.1")
     difference = first_difference(before, fingerprint(directory))
     assert difference is not None
     assert difference[0] == "config_digest" and "5.0.1" in difference[2]

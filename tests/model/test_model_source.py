@@ -17,10 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.free_ports import free_ports
-from common.draft_source import check_draft
+from common.checkpoints.draft_source import check_draft
+from common.checkpoints.source import check_model, resolve_model
 from common.errors import StartupError
 from common.model.loader import load_target
-from common.model_source import check_model, resolve_model
 from tests.model.conftest import Reference
 from tests.model.paged_model import PagedModel
 from tests.support.gguf_files import gguf_of

@@ -19,9 +19,9 @@ from common.model.attention import ForwardInput
 from common.model.forward_program import Largest
 from common.model.sampling import Ancestors, Sampled
 from common.model.sampling_state import SamplingBatch, SamplingState
-from decode_service import eagle_worker, speculative_worker
-from decode_service.draft_tree import Accepted, DraftTree
-from decode_service.speculative_worker import SpeculativeWorker
+from decode_service.forward import eagle_worker, speculative_worker
+from decode_service.forward.speculative_worker import SpeculativeWorker
+from decode_service.speculate.draft_tree import Accepted, DraftTree
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

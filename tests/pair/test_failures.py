@@ -14,10 +14,10 @@ from common.kv.shared_pool import SharedPool
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.handoff import Frame, KvSegment
-from decode_service.landing import LandingZone
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
+from decode_service.schedule.landing import LandingZone
 from prefill_service import messages as prefill
-from prefill_service.sender import KvSender
+from prefill_service.handoff.sender import KvSender
 from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, ForwardFailed, is_decode
 from tests.support.pair import InProcessPair, PairOptions

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from common.model.attention import ForwardInput
 from common.model.sampling_params import ResolvedSampling
-from decode_service import speculative_worker
-from decode_service.draft_tree import Accepted, DraftTree
+from decode_service.forward import speculative_worker
+from decode_service.speculate.draft_tree import Accepted, DraftTree
 from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from common.model.sampling_params import ResolvedSampling
-from decode_service.depth import FixedDepth
-from decode_service.spec_info import SpecInfo
+from decode_service.speculate.depth import FixedDepth
+from decode_service.speculate.spec_info import SpecInfo
 from tests.conftest import MakePair
 from tests.support.drafted import SHAPES, Counts, Drafted, assert_same
 from tests.support.pair import InProcessPair, PairOptions

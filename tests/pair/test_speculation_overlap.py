@@ -14,9 +14,9 @@ from common.draft.load import load_draft
 from common.kv.pool import KvPool
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
-from decode_service.eagle_worker import EagleWorker
-from decode_service.schedule_batch import ScheduleBatch
-from decode_service.worker import OnPublish
+from decode_service.forward.eagle_worker import EagleWorker
+from decode_service.forward.worker import OnPublish
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.support.draft_heads import save_copy_head
 from tests.support.pair import InProcessPair, PairOptions
 

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from common.draft.seed import Seed
 from common.model.sampling_params import ResolvedSampling
-from decode_service import speculative_worker
-from decode_service.depth import FixedDepth
-from decode_service.draft_backlog import DraftBacklog, Unread
-from decode_service.draft_tree import DraftTree
-from decode_service.eagle_worker import EagleWorker
-from decode_service.spec_info import SpecInfo
-from prefill_service import worker as prefill
+from decode_service.forward import speculative_worker
+from decode_service.forward.draft_backlog import DraftBacklog, Unread
+from decode_service.forward.eagle_worker import EagleWorker
+from decode_service.speculate.depth import FixedDepth
+from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import SpecInfo
+from prefill_service.forward import worker as prefill
 from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant

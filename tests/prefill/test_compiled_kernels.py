@@ -10,7 +10,7 @@ from common.device.scripted import ScriptedDevice
 from common.model.attention import ForwardInput, KernelShape
 from common.model.attention_torch import TorchAttention
 from common.model.target import TargetModel
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.faulty_target import FaultyTarget
 
 SHAPES = (KernelShape(3, 3), KernelShape(2, 40))

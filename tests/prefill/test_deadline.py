@@ -10,7 +10,7 @@ from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.handoff import HandoffRow, RowFailed
 from prefill_service.messages import CallDone, FrameReady, OpenCall
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 
 
 def test_a_late_prompt_fails_before_it_is_given_a_row(tiny_target: Callable[[str], TargetModel]) -> None:

@@ -19,7 +19,7 @@ from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.tag_head import TagHead
 from tests.engine.tags import TagModel
 from tests.support.faulty_target import FaultyTarget, ForwardFailed

@@ -14,7 +14,7 @@ from common.model.sampling_state import RowSeed, SamplingState
 from common.model.target import TargetModel
 from common.wire.handoff import HandoffRow, PrebuiltBatch, RowFailed
 from prefill_service.messages import FrameReady, OpenCall
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.faulty_target import FaultyTarget
 
 CHUNK_TOKENS = 8

@@ -24,11 +24,11 @@ from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
-from prefill_service.chunk_batch import Chunk
+from prefill_service.forward.chunk_batch import Chunk
+from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
 from prefill_service.prompt import Prompt
-from prefill_service.scheduler import PrefillEngine
-from prefill_service.sender import KvSender
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
 
 NUM_LAYERS = 2

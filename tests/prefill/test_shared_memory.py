@@ -24,7 +24,7 @@ from prefill_service.messages import (
     OpenCall,
     SegmentsReturned,
 )
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of
 
 PROMPT = tuple(range(1, 25))

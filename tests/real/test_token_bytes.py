@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.model.sampling_params import TokenLogprobs
-from common.tokenizer import TextTokenizer
-from decode_service.output import OutputProcessor
+from common.text.tokenizer import TextTokenizer
+from decode_service.edge.output import OutputProcessor
 
 TEXT = "Grüße, 世界! 🧑🏽‍🚀 naïve — “ok”\n\n\tdef f(x):  # ½\n Ω≈ç√ नमस्ते"
 

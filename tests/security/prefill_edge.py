@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.serving import ServerLimits
+from common.service.serving import ServerLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.homes import LIMITS

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from baton import Client, Tls, errors
 from common.errors import ConfigError, PrefillUnavailable
-from common.serving import channel_credentials, server_credentials
+from common.service.serving import channel_credentials, server_credentials
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
 from prefill_service.edge.server import PrefillServer

@@ -19,9 +19,9 @@ from baton.cli.main import app
 from baton.client import PrefillClient
 from baton.server_info import HealthStatus
 from common.addresses import is_loopback
-from common.bearer_tokens import authorization, read_tokens
 from common.errors import ConfigError
-from common.serving import ServiceServer
+from common.rpc.bearer_tokens import authorization, read_tokens
+from common.service.serving import ServiceServer
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.status_errors import error_info

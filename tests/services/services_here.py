@@ -21,11 +21,11 @@ from baton import errors
 from baton.client import AsyncClient
 from baton.server_info import HealthStatus
 from common.config.settings import ServiceSettings
-from common.engine_thread import EngineThread
 from common.errors import EngineLost
 from common.model.attention import ForwardInput
-from common.runtime import open_runtime
-from common.service_main import Process
+from common.service.engine_thread import EngineThread
+from common.service.runtime import open_runtime
+from common.service.service_main import Process
 from common.telemetry.tracing import NO_TRACER
 from tests.support.faulty_target import FaultyTarget
 

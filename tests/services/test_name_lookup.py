@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from common.name_lookup import LookedUpName
+from common.rpc.name_lookup import LookedUpName
 
 BOUND_S = 20.0
 

@@ -23,7 +23,7 @@ from common.errors import EngineStalled
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
 from prefill_service.messages import Command, Event
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.services.services_here import BOUND_S, ServiceHere, free_address, serving_here
 
 TOLD_WITHIN_S = 5.0

@@ -12,10 +12,10 @@ import pytest
 
 from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import StreamKind
-from common.engine_thread import EngineThread
 from common.errors import EngineLost, EngineStalled
 from common.load import EngineLoad, PoolCounts
-from common.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine
+from common.service.engine_thread import EngineThread
+from common.service.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine
 
 STALL_TIMEOUT_S = 60.0
 BOUND_S = 10.0

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.kv.pool import KvPool
-from common.work_beside import Check, Stopped, WorkBeside
+from common.service.work_beside import Check, Stopped, WorkBeside
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
 from tests.services.services_here import free_address, serving_here, until

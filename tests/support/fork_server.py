@@ -20,9 +20,9 @@ import torch
 from transformers.utils import logging
 
 import prefill_service.main  # noqa: F401 - imported for the children
+from common.checkpoints.cache import kernels_cache_dir
 from common.model.kernel_cache import keep_kernels
 from common.model.loader import load_target
-from common.model_cache import kernels_cache_dir
 from tests.support.models import save_tiny_model
 
 PR_SET_PDEATHSIG = 1

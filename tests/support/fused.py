@@ -12,8 +12,8 @@ from typing import TypeVar
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.draft.paged_head import PagedHead
-from common.fused_forwards import fuse
 from common.model.target import TargetModel
+from common.service.fused_forwards import fuse
 from common.telemetry.forward_counts import ForwardCounts
 
 BOUND_S = 60.0

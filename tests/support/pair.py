@@ -24,10 +24,10 @@ from common.wire.handoff import Frame, HandoffRow, KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.transport import TransportReport
-from decode_service.scheduler import DecodeEngine
-from decode_service.spec_info import SpecInfo
+from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import messages as prefill
-from prefill_service.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 
 if TYPE_CHECKING:
     from common.model.sampling_triton import TritonDraws

@@ -13,9 +13,9 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.events import Completion, FinishReason, Timings, Usage
-from common.chat_messages import ChatMessage
 from common.errors import ConfigError
-from common.tokenizer import TextTokenizer
+from common.text.chat_messages import ChatMessage
+from common.text.tokenizer import TextTokenizer
 from tests.support.models import END_ID, SPECIAL_TOKENS, START_ID, VOCAB_SIZE
 from tests.training.cases import QUESTION_LIMIT, arrays, quiet, save_data
 from training import generate

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from common.available_memory import require_room
+from common.host.available_memory import require_room
 from common.model.forward_program import AttentionSize, FusedDecoder, NewDecoder, Program
 from common.model.fused.builder import ProgramBuilder
 from common.model.fused.dot_products import PANEL_WIDTH, step_of

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from common.host.scheduling_policy import compute
 from common.model.cpu_kernel import jit, prefetch
 from common.model.fused.memory import (
     add_to_word,
@@ -34,7 +35,6 @@ from common.model.fused.memory import (
     write_file,
     yield_core,
 )
-from common.scheduling_policy import compute
 
 _LINE_BYTES = 64
 _LINE = 8  # words; what threads write often lies on cache lines of its own

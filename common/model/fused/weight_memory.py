@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.untouched_memory import untouched_zeros
+from common.host.untouched_memory import untouched_zeros
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64

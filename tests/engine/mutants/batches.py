@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_service.schedule_batch import ScheduleBatch
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.engine.mutants.kinds import Mutant
 
 

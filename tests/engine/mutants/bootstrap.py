@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.device.scripted import ScriptedStream
 from common.device.stream import Event
-from decode_service.future_map import FutureMap, RelayPayload
-from decode_service.schedule_batch import ScheduleBatch
+from decode_service.forward.future_map import FutureMap, RelayPayload
+from decode_service.schedule.schedule_batch import ScheduleBatch
 
 
 def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:

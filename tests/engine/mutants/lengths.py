@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from common.kv.pool import KvPool
-from decode_service import schedule_batch
-from decode_service.future_map import FutureMap
-from decode_service.running_rows import Rows, RunningRows
-from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.forward.future_map import FutureMap
+from decode_service.schedule import schedule_batch
+from decode_service.schedule.running_rows import Rows, RunningRows
+from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
 
 
 def twins_share_storage(patch: pytest.MonkeyPatch) -> None:

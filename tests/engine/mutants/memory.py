@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from decode_service import forward_side
-from decode_service.step_in_flight import StepInFlight
-from decode_service.worker import Worker, WorkerOutput
-from prefill_service import scheduler as prefill_scheduler
-from prefill_service.chunk_batch import ChunkBatch
+from decode_service.forward import forward_side
+from decode_service.forward.worker import Worker, WorkerOutput
+from decode_service.schedule.step_in_flight import StepInFlight
+from prefill_service.forward.chunk_batch import ChunkBatch
+from prefill_service.schedule import scheduler as prefill_scheduler
 
 
 class _ForgetfulWorker:

@@ -6,9 +6,9 @@ import pytest
 
 from common.device.scripted import ScriptedStream
 from common.device.stream import Event
+from prefill_service.handoff.sender import KvSender
 from prefill_service.prompt import Prompt
-from prefill_service.scheduler import PrefillEngine
-from prefill_service.sender import KvSender
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.mutants.rows import _use_not_noted
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.stream import Scope
 from common.kv.row_table import ReqToTokenPool
-from decode_service.future_map import FutureMap, RelayPayload
-from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
-from decode_service.speculative_worker import SpeculativeWorker
-from decode_service.step_in_flight import RowResults, StepInFlight
-from decode_service.worker import OnPublish, PlainWorker, Worker, WorkerOutput
+from decode_service.forward.future_map import FutureMap, RelayPayload
+from decode_service.forward.speculative_worker import SpeculativeWorker
+from decode_service.forward.worker import OnPublish, PlainWorker, Worker, WorkerOutput
+from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.schedule.step_in_flight import RowResults, StepInFlight
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ import pytest
 
 from common.kv.pool import KvPool
 from common.wire.handoff import HandoffRow
-from decode_service import dispatcher, retraction, scheduler
-from decode_service.depth import Depth
-from decode_service.dispatcher import PrefillDispatcher
-from decode_service.request import Request
-from decode_service.retraction import Retraction
-from decode_service.schedule_batch import ScheduleBatch
-from decode_service.spec_info import SpecInfo
-from decode_service.waiting_queue import WaitingQueue
+from decode_service.schedule import dispatcher, retraction, scheduler
+from decode_service.schedule.dispatcher import PrefillDispatcher
+from decode_service.schedule.request import Request
+from decode_service.schedule.retraction import Retraction
+from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.waiting_queue import WaitingQueue
+from decode_service.speculate.depth import Depth
+from decode_service.speculate.spec_info import SpecInfo
 
 
 def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:

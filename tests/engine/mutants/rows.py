@@ -11,13 +11,13 @@ import pytest
 from common.device.stream import Event, Stream
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.row_columns import RowColumns
-from decode_service import scheduler
-from decode_service.landing import LandingZone, _LandingRow
-from decode_service.request import Request
-from decode_service.running_rows import Rows
-from decode_service.schedule_batch import ForwardBatch, ScheduleBatch
-from decode_service.scheduler import DecodeEngine
-from decode_service.step_in_flight import StepInFlight
+from decode_service.schedule import scheduler
+from decode_service.schedule.landing import LandingZone, _LandingRow
+from decode_service.schedule.request import Request
+from decode_service.schedule.running_rows import Rows
+from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.schedule.step_in_flight import StepInFlight
 
 
 def quarantine_skipped(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from baton.errors import Unavailable
 from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
 from common.load import EngineLoad, PoolCounts
-from common.name_lookup import LookUp
+from common.rpc.name_lookup import LookUp
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.handoff_metrics import HandoffMetrics

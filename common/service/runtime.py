@@ -1,0 +1,208 @@
+"""What a service needs before it can serve: its model, device, fingerprint and the like, from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+import transformers
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from common.checkpoints.cache import kernels_cache_dir
+from common.checkpoints.digest import LoadedDraft, compute_fingerprint
+from common.checkpoints.draft_source import resolve_draft
+from common.checkpoints.source import resolve_model
+from common.config.settings import ServiceSettings
+from common.device.factory import open_device
+from common.device.stream import Device
+from common.draft.load import load_draft
+from common.draft.paged_head import PagedHead
+from common.errors import StartupError
+from common.host.openmp import num_compute_threads
+from common.kv.pool_size import MemoryBeside, PoolLimits, PoolSize, size_pool
+from common.model.attention_choice import new_draw_kernels
+from common.model.loader import load_target
+from common.model.model_files import model_faults
+from common.model.target import TargetModel
+from common.service.fused_forwards import new_fusing
+from common.service.work_beside import Check, Work, WorkBeside
+from common.telemetry.forward_counts import ForwardCounts
+from common.telemetry.timeline import Timeline
+from common.wire.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
+
+_FUSED_SHARE_OF_CORES = 1.0
+"""In either service: threads that take items as they come lose little to others on their cores."""
+
+_STOP_TIMEOUT_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """`directory` is the model's. `context_tokens` is what the model and the settings allow one request.
+    `draw_kernels`: None where PyTorch's operators draw tokens.
+    """
+
+    directory: Path
+    model: TargetModel
+    draft: PagedHead | None
+    device: Device
+    draw_kernels: TritonDraws | None
+    timeline: Timeline
+    fingerprint: Fingerprint
+    architecture: str
+    context_tokens: int
+    populates: bool
+    fusing: Work | None
+    beside: WorkBeside
+
+    @property
+    def forward_counts(self) -> Mapping[str, ForwardCounts]:
+        """Of the target and of the draft head, where there is one."""
+        counts = {"target": self.model.forward_counts}
+        return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
+
+    def size_pool(self, settings: ServiceSettings, beside: MemoryBeside, *, tokens_ahead: int = 0) -> PoolSize:
+        """How many rows and tokens the KV pool has. A line of the log says so. Raises StartupError."""
+        memory, token_bytes = self.device.memory(), sum(group.token_bytes for group in self.fingerprint.layer_groups)
+        limits = PoolLimits(
+            max_rows=settings.max_rows,
+            max_kv_tokens=settings.max_kv_tokens,
+            memory_share=settings.memory_share,
+            context_tokens=self.context_tokens,
+            tokens_ahead=tokens_ahead,
+        )
+        size = size_pool(
+            limits, token_bytes=token_bytes, beside=beside, memory=memory, torch_device=self.device.torch_device
+        )
+        _log.info(
+            "pool_sized",
+            **asdict(size),
+            token_bytes=token_bytes,
+            pool_bytes=(size.max_kv_tokens + 1) * token_bytes,
+            bytes_beside=beside.peak_bytes(size.max_rows),
+            free_bytes=None if memory is None else memory.free_bytes,
+            memory_share=settings.memory_share,
+        )
+        return size
+
+    def start_beside(self, populate: Work) -> None:
+        """Populate the KV pool beside serving, then fuse forwards, each where settings and model allow it. To be called
+        once it serves.
+        """
+        populating = partial(_populate_logged, populate) if self.populates else None
+        self.beside.start(*(work for work in (populating, self.fusing) if work is not None))
+
+    def close(self) -> None:
+        """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
+        if not self.beside.stop(_STOP_TIMEOUT_S):
+            _log.warning("work_beside_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
+
+
+def open_runtime(settings: ServiceSettings) -> Runtime:
+    """Load everything; minutes for a large model. Raises StartupError."""
+    _only_log_lines()
+    torch.set_num_threads(1)  # helpers of this thread would count as OpenMP threads for as long as it lives
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
+    timeline = Timeline()
+    num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
+    device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
+    draw_kernels = new_draw_kernels(settings.attention, torch_device=device.torch_device)
+    _log.info("draw_chosen", draws="operators" if draw_kernels is None else "kernels", device=settings.device)
+    if device.torch_device.type == "cpu":
+        from common.model.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
+
+        keep_kernels(kernels_cache_dir() if settings.keep_kernels else None)
+    directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
+    _log.info("loading_model", model=settings.model, directory=str(directory))
+    with model_faults(settings.model):
+        model = load_target(
+            directory,
+            device=settings.device,
+            dtype=settings.dtype,
+            attention=settings.attention,
+            fuses=settings.fuses_forwards,
+            optimizes_modules=settings.optimized_modules,
+        )
+    with model_faults(settings.draft):
+        head, draft = _load_draft(settings, model) if settings.draft else (None, None)
+    bounds = (model.max_context_tokens, settings.max_context_tokens)
+    fingerprint = compute_fingerprint(directory, model, draft=draft)
+    fusing = None
+    if settings.fuses_forwards and model.torch_device.type == "cpu":
+        fusing = new_fusing(
+            model,
+            head,
+            num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),
+            max_tokens=settings.max_fused_tokens,
+        )
+    return Runtime(
+        directory=directory,
+        model=model,
+        draft=head,
+        device=device,
+        draw_kernels=draw_kernels,
+        timeline=timeline,
+        fingerprint=fingerprint,
+        architecture=model.architecture,
+        populates=settings.populate_pool,
+        fusing=fusing,
+        beside=WorkBeside(),
+        context_tokens=min(bound for bound in bounds if bound is not None),
+    )
+
+
+def _only_log_lines() -> None:
+    """What the libraries of models have to say goes to this process's log, and no bars are drawn."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_default_handler()
+    transformers.utils.logging.enable_propagation()
+    disable_progress_bars()
+
+
+def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHead, LoadedDraft]:
+    directory = resolve_draft(settings.draft, _LoggedProgress())
+    _log.info("loading_draft", draft=settings.draft, directory=str(directory))
+    head = load_draft(
+        directory,
+        target=model,
+        device=settings.device,
+        dtype=settings.dtype,
+        attention=settings.attention,
+        fuses=settings.fuses_forwards,
+    )
+    num_layers, num_ids = head.layer_group.num_layers, head.token_ids.shape[0]
+    if settings.draft_topk > 1 and num_layers > 1:
+        raise StartupError(f"draft_topk: {settings.draft} has {num_layers} layers: it drafts chains, not trees")
+    if settings.draft_topk > num_ids:
+        raise StartupError(f"draft_topk: {settings.draft_topk} of a draft vocabulary of {num_ids}")
+    model.capture_hidden(head.capture)
+    return head, LoadedDraft(head, settings.draft_topk)
+
+
+def _populate_logged(populate: Work, check: Check) -> None:
+    try:
+        populate(check)
+    except OSError as error:
+        _log.warning("kv_pool_not_populated", error=str(error))
+
+
+class _LoggedProgress:
+    """One line when a stage begins, none for each step of it."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, stage: str, num_done: int, num_total: int) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            _log.info("preparing_model", stage=stage)

@@ -1,0 +1,128 @@
+"""The life of a service's process: settings, logs, loading, serving, and what it exits with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import structlog
+from opentelemetry.trace import Tracer
+from prometheus_client import CollectorRegistry
+
+from common.checkpoints.draft_source import check_draft
+from common.checkpoints.source import check_model
+from common.config.load import load_settings, log_format_asked
+from common.config.settings import ServiceSettings
+from common.errors import EngineLost
+from common.host.descriptors import raise_descriptor_limit
+from common.host.host_memory import keep_freed_memory
+from common.host.openmp import spin_briefly
+from common.host.scheduling_policy import wait_for_computing
+from common.service.process_exit import EXIT_ENGINE_LOST, EXIT_OK, exit_on_termination, exit_status_of
+from common.telemetry.logs import configure_logs, only_log_lines
+from common.telemetry.tracing import NO_TRACER, process_tracer
+
+if TYPE_CHECKING:
+    from common.service.runtime import Runtime
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """What belongs to this start of the process. `instance_id` is never used again."""
+
+    instance_id: str
+    runtime: Runtime
+    registry: CollectorRegistry
+    tracer: Tracer = NO_TRACER
+
+
+Serve = Callable[[SettingsT, Process], Awaitable[None]]
+
+
+def run_service(
+    program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: Sequence[str]
+) -> int:
+    """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status.
+
+    0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong. When its engine was lost the
+    process ends here, with 1. gRPC, and the libraries that models need, are imported only after the settings were found
+    right and the model and the head they name may be there: `--help` and mistakes are answered at once, and gRPC writes
+    no lines of its own.
+    """
+    with exit_on_termination(), only_log_lines():
+        configure_logs("info", log_format_asked(argv), service=program)
+        try:
+            settings = load_settings(kind, argv, program=program)
+            instance_id = uuid.uuid4().hex
+            configure_logs(settings.log_level, settings.log_format, service=program, instance_id=instance_id)
+            _log.info("config", **settings.model_dump(mode="json"))
+            check_model(settings.model)
+            if settings.draft:
+                check_draft(settings.draft)
+            raise_descriptor_limit()
+            spin_briefly()
+            if settings.keep_freed_memory:
+                keep_freed_memory()
+            if settings.forwards_first and settings.device == "cpu":
+                wait_for_computing()
+            sys.setswitchinterval(settings.switch_interval_s)
+            with _all_kept():
+                from common.service.runtime import open_runtime
+                from common.telemetry.exposition import MetricsServer
+
+                serve = import_serve()
+            runtime, registry = open_runtime(settings), CollectorRegistry()
+            with (
+                contextlib.closing(runtime),
+                MetricsServer(settings.metrics_listen, registry, tokens=_metrics_tokens(settings)),
+                process_tracer(settings, service=program, instance_id=instance_id) as tracer,
+            ):
+                process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
+                asyncio.run(_serve(serve, settings, process))
+        except EngineLost as error:
+            _log.critical("ended", reason=str(error))
+            _end_process(EXIT_ENGINE_LOST)
+        except Exception as error:
+            return exit_status_of(error)
+    _log.info("stopped")
+    return EXIT_OK
+
+
+def _metrics_tokens(settings: ServiceSettings) -> tuple[str, ...]:
+    from common.rpc.bearer_tokens import read_tokens
+
+    file = settings.metrics_token_file
+    return () if file is None else read_tokens("metrics_token_file", file)
+
+
+async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process) -> None:
+    await serve(settings, process)
+
+
+def _end_process(status: int) -> NoReturn:
+    """Without the interpreter's own end, which may wait for what hangs on a stream or a device."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def _all_kept() -> Iterator[None]:
+    """For imports: what they make lives as long as the process, so it is searched for garbage neither now nor later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,0 +1,269 @@
+"""What both services' servers share: bounds, TLS, reflection, truthful health, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_reflection.v1alpha import reflection
+
+from baton.v1 import timeline_pb2_grpc
+from common.addresses import is_loopback, why_not_listen
+from common.config.settings import ServiceSettings
+from common.errors import ConfigError, NotServed
+from common.host.descriptors import MAX_CONNECTIONS
+from common.peer_text import peer_text
+from common.rpc.bearer_tokens import TokenCheck, read_tokens, warn_if_open
+from common.rpc.errors import abort_with
+from common.rpc.limits import StreamLimit
+from common.rpc.requests import BoundedRequests, Context, clients_told_apart
+from common.service.health import HealthServicer
+from common.service.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
+from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
+
+READINESS_INTERVAL_S = 0.1
+_ALIVE = ""
+_ANSWERING = {"baton.v1.Inference": "decode service", "baton.v1.Prefill": "prefill service"}
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What a client may take. `max_streams` is of each method; a unary call's request comes within `request_timeout_s`.
+
+    A handshake takes at most `handshake_timeout_s`; a connection without a call is closed after `idle_timeout_s`, one
+    with calls is replaced after `connection_age_s`.
+    """
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_streams: int = 1024
+    max_connections: int = MAX_CONNECTIONS
+    request_timeout_s: float = 10.0
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+    connection_age_s: float | None = None
+
+
+class ServiceServer:
+    """A gRPC server with health and reflection, and with `timeline` where one is kept; add other servicers to
+    `grpc_server` before `start`.
+
+    Health tells "" (the process is alive) from `service_name` (requests are served: `set_ready`). With `tokens`, every
+    call but health must show one of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        service_name: str,
+        credentials: grpc.ServerCredentials | None = None,
+        checks_certificates: bool = False,
+        tokens: Sequence[str] = (),
+        limits: ServerLimits | None = None,
+        timeline: TimelineServicer | None = None,
+    ) -> None:
+        """`checks_certificates`: whether `credentials` let only clients in that show a certificate."""
+        limits = limits or ServerLimits()
+        self._service_name = service_name
+        self._credentials = credentials
+        self._checks_certificates = checks_certificates
+        self._has_tokens = bool(tokens)
+        self.client_of = clients_told_apart(tokens)
+        self._health = HealthServicer()
+        self._is_ready: bool | None = None
+        self.grpc_server = grpc.aio.server(
+            interceptors=[
+                *([TokenCheck(tokens)] if tokens else []),
+                StreamLimit(max_streams=limits.max_streams, client_of=self.client_of),
+                BoundedRequests(timeout_s=limits.request_timeout_s),
+            ],
+            options=server_options(
+                max_receive_bytes=limits.max_message_bytes,
+                handshake_timeout_s=limits.handshake_timeout_s,
+                idle_timeout_s=limits.idle_timeout_s,
+                connection_age_s=limits.connection_age_s,
+                max_connections=limits.max_connections,
+            ),
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        names = self._names = [service_name, HEALTH_SERVICE, reflection.SERVICE_NAME]
+        if timeline is not None:
+            timeline_pb2_grpc.add_TimelineServicer_to_server(timeline, self.grpc_server)
+            names.append(TIMELINE_SERVICE)
+        reflection.enable_server_reflection(names, self.grpc_server)
+
+    async def start(self, address: str) -> int:
+        """Listen on `address` ("host:port", port 0 for any); returns the port. Not ready until `set_ready`.
+
+        Raises ConfigError when the address cannot be had.
+        """
+        if not is_loopback(address):
+            if self._has_tokens and self._credentials is None:
+                _log.warning("tokens_in_plain_text", listen=address)
+            if not self._has_tokens and not self._checks_certificates:
+                _log.warning("open_to_all", listen=address, what="everything")
+        try:
+            if self._credentials is None:
+                port = self.grpc_server.add_insecure_port(address)
+            else:
+                port = self.grpc_server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            reason = why_not_listen(address) or str(error)
+            raise ConfigError(f"listen: cannot listen on {address}: {reason}") from error
+        self.grpc_server.add_generic_rpc_handlers((_OtherCalls(self._names),))  # is asked last
+        self._health.set(_ALIVE, is_serving=True)
+        await self.set_ready(False)
+        await self.grpc_server.start()
+        return port
+
+    @property
+    def is_ready(self) -> bool:
+        """What health says of the service."""
+        return self._is_ready is True
+
+    async def set_ready(self, is_ready: bool) -> None:
+        if is_ready == self._is_ready:
+            return
+        self._is_ready = is_ready
+        self._health.set(self._service_name, is_serving=is_ready)
+        _log.info("readiness", service=self._service_name, is_ready=is_ready)
+
+    async def follow(
+        self,
+        is_ready: Callable[[], bool],
+        *,
+        on_ready: Callable[[], None] = lambda: None,
+        interval_s: float = READINESS_INTERVAL_S,
+    ) -> None:
+        """Keep readiness what `is_ready` says, until cancelled. `on_ready` is called when it is told the first time."""
+        while not is_ready():
+            await self.set_ready(False)
+            await asyncio.sleep(interval_s)
+        await self.set_ready(True)
+        on_ready()
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.set_ready(is_ready())
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no further call; those open have `grace_s` to end."""
+        await asyncio.shield(self.grpc_server.stop(grace_s))
+
+
+class _OtherCalls(grpc.GenericRpcHandler):
+    """Tells callers of what is not served who answers here, and who would answer them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        error = NotServed(self._words(str(handler_call_details.method)))
+
+        async def refuse(_requests: object, context: Context) -> None:
+            await abort_with(context, error)
+
+        return grpc.stream_unary_rpc_method_handler(refuse)  # whatever kind of call it is
+
+    def _words(self, method: str) -> str:
+        service = method.removeprefix("/").rpartition("/")[0]
+        own, other = self._names[0], _ANSWERING.get(service)
+        here = f"this is the {_ANSWERING.get(own, own)}, and serves {', '.join(self._names)}"
+        if other is None or service == own:
+            return f"{peer_text(method, 128)!r} is not served here: {here}"
+        return f"{service} is served by the {other}, at another address: {here}"
+
+
+@contextmanager
+def termination_signals() -> Iterator[asyncio.Event]:
+    """The event is set by the first SIGTERM or SIGINT; a further one ends the process as the system has it."""
+    loop = asyncio.get_running_loop()
+    received = asyncio.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def on_signal() -> None:
+        received.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield received
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def server_tokens(settings: ServiceSettings) -> tuple[str, ...]:
+    """The tokens that callers must show one of; none when no file is named."""
+    return () if settings.auth_token_file is None else read_tokens("auth_token_file", settings.auth_token_file)
+
+
+def server_credentials(
+    certificate: Path | None, key: Path | None, client_ca: Path | None
+) -> grpc.ServerCredentials | None:
+    """None without a certificate. With `client_ca`, clients must present a certificate that it signed.
+
+    Raises ConfigError for files that are none of these.
+    """
+    if certificate is None or key is None:
+        return None
+    server_tls(certificate, key)  # gRPC would only say that it cannot listen
+    if client_ca is not None:
+        _check_authority("tls_ca", client_ca)
+    return grpc.ssl_server_credentials(
+        [(_read("tls_key", key), _read("tls_cert", certificate))],
+        root_certificates=None if client_ca is None else _read("tls_ca", client_ca),
+        require_client_auth=client_ca is not None,
+    )
+
+
+def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, password="")  # rather than ask for one on a terminal
+        mode = key.stat().st_mode
+    except (OSError, ValueError) as error:  # an SSLError too
+        raise ConfigError(f"tls_cert: {certificate} with tls_key {key}: {error}") from error
+    warn_if_open("tls_key", key, mode)
+    return context
+
+
+def _check_authority(setting: str, path: Path) -> None:
+    try:
+        ssl.create_default_context().load_verify_locations(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: {path}: {error}") from error
+
+
+def channel_credentials(ca: Path | None, certificate: Path | None, key: Path | None) -> grpc.ChannelCredentials:
+    """What a client needs: whom it trusts (None: the system's authorities), and its own certificate where asked for.
+
+    Raises ConfigError for files that are none of these.
+    """
+    if ca is not None:
+        _check_authority("prefill_tls_ca", ca)
+    return grpc.ssl_channel_credentials(
+        root_certificates=None if ca is None else _read("prefill_tls_ca", ca),
+        private_key=None if key is None else _read("tls_key", key),
+        certificate_chain=None if certificate is None else _read("tls_cert", certificate),
+    )
+
+
+def _read(setting: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{setting}: {error}") from error

@@ -1,0 +1,574 @@
+"""A model's chat template: a conversation to the text of its prompt, and nothing that somebody said left out.
+
+The environment is the one that `apply_chat_template` of transformers renders in: templates are written for it. This
+module needs none of its libraries, so that a process of its own can render.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property, lru_cache
+from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from common.text.chat_messages import ROLES, ChatMessage, ToolCall
+
+_MAX_CACHED_SHAPES = 256
+_MAX_CHARS = 1 << 24
+
+
+def _marker(index: int) -> str:
+    return f"qz{index}zq"
+
+
+_PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
+"""A list of parts as Python or JSON writes it."""
+_PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
+"""An object as Python writes it, and no JSON does."""
+_PROBE_ID = "000000000"  # some templates take no id of another length
+_RARE = "\ua66e"
+"""A letter that no template has in words of its own: a marker as short as it may be."""
+
+
+class ChatRefused(ValueError):
+    """The template cannot render this conversation, or would drop some of it."""
+
+
+class TextTooLong(ValueError):
+    """A text is longer than it may be."""
+
+
+class _Said(NamedTuple):
+    place: str
+    what: str
+
+
+class _CallsForm(NamedTuple):
+    """How a template reads a message with tool calls. `has_null`: null for a content that says nothing."""
+
+    has_objects: bool
+    has_null: bool
+
+
+class ChatTemplate:
+    """`parts_roles`: the roles whose content the template reads as a list of parts. None: find it out.
+
+    Each rendered text must have all that is said in it. A short word might be in the text by chance, so each order of
+    roles is also rendered once with markers for contents, and each role once with a content of few characters.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, parts_roles: Sequence[str] | None = None
+    ) -> None:
+        """Raises ChatRefused when it is no template, or cannot say what a user says."""
+        self._special_tokens = special_tokens
+        with _refusing("is none"):
+            self._template = _environment().from_string(source)
+        self._dropped = lru_cache(_MAX_CACHED_SHAPES)(self._find_dropped)
+        self.parts_roles: frozenset[str] = frozenset(parts_roles or ())
+        if parts_roles is None:
+            for role in ("user", *ROLES):
+                self._choose_form(role)
+        self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
+
+    def render(self, messages: Sequence[ChatMessage], *, max_chars: int = _MAX_CHARS) -> str:
+        """Ends where the assistant's turn begins. Raises ChatRefused, or TextTooLong."""
+        text = self._render(messages, max_chars=max_chars)
+        pieces = [tuple(_pieces(message)) for message in messages]
+        dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces))
+        if dropped is not None:
+            raise ChatRefused(f"{dropped.place}: the model's chat template leaves out {dropped.what} here")
+        has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
+        if (missing := _find_missing(messages, pieces, text, has_objects=has_objects)) is not None:
+            place, what = missing
+            raise ChatRefused(f"{place}: the model's chat template leaves out or changes some of {what} here")
+        return text
+
+    def _render(
+        self, messages: Sequence[ChatMessage], *, form: _CallsForm | None = None, max_chars: int = _MAX_CHARS
+    ) -> str:
+        if form is None:
+            form = self._calls_form if any(message.tool_calls for message in messages) else _CALLS_FORMS[0]
+        conversation = [self._as_read(message, form) for message in messages]
+        pieces: list[str] = []
+        num_chars = 0
+        with _refusing("fails on it"):
+            for piece in self._template.generate(
+                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            ):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > max_chars:
+                    raise TextTooLong(f"the rendered conversation has more than {max_chars} characters")
+        return "".join(pieces)
+
+    def _as_read(self, message: ChatMessage, form: _CallsForm) -> dict[str, Any]:
+        """As templates for transformers expect it. What a message does not have is no key."""
+        says_nothing = bool(message.tool_calls) and not message.content.strip()
+        content: Any = "" if says_nothing else message.content
+        if message.role in self.parts_roles:
+            content = [{"type": "text", "text": content}]
+        if says_nothing and form.has_null:
+            content = None
+        read = {"role": message.role, "content": content}
+        if message.tool_calls:
+            read["tool_calls"] = [_call_as_read(call, form) for call in message.tool_calls]
+        if message.tool_call_id:
+            read["tool_call_id"] = message.tool_call_id
+        if message.name:
+            read["name"] = message.name
+        return read
+
+    def _choose_form(self, role: str) -> None:
+        """A string, unless only parts are kept. Raises ChatRefused when a user's words are kept in neither form."""
+        as_strings, reason = self.parts_roles, ""
+        for parts_roles in (as_strings, as_strings | {role}):
+            self.parts_roles = parts_roles
+            for before, after in _AROUND[role]:
+                try:
+                    text = self._render([*before, _probe(role, _marker(0)), *after], form=_CALLS_FORMS[0])
+                except (ChatRefused, TextTooLong) as error:
+                    reason = reason or str(error)
+                    continue
+                if _marker(0) in text and not _PRINTED_PART.search(text):
+                    return
+        self.parts_roles = as_strings  # what it keeps of this role, if anything, each conversation shows
+        if role == "user":
+            raise ChatRefused(
+                reason or "the model's chat template leaves out what a user says, as a string and as a list of parts"
+            )
+
+    def _find_num_dropped(self, role: str) -> int:
+        """The most characters of a content of this role that is left out for being short, or 0."""
+        for around in _AROUND[role]:
+            if self._keeps(role, _marker(0), around) and not self._keeps(role, _RARE, around):
+                longer = range(2, len(_marker(0)))
+                return max((num for num in longer if not self._keeps(role, num * _RARE, around)), default=1)
+        return 0
+
+    def _keeps(self, role: str, words: str, around: _Around) -> bool:
+        before, after = around
+        try:
+            text = self._render([*before, _probe(role, words), *after], form=_CALLS_FORMS[0])
+        except (ChatRefused, TextTooLong):
+            return False
+        return _Search(text).end_of(words, 0) >= 0
+
+    @cached_property
+    def _calls_form(self) -> _CallsForm:
+        """The first that keeps a call. If none does, each conversation shows what is left out."""
+        call = ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)
+        conversation = [
+            _USER,
+            ChatMessage("assistant", tool_calls=[call]),
+            ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name=call.name),
+        ]
+        for form in _CALLS_FORMS:
+            try:
+                text = self._render(conversation, form=form)
+            except (ChatRefused, TextTooLong):
+                continue
+            if all(_marker(index) in text for index in range(3)) and not _PRINTED_ARGUMENT.search(text):
+                return form
+        return _CALLS_FORMS[0]
+
+    def _find_short(self, messages: Sequence[ChatMessage]) -> _Said | None:
+        """The first content that the template leaves out for being short, or None."""
+        for index, message in enumerate(messages):
+            if 0 < len(message.content.strip()) <= self._num_dropped[message.role]:
+                return _contents_of(index, message.role)
+        return None
+
+    def _find_dropped(self, shape: bytes) -> _Said | None:
+        """The first part of a conversation of this shape that is not in the text, or None. A template that refuses the
+        markers has read them.
+        """
+        probes, said = _probes(shape)
+        try:
+            text = self._render(probes)
+        except (ChatRefused, TextTooLong):
+            return None
+        found = set(_ANY_MARKER.findall(text))
+        return next((each for marker, each in said.items() if marker not in found), None)
+
+
+_USER = ChatMessage("user", "u")
+_Around = tuple[Sequence[ChatMessage], Sequence[ChatMessage]]
+_AROUND: Mapping[str, Sequence[_Around]] = {
+    "user": (((), ()), ((ChatMessage("system", "s"),), ())),
+    "system": (((), (_USER,)),),
+    "developer": (((), (_USER,)),),
+    "assistant": (((_USER,), (ChatMessage("user", "v"),)),),
+    "tool": (
+        ((_USER, ChatMessage("assistant", "a")), ()),
+        ((_USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "{}", _PROBE_ID)])), ()),
+    ),
+}
+"""What is said before and after a message of that role, to try its form."""
+_CALLS_FORMS = tuple(_CallsForm(has_objects, has_null) for has_null in (False, True) for has_objects in (True, False))
+
+
+def _probe(role: str, words: str) -> ChatMessage:
+    return ChatMessage(role, words, tool_call_id=_PROBE_ID if role == "tool" else "")
+
+
+def _call_as_read(call: ToolCall, form: _CallsForm) -> dict[str, Any]:
+    arguments = _object_of(call.arguments) if form.has_objects else None
+    function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
+    read: dict[str, Any] = {"type": "function", "function": function}
+    return {"id": call.id, **read} if call.id else read
+
+
+def _object_of(arguments: str) -> dict[str, Any] | None:
+    """None where it is no JSON object, or has something that an object would not keep."""
+    if not arguments.strip():
+        return {}  # as models write it that call a function without any
+    try:
+        value = json.loads(
+            arguments, object_pairs_hook=_without_repetition, parse_float=_finite, parse_constant=_finite
+        )
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name comes twice")
+    return value
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no finite number")
+    return value
+
+
+_HAS_ID, _HAS_NAME, _SAYS, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 4, 8, 16
+_ANY_MARKER = re.compile(r"qz\d+zq")
+
+
+def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
+    """Encodes the form of a chat without its words: one byte for each message, and one for each of its calls."""
+    shape = bytearray()
+    for message, said in zip(messages, pieces, strict=True):
+        code = _ROLE * ROLES.index(message.role) | _SAYS * bool(said)
+        shape.append(code | _HAS_ID * bool(message.tool_call_id) | _HAS_NAME * bool(message.name))
+        for call in message.tool_calls:
+            shape.append(_CALL | _HAS_ID * bool(call.id) | _IS_OBJECT * (_object_of(call.arguments) is not None))
+    return bytes(shape)
+
+
+def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
+    """A conversation of that shape in which all that has to be kept is a marker, and what each marker stands for."""
+    probes: list[ChatMessage] = []
+    said: dict[str, _Said] = {}
+
+    def marker_of(each: _Said) -> str:
+        said[marker := _marker(len(said))] = each
+        return marker
+
+    for code in shape:
+        tool_call_id = _PROBE_ID if code & _HAS_ID else ""
+        if code & _CALL:
+            calls = probes[-1].tool_calls
+            place = f"messages[{len(probes) - 1}].tool_calls[{len(calls)}]"
+            name = marker_of(_Said(place, "the function's name"))
+            words = [marker_of(_Said(place, "the arguments")) for _ in range(4)]
+            arguments = json.dumps(dict([words[:2], words[2:]])) if code & _IS_OBJECT else " ".join(words)
+            probes[-1] = replace(probes[-1], tool_calls=[*calls, ToolCall(name, arguments, tool_call_id)])
+            continue
+        role = ROLES[code // _ROLE]
+        content = marker_of(_contents_of(len(probes), role)) if code & _SAYS else ""
+        name = "f" if code & _HAS_NAME else ""
+        probes.append(ChatMessage(role, content, tool_call_id=tool_call_id, name=name))
+    return probes, said
+
+
+def _contents_of(index: int, role: str) -> _Said:
+    return _Said(f"messages[{index}]", f"what the {role} says")
+
+
+_MAX_SEARCHED_CHARS = 1 << 28  # some 0.3 s
+_END_OF_THOUGHTS = re.compile(
+    r"</(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>|<channel\|>"
+)
+_ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
+"""Some models put what they say after their thoughts into this."""
+_SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
+"""Some templates take these out of a content: they switch thinking, or the template's own words, on or off."""
+
+
+def _find_missing(
+    messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]], text: str, *, has_objects: bool
+) -> _Said | None:
+    """The first part that is not in the text, or None. `pieces`: of each message's content.
+
+    A turn goes from one user's or system's message to the next; turns come in order. Within a turn each kind of part
+    keeps its order: what the assistant says, its calls, and their answers. An answer comes after the calls that it
+    may answer; some templates write what is said beside calls last. A system's words may be moved before all turns.
+    """
+    search = _Search(text)
+    ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
+    for index, (message, said) in enumerate(zip(messages, pieces, strict=True)):
+        kind = "system" if message.role == "developer" else message.role
+        if kind in ("system", "user"):
+            ends["assistant"] = ends["call"] = ends["tool"] = max(ends["assistant"], ends["call"], ends["tool"])
+        end = max(ends["tool"], ends["call"]) if kind == "tool" else ends["assistant" if kind == "user" else kind]
+        for piece in said:
+            if (end := search.end_of(piece, end)) < 0:
+                return _contents_of(index, message.role)
+        ends |= dict.fromkeys(("assistant", "call", "tool"), end) if kind == "user" else {kind: end}
+        for number, call in enumerate(message.tool_calls):
+            place = f"messages[{index}].tool_calls[{number}]"
+            words = _InAnyOrder(search, ends["call"])
+            if not words.finds(call.name):
+                return _Said(place, "the function's name")
+            arguments = _object_of(call.arguments) if has_objects else None
+            if not all(map(words.finds, [call.arguments] if arguments is None else _leaves(arguments))):
+                return _Said(place, "the arguments")
+            ends["call"] = words.end
+    return None
+
+
+def _pieces(message: ChatMessage) -> Iterator[str]:
+    """Returns the pieces of a content that every template has to keep. Blanks around it, switches and an assistant's
+    thoughts are left out: templates may drop them.
+    """
+    content, end = message.content, 0
+    if message.role == "assistant":
+        for thoughts in _END_OF_THOUGHTS.finditer(message.content):
+            end = thoughts.end()
+        content = content[end:]
+        if answer := _ANSWER.fullmatch(content.strip()):
+            content = answer[1]
+    for piece in _SWITCH.split(content):
+        if piece := piece.strip():
+            yield piece
+
+
+def _leaves(value: Any) -> Iterator[str | float]:
+    """Names, texts and numbers in a value of JSON, from the first to the last. What is null may go with its name."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case dict() as entries:
+                waiting += [
+                    each for pair in reversed(entries.items()) if pair[1] is not None for each in reversed(pair)
+                ]
+            case list() as entries:
+                waiting += reversed(entries)
+            case bool() | None:  # true, True or yes
+                pass
+            case leaf:
+                yield leaf
+
+
+_NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_LINE_ENDS = re.compile(r"[\r\n]+")
+_QUOTED_LINE_ENDS = re.compile(r"\\(?:\\(?:\\\\)*+|(r(?:\\[rn])*+|n(?:\\[rn])++))")
+"""Line ends in a text that JSON or Python quotes, where they are not one `\\n` already, or quoted backslashes."""
+_NOT_QUOTED = re.compile(r"[ !#-&(-\[\]-~]*")
+"""Words that JSON and Python write as they are."""
+_NEAR_CHARS = 1024
+
+
+def _quotings(words: str) -> Sequence[str]:
+    """The words as JSON writes them, as JSON in ASCII, and as Python does, each where it is another than the words."""
+    if _NOT_QUOTED.fullmatch(words):
+        return ()
+    quotings = [encode_basestring(words)[1:-1], encode_basestring_ascii(words)[1:-1], repr('"' + words)[2:-1]]
+    if '"' not in words:  # the quotes that Python puts around depend on those in the whole text
+        quotings.append(repr(words)[1:-1])
+    return [quoting for quoting in dict.fromkeys(quotings) if quoting != words]
+
+
+class _Search:
+    """Finds words in a text, as they are or quoted, with whatever line ends, with or without blank lines.
+
+    In `_plain` each run of line ends is one; in `_quoted` each run of quoted line ends is one, too. Such a run ends at
+    the same index of `_plain_ends` and `_quoted_ends`.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._plain = _LINE_ENDS.sub("\n", text)
+        self.chars_left = _MAX_SEARCHED_CHARS
+        self._plain_ends: list[int] = []
+        self._quoted_ends: list[int] = []
+        pieces: list[str] = []
+        start = end = 0
+        for match in _QUOTED_LINE_ENDS.finditer(self._plain):
+            if not match[1]:
+                continue
+            pieces += self._plain[start : match.start()], "\\n"
+            end += match.start() - start + len("\\n")
+            start = match.end()
+            self._plain_ends.append(start)
+            self._quoted_ends.append(end)
+        self._quoted = "".join([*pieces, self._plain[start:]])
+
+    def end_of(self, words: str, start: int) -> int:
+        """Where the first of such words ends that begins at `start` or later, or -1."""
+        words = _LINE_ENDS.sub("\n", words.strip())
+        quotings = _quotings(words)
+        quoted_start = _moved(start, self._plain_ends, self._quoted_ends)
+        done, stop = 0, len(words) + _NEAR_CHARS if quotings else len(self._plain)
+        while True:  # to look for one writing in all of the text would take long where another is near
+            ends = []
+            if (at := self._plain.find(words, start + max(0, done - len(words)), start + stop)) >= 0:
+                ends.append(at + len(words))
+            for quoting in quotings:
+                first = quoted_start + max(0, done - len(quoting))
+                if (at := self._quoted.find(quoting, first, quoted_start + stop)) >= 0:
+                    ends.append(_moved(at + len(quoting), self._quoted_ends, self._plain_ends))
+            if ends:
+                return min(ends)
+            if start + stop >= len(self._plain):
+                return -1
+            done, stop = stop, 2 * stop
+
+    def end_of_number(self, number: str, start: int) -> int:
+        """The same of a number that is no part of another."""
+        starts = self._starts_of_numbers.get(number, [])
+        index = bisect_left(starts, start)
+        return starts[index] + len(number) if index < len(starts) else -1
+
+    @cached_property
+    def _starts_of_numbers(self) -> Mapping[str, Sequence[int]]:
+        starts: dict[str, list[int]] = {}
+        for match in _NUMBER.finditer(self._plain):
+            starts.setdefault(match[0], []).append(match.start())
+        return starts
+
+
+def _moved(at: int, ends: Sequence[int], other_ends: Sequence[int]) -> int:
+    """The same place in a text in which what ends at `ends` ends at `other_ends`."""
+    index = bisect_right(ends, at)
+    return at + other_ends[index - 1] - ends[index - 1] if index else at
+
+
+class _InAnyOrder:
+    """Words that come in any order, equal ones each at a place of its own. Once very many characters are searched,
+    words come in order: else many words in a large group would take the square of its length.
+    """
+
+    def __init__(self, search: _Search, start: int) -> None:
+        self._search = search
+        self._start = self.end = start
+        self._ends: dict[str, int] = {}
+
+    def finds(self, leaf: str | float) -> bool:
+        words = leaf if isinstance(leaf, str) else json.dumps(leaf)
+        end_of = self._search.end_of if isinstance(leaf, str) else self._search.end_of_number
+        start = self._ends.get(words, self._start) if self._search.chars_left > 0 else self.end
+        if (end := end_of(words, start)) < 0:
+            return False
+        self._search.chars_left -= end - start
+        self._ends[words] = end
+        self.end = max(self.end, end)
+        return True
+
+
+class _refusing:
+    """Whatever a template raises is the conversation's refusal."""
+
+    def __init__(self, otherwise: str) -> None:
+        self._otherwise = otherwise
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        match error:
+            case None | ChatRefused() | TextTooLong():
+                return
+            case MemoryError():
+                raise ChatRefused("the model's chat template needs too much memory for it") from error
+            case TemplateError() if not isinstance(error, TemplateSyntaxError):
+                raise ChatRefused(f"the model's chat template refuses it: {error}") from error
+            case Exception():
+                message = f"the model's chat template {self._otherwise}: {type(error).__name__}: {error}"
+                raise ChatRefused(message) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+    )
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model said, for training: here its body is all there is to it."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Dict:
+    """`dict` without what its type gives away."""
+
+    def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
+        return dict(*args, **entries)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Without names that reach Python's own attributes."""
+
+    def __init__(*args: Any, **entries: Any) -> None:  # `namespace(self=...)` is a name too
+        self, *rest = args
+        attributes = dict(*rest, **entries)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

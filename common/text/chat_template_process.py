@@ -1,0 +1,77 @@
+"""The process that renders a model's chat template: `python -m common.text.chat_template_process TIMEOUT_S`.
+
+A template is a program, of a model's author, that what a client says runs through. Here it can be stopped, and has
+only so much memory. It is asked in JSON (see `common.host.answering`): first the bounds and the arguments of
+ChatTemplate, then for each conversation its messages. It answers DONE and `parts_roles`, then the texts; otherwise a
+status below, and why. Who takes more of the processor's time than it may have is ended by SIGPROF, however long that
+takes on the clock: a busy machine is no fault of a template's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from common.host.answering import DONE, FAILED, Asker
+from common.host.scheduling_policy import leave_service
+from common.peer_text import peer_text
+from common.text.chat_messages import messages_from_json
+from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
+
+TOO_LONG = FAILED + 1
+START_CPU_S = 10.0
+"""For compiling a template and probing it."""
+
+
+def main() -> None:
+    asker = Asker(float(sys.argv[1]))
+    leave_service()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    template: ChatTemplate | None = None
+    max_chars = 0
+    cpu_s = START_CPU_S
+    try:
+        while True:
+            command = asker.command()
+            assert command is not None
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            try:
+                asked = json.loads(command)
+                if template is None:
+                    max_chars = asked.pop("max_chars")
+                    _bound_memory(asked.pop("memory_bytes"))
+                    render_cpu_s = asked.pop("cpu_s")
+                    template = ChatTemplate(**asked)
+                    cpu_s = render_cpu_s
+                    text = json.dumps(sorted(template.parts_roles))
+                else:
+                    text = template.render(messages_from_json(asked), max_chars=max_chars)
+                status, content = DONE, text.encode()
+            except TextTooLong as error:
+                status, content = TOO_LONG, str(error).encode()
+            except ChatRefused as error:
+                status, content = FAILED, peer_text(str(error)).encode()
+            except UnicodeError:
+                status, content = FAILED, b"the model's chat template makes what is no text of it"
+            except MemoryError:
+                status, content = FAILED, b"the model's chat template needs too much memory for it"
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            del command
+            asker.answer(status, content)
+    except (EOFError, OSError):  # the service is gone
+        os._exit(0)
+
+
+def _bound_memory(num_bytes: int) -> None:
+    """Beyond what is mapped now: Python, and what it maps of the system's files, as locales of some hundred MiB."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + num_bytes,) * 2)
+
+
+if __name__ == "__main__":
+    main()

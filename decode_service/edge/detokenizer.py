@@ -1,0 +1,183 @@
+"""Token ids to text, one token at a time, whatever came before."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.text.tokenizer import TokenDecoder
+
+_REPLACEMENT = "\ufffd"
+_LONG_WINDOW = 32
+_TRIED_CUTS = 4  # a character has at most as many bytes
+_NUM_PROMPT_TOKENS = 8  # their text has more than a decoder strips, and a whole character or its beginning at the end
+_MAX_PROMPT_BYTE_RUN = 256
+_MAX_LOOKED_AT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedText:
+    """`text` is new and final. `tail` follows it if nothing more comes, but a further token may still change it."""
+
+    text: str
+    tail: str = ""
+
+
+class IncrementalDetokenizer:
+    """The texts of all `push` calls and of one `flush`, joined, are what the ids append to the prompt's text.
+
+    That is `decode` of prompt and output without the beginning that it shares with `decode` of the prompt. Only the
+    prompt's last tokens are decoded. A character that the prompt begins and the output completes is the output's.
+    No text splits a character: bytes that may begin one are kept until it is complete, or until `flush`.
+
+        ids    ... │ context: final │ pending │        decode(context + pending) minus decode(context) is what
+                   └────── window ────────────┘        pending adds; earlier ids cannot change it
+    """
+
+    def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decoder = decoder
+        self._window: list[int] = []
+        self._num_context = 0
+        self._num_emitted_chars = 0  # of the window's text
+        self._run: _ByteRun | None = None  # at the window's end
+        self._cut_at_len = _LONG_WINDOW
+        self._prompt_rest = ""  # the prompt's own text after what is emitted: it may change yet
+        self._begin_after(_visible_end(decoder, prompt_token_ids))
+
+    @property
+    def begins_text(self) -> bool:
+        """Whether nothing that has text, of prompt or output, was there yet."""
+        return not self._window
+
+    def push(self, token_id: int) -> DecodedText:
+        if self._decoder.is_skipped(token_id):
+            return DecodedText("")
+        if (byte := self._decoder.byte_of.get(token_id)) is not None:
+            return DecodedText("", tail=self._beyond_prompt(self._push_byte(token_id, byte)))
+        self._run = None
+        self._window.append(token_id)
+        text = self._decoder.decode(self._window)
+        is_complete = not text.endswith(_REPLACEMENT)
+        num_final = len(text) if is_complete else len(text) - 1
+        new = text[self._num_emitted_chars : num_final]
+        if new and self._prompt_rest:
+            new, self._prompt_rest = self._beyond_prompt(new), ""
+        self._num_emitted_chars = max(self._num_emitted_chars, num_final)
+        if is_complete:
+            self._forget(self._window[self._num_context :])
+        elif len(self._window) >= self._cut_at_len:
+            self._cut(text)
+            self._cut_at_len = len(self._window) + _LONG_WINDOW
+        return DecodedText(new)
+
+    def flush(self) -> str:
+        """What was kept back. Nothing may be pushed after it."""
+        return self._beyond_prompt(self._kept_back())
+
+    def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
+        run_start = len(prompt_token_ids)
+        while run_start and prompt_token_ids[run_start - 1] in self._decoder.byte_of:
+            run_start -= 1
+        self._window = list(prompt_token_ids[:run_start])
+        text = self._decoder.decode(self._window)
+        self._num_emitted_chars = len(text) - text.endswith(_REPLACEMENT)
+        for token_id in prompt_token_ids[run_start:]:
+            self._push_byte(token_id, self._decoder.byte_of[token_id])
+        self._prompt_rest = self._kept_back()
+
+    def _beyond_prompt(self, text: str) -> str:
+        """What the output has of `text`, which begins where the emitted text ends."""
+        rest = self._prompt_rest
+        while not text.startswith(rest):
+            rest = rest[:-1]
+        return text[len(rest) :]
+
+    def _kept_back(self) -> str:
+        return self._decoder.decode(self._window)[self._num_emitted_chars :]
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        """The tail. The next byte may turn the whole run into U+FFFD, so nothing of it is final before its end."""
+        if self._run is None:
+            self._run = _ByteRun(before=self._kept_back())
+        self._window.append(token_id)
+        if self._run.push(byte):
+            self._run.align(self._kept_back())
+        return self._run.text.rstrip(_REPLACEMENT)
+
+    def _forget(self, recent: Sequence[int]) -> None:
+        """Keep only `recent` as context, unless it is not enough: a decoder may strip the start of a text."""
+        text = self._decoder.decode(recent)
+        if text:
+            self._window = list(recent)
+            self._num_context = len(recent)
+            self._num_emitted_chars = len(text)
+
+    def _cut(self, text: str) -> None:
+        """Forget what comes before the last few ids of a window whose last character is never whole.
+
+        They are enough where no character lies across, that is, where both parts decode to what they do together; or
+        where they have a whole character before the last one: no byte from before it matters to what follows.
+        """
+        num_left = len(text) - self._num_emitted_chars
+        for place in range(len(self._window) - 1, len(self._window) - 1 - _TRIED_CUTS, -1):
+            rest = self._decoder.decode(self._window[place:])
+            has_whole_char = rest[-2:-1] not in ("", _REPLACEMENT)
+            if has_whole_char or (rest and self._decoder.decode(self._window[:place]) + rest == text):
+                self._window = self._window[place:]
+                self._num_context = 0
+                self._num_emitted_chars = len(rest) - num_left
+                return
+
+
+def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
+    """The last few that have text, and all of a run of byte tokens among them, since its text is one whole: of a very
+    long one as much as begins with a character. Only the last 1,024 are looked at; if all of those are skipped, the
+    prompt counts as one without text.
+    """
+    end: list[int] = []
+    for token_id in reversed(token_ids[-_MAX_LOOKED_AT:]):
+        if decoder.is_skipped(token_id):
+            continue
+        if len(end) >= _NUM_PROMPT_TOKENS and token_id not in decoder.byte_of:
+            break
+        if len(end) >= _MAX_PROMPT_BYTE_RUN and not 0x80 <= decoder.byte_of.get(end[-1], 0) < 0xC0:
+            break
+        if len(end) == _MAX_PROMPT_BYTE_RUN + _TRIED_CUTS:
+            break
+        end.append(token_id)
+    return end[::-1]
+
+
+class _ByteRun:
+    """Byte-fallback tokens one after another: text only as a whole, so that a byte that is no UTF-8 spoils them all."""
+
+    def __init__(self, before: str) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._before = before
+        self._chars = ""
+        self._num_stripped = 0
+        self._is_text = False  # a character is not complete, or the run is spoilt
+        self._is_spoilt = False
+
+    @property
+    def text(self) -> str:
+        """What was there `before`, and the run's as far as it is text."""
+        return self._before + self._chars[self._num_stripped :] if self._is_text else self._before
+
+    def push(self, byte: int) -> bool:
+        """Whether it completes the first character."""
+        if self._is_spoilt:
+            return False
+        try:
+            char = self._decoder.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._is_spoilt, self._is_text = True, False
+            return False
+        self._is_text = bool(char)
+        self._chars += char
+        return len(self._chars) == 1 and self._is_text
+
+    def align(self, decoded: str) -> None:
+        """`decoded` is the text with the first character, which may lack it: a space that begins an output."""
+        self._num_stripped = len(self.text) - len(decoded)

@@ -1,0 +1,153 @@
+"""One request's output as the client sees it: ids, text and logprobs that agree in every ending.
+
+engine's tokens ──▶ detokenise ──▶ find stop strings, hold back what may begin one ──▶ pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from common.model.sampling_params import TokenLogprobs
+from common.text.tokenizer import TokenDecoder
+from decode_service.edge.detokenizer import IncrementalDetokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """`token` and `top_tokens` are the bytes of the chosen token and of `logprobs.top_ids`."""
+
+    logprobs: TokenLogprobs
+    token: bytes
+    top_tokens: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPiece:
+    """What is new. Text may lag the ids; `logprobs` has one entry per id, or none at all."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.token_ids or self.text)
+
+    def __add__(self, later: OutputPiece) -> OutputPiece:
+        return OutputPiece(self.token_ids + later.token_ids, self.text + later.text, self.logprobs + later.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """`num_output_tokens` counts, from 1, the output token that completed `stop_string`."""
+
+    stop_string: str
+    num_output_tokens: int
+
+
+class OutputProcessor:
+    """Ids end with the token that completes a stop string, or with the token that ends the output; the text ends before
+    the stop string, and never has the text of an ending token.
+
+    Of several stop strings the one completed first wins, then the one that begins first: how tokens cut the text does
+    not matter. The first `min_tokens` tokens complete none. `generated_token_ids` is what an earlier stream of the same
+    request delivered, with its text: it is replayed here, and nothing of it is delivered again.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: TokenDecoder,
+        prompt_token_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        end_token_ids: Set[int] = frozenset(),
+        min_tokens: int = 0,
+        generated_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._decoder = decoder
+        self._detokenizer = IncrementalDetokenizer(decoder, prompt_token_ids)
+        self._stop_strings = tuple(stop_strings)
+        self._end_token_ids = end_token_ids
+        self._min_tokens = min_tokens
+        self._held = ""  # text that may begin a stop string
+        self._num_exempt_chars = 0  # of `_held` and what follows it: a stop string must end later
+        self._num_output_tokens = 0
+        self._match: StopMatch | None = None
+        self.push(generated_token_ids)
+
+    @property
+    def match(self) -> StopMatch | None:
+        """Set once; what is pushed afterwards is dropped."""
+        return self._match
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._num_output_tokens
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> OutputPiece:
+        texts: list[str] = []
+        positions: list[PositionLogprobs] = []
+        for token_id in token_ids:
+            if self._match is not None:
+                break
+            if logprobs:
+                positions.append(self._position(token_id, logprobs[len(texts)]))
+            texts.append(self._push_one(token_id))
+        return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
+
+    def finish(self) -> str:
+        """The rest of the text, once the engine ended the output: what was held back turned out to be text."""
+        if self._match is not None:
+            return ""
+        rest = self._held + self._detokenizer.flush()
+        self._held = ""
+        return rest
+
+    def _position(self, token_id: int, logprobs: TokenLogprobs) -> PositionLogprobs:
+        token, *top = (
+            self._decoder.bytes_of(each, begins_text=self._detokenizer.begins_text)
+            for each in (token_id, *logprobs.top_ids)
+        )
+        return PositionLogprobs(logprobs, token, tuple(top))
+
+    def _push_one(self, token_id: int) -> str:
+        self._num_output_tokens += 1
+        is_exempt = self._num_output_tokens <= self._min_tokens
+        if token_id in self._end_token_ids and not is_exempt:
+            return ""
+        decoded = self._detokenizer.push(token_id)
+        if not self._stop_strings:
+            return decoded.text
+        self._held += decoded.text
+        visible = self._held + decoded.tail
+        if is_exempt:
+            self._num_exempt_chars = len(visible)
+        elif found := self._find(visible):
+            start, stop_string = found
+            self._match = StopMatch(stop_string, self._num_output_tokens)
+            self._held = ""
+            return visible[:start]
+        return self._release(visible)
+
+    def _find(self, visible: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stop_strings:
+            start = visible.find(stop, max(0, self._num_exempt_chars - len(stop) + 1))
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _release(self, visible: str) -> str:
+        num_kept = max(_len_of_begun_stop(visible, stop) for stop in self._stop_strings)
+        num_released = min(len(self._held), len(visible) - num_kept)
+        released, self._held = self._held[:num_released], self._held[num_released:]
+        self._num_exempt_chars = max(0, self._num_exempt_chars - num_released)
+        return released
+
+
+def _len_of_begun_stop(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` without completing it."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

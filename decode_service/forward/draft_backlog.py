@@ -1,0 +1,78 @@
+"""What the head has not read yet: the target's states and tokens of steps that drafted nothing and left no seed.
+
+A forward of the head over one token a row mostly reads its weights. So a step without drafts puts down what the head
+would have read, and the head catches up in one forward when a seed is wanted or a row has no room left here. How far
+each row is behind, the schedule side knows: such a step commits one token a row.
+
+steps   no seed   no seed   no seed   seed
+lag        0         1         2       3   ─▶ the head reads 4 tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.device.upload import upload_array
+from common.kv.pool import KvPool
+from common.model.attention import ForwardInput
+from decode_service.schedule.schedule_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """T tokens for the head to read, each row's adjacent: `captured` [T, states * H], `next_ids` [T] the token after
+    each, `last` [B] the place of each entry's last token that counts.
+    """
+
+    window: ForwardInput
+    captured: Tensor
+    next_ids: Tensor
+    last: Tensor
+
+
+class DraftBacklog:
+    """A row of buffers for each pool row; row 0 absorbs padding. Touched on the forward stream alone."""
+
+    def __init__(
+        self, *, max_rows: int, max_lag: int, num_values: int, dtype: torch.dtype, torch_device: torch.device
+    ) -> None:
+        shape = (max_rows + 1, max_lag)
+        self._captured = torch.zeros((*shape, num_values), dtype=dtype, device=torch_device)
+        self._next_ids = torch.zeros(shape, dtype=torch.int64, device=torch_device)
+
+    def put(self, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
+        """The one token a row of a step without drafts: `captured` [B, states * H], `next_ids` [B]."""
+        places = upload_array(batch.draft_lag, next_ids.device)
+        self._captured[batch.req_pool_indices, places] = captured
+        self._next_ids[batch.req_pool_indices, places] = next_ids
+
+    def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
+        """Behind `put`: all that the head has not read of the batch's rows."""
+        num_tokens = batch.draft_lag + 1
+        prefix_lens = batch.seq_lens_cpu - num_tokens
+        stops = num_tokens.cumsum()
+        entry = np.arange(len(num_tokens)).repeat(num_tokens)
+        place = np.arange(len(entry)) - (stops - num_tokens).repeat(num_tokens)
+        columns = (entry, place, prefix_lens.repeat(num_tokens) + place, stops - 1)
+        on_device = upload_array(np.concatenate(columns), self._next_ids.device)
+        entries, places, positions, last = on_device.split([len(column) for column in columns])
+        rows = batch.req_pool_indices[entries]
+        next_ids = self._next_ids[rows, places]
+        window = ForwardInput(
+            input_ids=next_ids,
+            positions=positions,
+            out_cache_loc=pool.rows.req_to_token[rows, positions],
+            req_to_token=pool.rows.req_to_token,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            prefix_lens=tuple(prefix_lens.tolist()),
+            extend_lens=tuple(num_tokens.tolist()),
+            max_seq_len=int(batch.seq_lens_cpu.max(initial=0)),
+            kv=pool.buffers[group],
+            logits_rows=None,
+        )
+        return Unread(window, self._captured[rows, places], next_ids, last)

@@ -1,0 +1,141 @@
+"""EAGLE speculation with a head of one layer, run once more for each further level of drafts: a chain or a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.draft.seed import HIDDEN_STATES, TOPK_INDEX, TOPK_P
+from common.model.attention import ForwardInput
+from common.model.sampling import propose, propose_branches
+from decode_service.forward.future_map import RelayedInputs
+from decode_service.forward.speculative_worker import SpeculativeWorker
+from decode_service.forward.worker import window_input
+from decode_service.schedule.schedule_batch import ForwardBatch
+from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import SpecInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _ChainStep:
+    """`window` lacks the token; `drafted_positions` [B] is where the one that it drafts will be."""
+
+    window: ForwardInput
+    drafted_positions: Tensor
+
+
+class EagleWorker(SpeculativeWorker):
+    """Level j + 1 is drafted by feeding level j's tokens at their own positions' predecessors, where the head's KV of
+    them goes until draft-extend replaces it.
+    """
+
+    def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
+        if spec_info.topk == 1:
+            return DraftTree.chain(self._draft_chain(batch, spec_info, inputs))
+        return self._draft_branches(batch, spec_info, inputs)
+
+    def _draft_chain(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> Tensor:
+        """[B, steps] target ids."""
+        token, hidden = inputs.seeds[TOPK_INDEX][:, 0], inputs.seeds[HIDDEN_STATES]
+        if spec_info.num_steps == 1:
+            return token.unsqueeze(1)
+        tokens = [token]
+        for step in self._chain_steps(batch, spec_info.num_steps - 1):
+            output = self._draft.step(replace(step.window, input_ids=token), hidden)
+            hidden = output.hidden
+            token = propose(
+                output.logits,
+                self._draft.token_ids,
+                batch.req_pool_indices,
+                step.drafted_positions,
+                self._state,
+                batch.sampling,
+            )
+            tokens.append(token)
+        return torch.stack(tokens, dim=1)
+
+    def _chain_steps(self, batch: ForwardBatch, num_steps: int) -> Iterator[_ChainStep]:
+        """Of all steps at once, because each call of an operator, be it ever so small, takes its time."""
+        positions = batch.positions.view(batch.batch_size, -1).t()[:num_steps].contiguous()
+        slots = batch.out_cache_loc.view(batch.batch_size, -1).t()[:num_steps].contiguous()
+        columns = zip(*(column.unbind() for column in (positions, slots, positions + 1, positions + 2)), strict=True)
+        before = int(batch.seq_lens_cpu.max(initial=0)) - batch.num_tokens
+        for number, (own, own_slots, seq_lens, drafted) in enumerate(columns, start=1):
+            window = ForwardInput(
+                input_ids=own,  # until the token is known
+                positions=own,
+                out_cache_loc=own_slots,
+                req_to_token=self._pool.rows.req_to_token,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=seq_lens,
+                prefix_lens=None,
+                extend_lens=None,
+                max_seq_len=before + number,
+                kv=self._pool.buffers[self._draft.layer_group.name],
+                logits_rows=None,
+            )
+            yield _ChainStep(window, drafted)
+
+    def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
+        """Of each level the `topk` tokens that are likeliest with all before them go on; of all drafts the likeliest
+        `num_draft_tokens` are taken.
+        """
+        num_rows, topk = batch.batch_size, spec_info.topk
+        device = inputs.tokens.device
+        # Every draft so far, [B, C]: token, its probability with its ancestors', and its parent (-1: the root).
+        ids, probs = inputs.seeds[TOPK_INDEX], inputs.seeds[TOPK_P]
+        parents = torch.full_like(ids, -1)
+        # The level's beams, [B, topk]: their places in the candidates; and which earlier beams each one attends.
+        beams = torch.arange(topk, device=device).expand(num_rows, -1)
+        hidden = inputs.seeds[HIDDEN_STATES].unsqueeze(1).expand(-1, topk, -1)
+        mask = torch.eye(topk, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
+        rows = batch.req_pool_indices.repeat_interleave(topk)
+        sampling = batch.sampling.repeated(topk)
+        for level in range(1, spec_info.num_steps):
+            positions = (batch.prefix_lens + (level - 1)).unsqueeze(1).expand(-1, topk)
+            step = window_input(
+                batch,
+                ids.gather(1, beams),
+                self._pool,
+                self._draft.layer_group.name,
+                num_before=(level - 1) * topk,
+                positions=positions,
+                tree_mask=mask,
+            )
+            output = self._draft.step(step, hidden.flatten(0, 1))
+            child_ids, child_probs = propose_branches(
+                output.logits,
+                self._draft.token_ids,
+                rows,
+                step.positions + 2,
+                self._state,
+                sampling,
+                topk=topk,
+            )
+            level_probs = (child_probs.view(num_rows, topk, topk) * probs.gather(1, beams).unsqueeze(2)).flatten(1)
+            num_candidates = ids.shape[1]
+            ids = torch.cat([ids, child_ids.view(num_rows, -1)], dim=1)
+            probs = torch.cat([probs, level_probs], dim=1)
+            parents = torch.cat([parents, beams.repeat_interleave(topk, dim=1)], dim=1)
+            best = level_probs.topk(topk, dim=1).indices
+            beams = best + num_candidates
+            parent_beams = best // topk
+            hidden = output.hidden.view(num_rows, topk, -1).gather(
+                1, parent_beams.unsqueeze(2).expand(-1, -1, hidden.shape[2])
+            )
+            inherited = mask.gather(1, parent_beams.unsqueeze(2).expand(-1, -1, mask.shape[2]))
+            itself = torch.eye(topk, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
+            mask = torch.cat([inherited, itself], dim=2)
+        # Ties fall to the earlier draft: a parent is never less likely than its child, so it is taken before it.
+        ranked = probs.sort(dim=1, descending=True, stable=True).indices
+        taken = ranked[:, : spec_info.num_draft_tokens].sort(dim=1).values
+        parent_candidates = parents.gather(1, taken)
+        parent_nodes = torch.searchsorted(taken, parent_candidates) + 1
+        return DraftTree.of(
+            ids.gather(1, taken),
+            parent_nodes.masked_fill(parent_candidates < 0, 0),
+            num_levels=spec_info.num_steps,
+        )

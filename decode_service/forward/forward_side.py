@@ -1,0 +1,107 @@
+"""What a decode engine has on its forward stream: the worker, the relay, and state that only forwards write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.device.stream import Device, Stream
+from common.draft.head import DraftHead
+from common.kv.pool import KvPool
+from common.model.forward_graphs import ForwardGraphs, batch_sizes
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from common.service.warm_kernels import warm_kernels
+from decode_service.forward.future_map import FutureMap
+from decode_service.forward.recording import Recorded, record_forwards
+from decode_service.forward.worker import Worker
+from decode_service.forward.worker_factory import new_worker
+from decode_service.speculate.spec_info import SpecInfo
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSide:
+    """`recorded`: what it took to record the steps' forwards; None where they are not."""
+
+    stream: Stream
+    worker: Worker
+    future_map: FutureMap
+    sampling_state: SamplingState
+    recorded: Recorded | None
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        model: TargetModel,
+        draft: DraftHead | None,
+        levels: Sequence[SpecInfo],
+        device: Device,
+        draw_kernels: TritonDraws | None,
+        pool: KvPool,
+        replays_forwards: bool,
+        poisons_consumed_rows: bool,
+        wait_timeout_s: float,
+    ) -> ForwardSide:
+        """`levels`: all ways to speculate, the deepest last; none without `draft`.
+
+        Raises PieceFailed where the model's forwards are to be recorded and cannot be.
+        """
+        max_rows = pool.rows.max_rows
+        recorder = device.graphs if replays_forwards else None
+        if recorder is not None and not model.attention.follows_lengths:
+            recorder = None  # a recorded forward's bound is the table's width, and every step would pay for that
+        graphs = None if recorder is None else ForwardGraphs(recorder=recorder, batch_sizes=batch_sizes(max_rows))
+        stream = device.new_stream("forward")
+        sampling_state = SamplingState(
+            max_rows=max_rows,
+            vocab_size=model.vocab_size,
+            torch_device=device.torch_device,
+            kernels=draw_kernels,
+        )
+        worker = new_worker(
+            model=model,
+            draft=draft,
+            spec_info=levels[-1] if levels else None,
+            pool=pool,
+            sampling_state=sampling_state,
+            stream=stream,
+            graphs=graphs,
+        )
+        future_map = FutureMap(
+            device=device,
+            forward_stream=stream,
+            max_rows=max_rows,
+            vocab_size=model.vocab_size,
+            relays_lengths=worker.relays_lengths,
+            seed_columns=worker.seed_columns,
+            poisons_consumed_rows=poisons_consumed_rows,
+            wait_timeout_s=wait_timeout_s,
+        )
+        # What is recorded compiles what it needs, but not all steps are: a head catches up on rows of unequal lag.
+        warm_kernels(
+            model=model,
+            draft=draft,
+            draft_topk=max((level.topk for level in levels), default=1),
+            pool=pool,
+            sampling_state=sampling_state,
+            device=device,
+            stream=stream,
+            timeout_s=wait_timeout_s,
+        )
+        recorded = None
+        if graphs is not None:
+            recorded = record_forwards(
+                worker,
+                graphs,
+                spec_infos=levels or [None],
+                future_map=future_map,
+                device=device,
+                stream=stream,
+                timeout_s=wait_timeout_s,
+            )
+        return cls(stream, worker, future_map, sampling_state, recorded)

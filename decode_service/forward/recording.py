@@ -1,0 +1,94 @@
+"""Records the forwards of every step that a worker will take, by having it take steps of padding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.device.stream import Device, Scope, Stream
+from common.kv.pool_size import LOGIT_BYTES
+from common.kv.row_table import PADDING_ROW
+from common.kv.slot_allocator import PADDING_SLOT
+from common.model.forward_graphs import ForwardGraphs, batch_sizes
+from common.model.sampling_state import NUM_NEEDS
+from decode_service.forward.future_map import FutureMap
+from decode_service.forward.worker import Worker
+from decode_service.schedule.schedule_batch import ForwardBatch, ForwardMode, ScheduleBatch
+from decode_service.speculate.spec_info import SpecInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """`num_bytes`: what the device's memory was taken for it."""
+
+    num_graphs: int
+    num_bytes: int
+    seconds: float
+
+
+def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
+    """What recorded forwards keep: of every shape the logits, and of each token `state_bytes` more."""
+    tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
+    num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
+    return num_tokens * (vocab_size * LOGIT_BYTES + state_bytes)
+
+
+def num_step_tokens(spec_info: SpecInfo | None) -> int:
+    """Of each row, in the target's forward."""
+    return 1 if spec_info is None or not spec_info.has_drafts else spec_info.num_verify_tokens
+
+
+def record_forwards(
+    worker: Worker,
+    graphs: ForwardGraphs,
+    *,
+    spec_infos: Sequence[SpecInfo | None],
+    future_map: FutureMap,
+    device: Device,
+    stream: Stream,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Recorded:
+    """Every number of rows that is recorded, speculating in each way of `spec_infos`; before the first request.
+
+    The largest first: what they need in between is enough for the others. Raises PieceFailed where a forward cannot be
+    recorded, DeviceTimeout.
+    """
+    begin_s, begin_bytes = clock(), graphs.held_bytes()
+    with graphs.recording():
+        for num_rows in reversed(graphs.batch_sizes):
+            for spec_info in spec_infos:
+                scope = Scope(f"recording {num_rows} rows")
+                batch = padding_batch(num_rows, spec_info, device.torch_device)
+                stream.wait(device.schedule_stream.record())  # which makes the batch
+                output = worker.forward(batch, future_map=future_map, scope=scope, on_publish=lambda new_seq_lens: None)
+                stream.record(scope).synchronize(timeout_s)
+                del output  # held until then: the stream reads what the worker made for it
+    return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
+
+
+def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch.device) -> ForwardBatch:
+    """Entries that are all row 0, with nothing before them and of no request."""
+    has_drafts = spec_info is not None and spec_info.has_drafts
+    seq_len = 0 if has_drafts else 1  # a step without drafts is prepared with its token counted
+
+    def column(value: int, device: str | torch.device = torch_device) -> torch.Tensor:
+        return torch.full((num_rows,), value, dtype=torch.int64, device=device)
+
+    batch = ScheduleBatch(
+        reqs=[],
+        req_pool_indices=column(PADDING_ROW),
+        req_pool_indices_cpu=column(PADDING_ROW, "cpu"),
+        seq_lens=column(seq_len),
+        seq_lens_cpu=column(seq_len, "cpu"),
+        draft_lag=np.zeros(num_rows, np.int64),
+        forward_mode=ForwardMode.DECODE,
+        sampling_needs=np.zeros((num_rows, NUM_NEEDS), np.int64),
+    )
+    batch.spec_info = spec_info
+    batch.out_cache_loc = column(PADDING_SLOT).repeat_interleave(batch.num_step_slots)
+    return ForwardBatch.snapshot(batch)

@@ -1,0 +1,261 @@
+"""One speculative iteration: the target computes its own token at every drafted place.
+
+stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ extend ─▶ (stash, by the scheduler)
+                                          └─▶ the schedule side prepares the next step while extend runs
+
+The noise that draws a token is a function of its position, so verification needs no rule of its own: a draft is
+accepted exactly when it equals the target's token, and what is committed are the target's tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Measured, Scope, Stream
+from common.device.upload import upload, upload_array
+from common.draft.extend import NextTokens, extend_draft
+from common.draft.head import DraftHead
+from common.draft.seed import seed_columns
+from common.kv.pool import KvPool
+from common.model.sampling import Sampled, draw
+from common.model.sampling_state import NO_SAMPLING, SamplingState
+from common.model.target import Target, TargetOutput
+from decode_service.forward.draft_backlog import DraftBacklog, Unread
+from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.forward.worker import OnPublish, WorkerOutput, step_figures, window_input
+from decode_service.schedule.schedule_batch import ForwardBatch
+from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import SpecInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A verify that `compute` computes: of which drafts, at which positions [B * (D + 1)]."""
+
+    tree: DraftTree
+    positions: Tensor
+    compute: Callable[[], TargetOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """Along each entry's accepted path, W nodes of which `accept_lens` [B] count: `tokens` [B, W], the target's own
+    after each node, and `captured` [B, W, states * H].
+    """
+
+    tokens: Tensor
+    captured: Tensor
+    accept_lens: Tensor
+    new_seq_lens: Tensor
+
+
+class SpeculativeWorker(ABC):
+    """Drafts as its subclass says, verifies, extends. Publishes the lengths of steps with drafts, which only their
+    forwards know (I3).
+    """
+
+    relays_lengths = True
+
+    def __init__(
+        self,
+        *,
+        model: Target,
+        draft: DraftHead,
+        spec_info: SpecInfo,
+        pool: KvPool,
+        sampling_state: SamplingState,
+        stream: Stream,
+    ) -> None:
+        self._model = model
+        self._draft = draft
+        self._pool = pool
+        self._state = sampling_state
+        self._stream = stream
+        self._backlog = DraftBacklog(
+            max_rows=pool.rows.max_rows,
+            max_lag=spec_info.max_draft_lag,
+            num_values=draft.capture.num_states * model.hidden_size,
+            dtype=model.dtype,
+            torch_device=model.torch_device,
+        )
+        self._topk = spec_info.topk
+        self.seed_columns = seed_columns(draft, topk=spec_info.topk)
+
+    @abstractmethod
+    def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
+        """From the relayed seeds. Runs inside a piece on the forward stream."""
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput:
+        spec_info = batch.spec_info
+        assert spec_info is not None
+        relayed: Cell[RelayedInputs] = Cell()
+        prepared: Cell[_Prepared] = Cell()
+        verified: Cell[_Verified] = Cell()
+        new_seq_lens: Cell[Tensor] = Cell()
+        output = WorkerOutput.empty()
+
+        def resolve() -> None:
+            inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
+            relayed.set(inputs)
+            output.is_invalid.set(inputs.is_invalid)
+            if not batch.has_drafts:
+                nothing = DraftTree.chain(inputs.tokens.new_empty((batch.batch_size, 0)))
+                prepared.set(self._prepare(batch, inputs, nothing))
+
+        def draft() -> None:
+            inputs = relayed.get()
+            with torch.inference_mode():
+                prepared.set(self._prepare(batch, inputs, self.draft_tree(batch, spec_info, inputs)))
+
+        def verify() -> None:
+            with torch.inference_mode():
+                result = self._verify(batch, prepared.get(), output)
+                new_seq_lens.set(result.new_seq_lens)
+                if batch.leaves_head_behind:
+                    output.payload.set(self._leave_behind(batch, result))
+                else:
+                    verified.set(result)
+
+        def extend() -> None:
+            with torch.inference_mode():
+                output.payload.set(self._extend(batch, spec_info, verified.get()))
+
+        # Each piece takes the interpreter's lock from the engine's thread once more: a step without drafts has few.
+        drafted_at = begin = self._stream.record(scope)
+        self._stream.enqueue(resolve, scope)
+        if batch.has_drafts:
+            self._stream.enqueue(draft, scope)
+        prepared_at = self._stream.record(scope)
+        if batch.has_drafts:
+            drafted_at = prepared_at
+        self._stream.enqueue(Measured(verify, step_figures(batch)), scope)
+        if batch.has_drafts:
+            on_publish(new_seq_lens)
+        extended_at = verified_at = self._stream.record(scope)
+        if not batch.leaves_head_behind:
+            self._stream.enqueue(extend, scope)
+            extended_at = self._stream.record(scope)
+        marks = (begin, drafted_at, verified_at, extended_at)
+        return replace(output, prepared=prepared_at, marks=marks, kept=(relayed, prepared, verified))
+
+    def _prepare(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree) -> _Prepared:
+        nodes = torch.cat([inputs.tokens.unsqueeze(1), tree.token_ids], dim=1)
+        window = window_input(
+            batch,
+            nodes,
+            self._pool,
+            self._model.layer_group.name,
+            positions=None if tree.is_chain else batch.prefix_lens.unsqueeze(1) + tree.depths(),
+            tree_mask=None if tree.is_chain else tree.mask,
+        )
+        return _Prepared(tree, window.positions, self._model.prepare(window))
+
+    def _verify(self, batch: ForwardBatch, prepared: _Prepared, output: WorkerOutput) -> _Verified:
+        tree, num_rows, num_nodes = prepared.tree, batch.batch_size, prepared.tree.num_nodes
+        target = prepared.compute()
+        assert target.hidden is not None, "the target captures what the head reads"
+        sampled = draw(
+            target.logits,
+            batch.req_pool_indices.repeat_interleave(num_nodes),
+            prepared.positions + 1,
+            self._state,
+            batch.sampling.repeated(num_nodes),
+            tree.ancestors() if batch.sampling.penalised.size else None,
+            found=target.largest,
+        )
+        accepted = tree.accept(sampled.token_ids.view(num_rows, num_nodes))
+        path, accept_lens = accepted.path, accepted.accept_lens
+        if batch.undrafted:
+            accept_lens = accept_lens.index_fill(0, upload(batch.undrafted, torch.int64, accept_lens.device), 1)
+        captured = target.hidden.view(num_rows, num_nodes, -1)
+        if not tree.is_chain:
+            captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
+            sampled = _along(path, sampled, batch, num_nodes)
+            self._move_kv(batch, path)
+        tokens = sampled.token_ids.view(num_rows, -1)
+        if batch.sampling.penalised.size:
+            is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
+            entries = upload_array(batch.sampling.penalised, tokens.device)
+            self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
+        output.sampled.set(sampled)
+        output.accept_lens.set(accept_lens)
+        return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
+
+    def _move_kv(self, batch: ForwardBatch, path: Tensor) -> None:
+        """The target's KV of the accepted nodes to where their positions' KV belongs."""
+        kv = self._pool.buffers[self._model.layer_group.name]
+        slots = batch.out_cache_loc.view(batch.batch_size, -1)
+        source, destination = slots.gather(1, path), slots[:, : path.shape[1]]
+        kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
+
+    def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
+        """The head over the accepted tokens and whatever it left unread before: its KV, and the next step's seed.
+
+        Without a seed a head of one layer drafts nothing; several layers read each other's drafts all the same.
+        """
+        if batch.has_drafts:
+            unread = self._accepted(batch, verified)
+        else:
+            self._leave_behind(batch, verified)
+            unread = self._backlog.unread(batch, self._pool, self._draft.layer_group.name)
+        num_ahead = self._draft.layer_group.num_layers - 1
+        num_seeded = batch.batch_size if spec_info.leaves_seed or num_ahead else 0
+        seed = extend_draft(
+            self._draft,
+            unread.window,
+            unread.captured,
+            next_tokens=NextTokens.of(unread.next_ids, unread.window, num_ahead=num_ahead),
+            last=unread.last[:num_seeded],
+            rows=batch.req_pool_indices[:num_seeded],
+            positions=(verified.new_seq_lens + 1)[:num_seeded],
+            state=self._state,
+            batch=batch.sampling if num_seeded else NO_SAMPLING,
+            topk=self._topk,
+        )
+        last_tokens = unread.next_ids[unread.last] if batch.has_drafts else verified.tokens[:, 0]
+        return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
+
+    def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
+        """What a step without drafts computed, put down for the head."""
+        self._backlog.put(batch, verified.captured[:, 0], verified.tokens[:, 0])
+        return RelayPayload(verified.tokens[:, 0])
+
+    def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
+        """A step's own tokens, of which those past the accepted ones mean nothing.
+
+        A number of accepted tokens that cannot be fails its row, but later, where the host looks at it: until then it
+        indexes that row's own.
+        """
+        assert not batch.draft_lag.any(), "a step that drafts has seeds, and so a head that has read everything"
+        num_rows, num_tokens = verified.tokens.shape
+        starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
+        return Unread(
+            window_input(batch, verified.tokens, self._pool, self._draft.layer_group.name),
+            verified.captured.flatten(0, 1),
+            verified.tokens.flatten(),
+            starts + verified.accept_lens.clamp(1, num_tokens) - 1,
+        )
+
+
+def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
+    """What was drawn after the nodes of `path` [B, W], of what was drawn after all `num_nodes` of each entry."""
+
+    def nodes_of(entries: Tensor, first_nodes: Tensor) -> Tensor:
+        return (first_nodes.unsqueeze(1) * num_nodes + path[entries]).flatten()
+
+    every = torch.arange(batch.batch_size, device=path.device)
+    nodes = nodes_of(every, every)
+    token_ids, is_invalid = sampled.token_ids[nodes], sampled.is_invalid[nodes]
+    if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+        return Sampled(token_ids, is_invalid)
+    entries = upload_array(batch.sampling.with_logprobs, path.device)
+    nodes = nodes_of(entries, torch.arange(entries.shape[0], device=path.device))
+    return Sampled(token_ids, is_invalid, sampled.logprobs[nodes], sampled.top_ids[nodes], sampled.top_logprobs[nodes])

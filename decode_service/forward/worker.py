@@ -1,0 +1,185 @@
+"""What the scheduler asks of a worker, and the plain worker: one token per row and step, no speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Event, Measured, Scope, Stream
+from common.kv.pool import KvPool
+from common.model.attention import ForwardInput
+from common.model.sampling import Sampled, sample
+from common.model.sampling_state import SamplingState
+from common.model.target import Target, TargetOutput
+from common.wire.fingerprint import SeedColumnSpec
+from decode_service.forward.future_map import FutureMap, RelayPayload
+from decode_service.schedule.schedule_batch import ForwardBatch
+
+OnPublish = Callable[[Cell[Tensor]], None]
+"""Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]. Bound to the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOutput:
+    """Cells that the step's pieces fill.
+
+    `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
+    int64: how many of them count; not set where `has_one_each`. `is_invalid` [B] bool: rows whose relayed input was not
+    usable.
+    `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
+    and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch. `kept`: what pieces
+    are done with, to be let go of behind the step's end, by who takes its results.
+    """
+
+    payload: Cell[RelayPayload]
+    sampled: Cell[Sampled]
+    accept_lens: Cell[Tensor]
+    is_invalid: Cell[Tensor]
+    prepared: Event | None = None
+    marks: tuple[Event, ...] = ()
+    input_ids: Tensor | None = None
+    has_one_each: bool = False
+    kept: Sequence[object] = ()
+
+    @classmethod
+    def empty(cls) -> WorkerOutput:
+        return cls(payload=Cell(), sampled=Cell(), accept_lens=Cell(), is_invalid=Cell())
+
+
+class Worker(Protocol):
+    """Its Python runs on the engine thread and enqueues pieces on the forward stream.
+
+    It computes nothing there: of the schedule side's work the pieces are only behind what came before the launch.
+    """
+
+    @property
+    def relays_lengths(self) -> bool:
+        """Whether it publishes lengths that only the device knows."""
+
+    @property
+    def seed_columns(self) -> tuple[SeedColumnSpec, ...]: ...
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput: ...
+
+
+class PlainWorker:
+    """Resolve inputs, forward, sample. Lengths grow by one each step, so it publishes nothing (I5)."""
+
+    relays_lengths = False
+    seed_columns: tuple[SeedColumnSpec, ...] = ()
+
+    def __init__(self, *, model: Target, pool: KvPool, sampling_state: SamplingState, stream: Stream) -> None:
+        self._model = model
+        self._pool = pool
+        self._sampling_state = sampling_state
+        self._stream = stream
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput:
+        output = WorkerOutput.empty()
+        tokens = torch.empty_like(batch.req_pool_indices)
+        window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
+        compute = self._prepared(window)
+        computed: Cell[TargetOutput] = Cell()
+
+        def resolve() -> None:
+            inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
+            tokens.copy_(inputs.tokens)
+            output.is_invalid.set(inputs.is_invalid)
+
+        def decode() -> None:
+            target = compute()
+            computed.set(target)
+            sampled = sample(
+                target.logits,
+                batch.req_pool_indices,
+                batch.seq_lens,
+                self._sampling_state,
+                batch.sampling,
+                found=target.largest,
+            )
+            output.sampled.set(sampled)
+            output.payload.set(RelayPayload(sampled.token_ids))
+
+        self._stream.enqueue(resolve, scope)
+        prepared = self._stream.record(scope)
+        self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
+        return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True, kept=(window, compute, computed))
+
+    def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
+        """What cannot be prepared fails as a piece does: with its step."""
+        try:
+            return self._model.prepare(window)
+        except Exception as error:
+            return partial(_fail, error)
+
+
+def _fail(error: Exception) -> TargetOutput:
+    raise error
+
+
+def step_figures(batch: ForwardBatch) -> dict[str, int]:
+    """What its forward is of, for the timeline: rows, tokens of all of them, tokens that they attend."""
+    num_tokens = batch.batch_size * batch.num_tokens
+    return {"rows": batch.batch_size, "tokens": num_tokens, "context_tokens": batch.seq_lens_sum}
+
+
+def window_input(
+    batch: ForwardBatch,
+    tokens: Tensor,
+    pool: KvPool,
+    group: str,
+    *,
+    num_before: int = 0,
+    positions: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+) -> ForwardInput:
+    """A forward over `tokens` [B, M] behind each entry's prefix, or behind `num_before` more of its step's tokens. [B]
+    is as good where that is one of each.
+
+    `positions` [B, M]: where they are not those of a chain; `tree_mask` [B, M, W] then says what they attend.
+    """
+    num_rows, num_tokens = tokens.shape[0], 1 if tokens.dim() == 1 else tokens.shape[1]
+    seq_lens, slots = batch.seq_lens, batch.out_cache_loc
+    if num_before or num_tokens != batch.num_tokens:
+        seq_lens = batch.prefix_lens + (num_before + num_tokens)
+    if slots.shape[0] != num_rows * num_tokens:
+        slots = slots.view(num_rows, -1)[:, num_before : num_before + num_tokens].flatten()
+    if positions is None:
+        positions = _chain_positions(batch, num_before, num_tokens)
+    is_decode = num_tokens == 1 and tree_mask is None
+    prefix_lens_cpu = batch.seq_lens_cpu + (num_before - batch.num_tokens)
+    return ForwardInput(
+        input_ids=_flat(tokens),
+        positions=_flat(positions),
+        out_cache_loc=slots,
+        req_to_token=pool.rows.req_to_token,
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=seq_lens,
+        prefix_lens=None if is_decode else tuple(prefix_lens_cpu.tolist()),
+        extend_lens=None if is_decode else (num_tokens,) * num_rows,
+        max_seq_len=int(prefix_lens_cpu.max(initial=0)) + num_tokens,
+        kv=pool.buffers[group],
+        logits_rows=None,
+        tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),
+    )
+
+
+def _flat(tokens: Tensor) -> Tensor:
+    return tokens if tokens.dim() == 1 else tokens.flatten()
+
+
+def _chain_positions(batch: ForwardBatch, num_before: int, num_tokens: int) -> Tensor:
+    if not num_before and num_tokens == batch.num_tokens:
+        return batch.positions
+    window = torch.arange(num_before, num_before + num_tokens, device=batch.prefix_lens.device)
+    return batch.prefix_lens.unsqueeze(1) + window

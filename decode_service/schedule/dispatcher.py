@@ -1,0 +1,270 @@
+"""From a waiting request to a landed row: which replica gets it, and what happens when that goes wrong.
+
+waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone ──▶ ready
+   ▲                                   │
+   └──────────── lost, retryable ──────┘      lost for good ──▶ failed
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
+from common.kv.pool import KvPool
+from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
+from decode_service.messages import (
+    BreakCall,
+    CancelHandoffRows,
+    Event,
+    ReplicasChanged,
+    Stage,
+    StartHandoff,
+)
+from decode_service.schedule.landing import FrameRejected, LandingZone, LostRow
+from decode_service.schedule.request import Phase, Request
+from decode_service.schedule.schedule_batch import ReadyRows
+from decode_service.schedule.stages import StageLog
+from decode_service.schedule.waiting_queue import ReplicaSet, WaitingQueue
+
+_HEADROOM_TOKENS = 16
+"""Slots left free for each row at admission, so that one just admitted does not soon cause a retraction."""
+
+
+class PrefillDispatcher:
+    """Owns requests in WAITING and HANDED_OFF. Only the engine thread calls it.
+
+    `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
+    a row; with no replica ready, none that takes it, or all of them refusing, a request waits at most
+    `unavailable_timeout_s`, beside what it waits for slots. Where every replica is ready and too small, and no others
+    may come, it fails at once. It is tried again after that time at the latest, whatever a replica asks for. No younger
+    request is handed off on slots that an older one, put off by a replica, will need.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: KvPool,
+        landing: LandingZone,
+        max_attempts: int,
+        unavailable_timeout_s: float,
+        clock: Callable[[], float],
+        post: Callable[[Event], None],
+        stages: StageLog,
+        fail: Callable[[Request, BatonError], None],
+    ) -> None:
+        self._pool = pool
+        self._landing = landing
+        self._max_attempts = max_attempts
+        self._unavailable_timeout_s = unavailable_timeout_s
+        self._clock = clock
+        self._post = post
+        self._stages = stages
+        self._fail = fail
+        self._waiting = WaitingQueue()
+        self._replicas = ReplicaSet(clock())
+        self._short_of_slots_since_s: float | None = None  # as of the last hand-off
+        self._call_numbers = itertools.count()
+        self.num_row_retries = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_landing(self) -> bool:
+        return self._landing.is_copying
+
+    def add(self, req: Request) -> None:
+        self._waiting.add(req)
+
+    def requeue(self, req: Request) -> None:
+        """Give up what the request holds; it waits again at its own place, with all its tokens."""
+        assert req.lease is not None
+        self._pool.release(req.lease)
+        req.lease = None
+        req.phase = Phase.WAITING
+        self._waiting.add(req)
+
+    def take_back(self, req: Request) -> None:
+        """Cancel a handoff under way; the request waits again."""
+        now_s = self._clock()
+        req.clock.close("prefill_s", now_s)
+        self._stages.waits_again(req, now_s, was_retracted=True)
+        self.forget(req)
+        self.requeue(req)
+
+    def forget(self, req: Request) -> None:
+        """The request ended: it waits for nothing, and its replica is told."""
+        self._waiting.remove(req)
+        if (cancelled := self._landing.forget(req)) is not None:
+            call_id, row = cancelled
+            self._post(CancelHandoffRows(call_id, (row,)))
+
+    def update_replicas(self, changed: ReplicasChanged) -> None:
+        self._replicas.update(changed, self._clock())
+
+    def take_frame(self, call_id: str, frame: Frame) -> None:
+        """Apply a frame. One that fits no row fails the row it names and breaks its call; the others are retried."""
+        try:
+            self._handle_lost(self._landing.take_frame(call_id, frame))
+        except FrameRejected as rejected:
+            self._post(BreakCall(call_id, str(rejected)))
+            guilty = self._landing.request_of(call_id, rejected.row)
+            cause = PrefillUnavailable(f"the replica broke the protocol: {rejected}")
+            lost = self._landing.end_call(call_id, cause)
+            if guilty is not None:
+                self._fail(guilty, EngineFault(f"the handoff broke the protocol: {rejected}"))
+            self._handle_lost([row for row in lost if row.req is not guilty])
+
+    def end_call(self, call_id: str, error: BatonError | None) -> None:
+        self._handle_lost(self._landing.end_call(call_id, error))
+
+    def collect(self) -> tuple[ReadyRows, ...]:
+        """The rows that have become ready; their bytes go back to the receive budget."""
+        if not self._landing.has_news:
+            return ()
+        landed = self._landing.poll()
+        now_s = self._clock()
+        for req in landed.arrived:
+            req.clock.close("prefill_s", now_s)
+            if req.phase is Phase.HANDED_OFF:  # else it ended, or was lost after all, since the frame came
+                self._stages.began(req, Stage.TRANSFER, now_s)
+        self._handle_lost(landed.lost)
+        for freed in landed.freed:
+            self._post(freed)
+        for part in landed.ready:
+            for req in part.reqs:
+                req.phase = Phase.READY
+                req.num_failures = 0
+                req.refused_since_s = None
+                req.clock.close("transfer_s", now_s)
+                self._stages.began(req, Stage.BOOTSTRAP, now_s)
+        return landed.ready
+
+    def hand_off(self) -> None:
+        """Reserve for waiting requests in turn, and start one call per replica, or several where one would be too
+        large.
+        """
+        if not self._waiting:
+            self._short_of_slots_since_s = None
+            return
+        now_s = self._clock()
+        by_replica: dict[str, list[Request]] = {}
+        put_off: list[Request] = []
+        is_short = False
+
+        def rows_at(replica: str) -> int:
+            return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
+
+        for req in self._waiting.in_turn():
+            if req.not_before_s > now_s:
+                put_off.append(req)
+                continue
+            replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
+            if replica is None and self._replicas.too_long_error(len(req.token_ids)) is not None:
+                continue  # younger ones may fit
+            if replica is None:
+                break
+            if not self._reserve(req, put_off):
+                is_short = True
+                break
+            by_replica.setdefault(replica, []).append(req)
+        for replica, reqs in by_replica.items():
+            for start in range(0, len(reqs), MAX_CALL_ROWS):
+                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
+        self._excuse_waiting_for_slots(now_s, is_short=is_short)
+        self._fail_too_long(now_s)
+        self._expire(now_s)
+
+    def _reserve(self, req: Request, older: Sequence[Request]) -> bool:
+        """A row and slots, of those that `older` requests, which are to be tried again soon, do not need."""
+        if self._pool.num_free_rows <= len(older):
+            return False
+        num_tokens = len(req.token_ids)
+        num_wanted = num_tokens + sum(len(other.token_ids) for other in older)
+        num_others = self._pool.rows.max_rows - self._pool.num_free_rows + len(older)
+        if num_others and self._pool.num_free_slots < num_wanted + (num_others + 1) * _HEADROOM_TOKENS:
+            return False
+        req.lease = self._pool.reserve(num_tokens)
+        return req.lease is not None
+
+    def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
+        call_id = f"call-{next(self._call_numbers)}"
+        rows = []
+        for req in reqs:
+            self._waiting.remove(req)
+            req.phase = Phase.HANDED_OFF
+            req.clock.close("queue_s", now_s)
+            self._stages.handed_off(req, now_s, replica=replica, attempt=req.num_attempts)
+            rows.append(
+                HandoffRow(
+                    request_id=req.request_id,
+                    attempt=req.num_attempts,
+                    token_ids=tuple(req.token_ids),
+                    prompt_len=req.prompt_len,
+                    sampling=req.sampling,
+                    choice_index=req.choice_index,
+                    deadline_unix_ms=req.deadline_unix_ms,
+                    traceparent=req.traceparent,
+                )
+            )
+            req.num_attempts += 1
+        self._landing.open(call_id, replica, reqs)
+        self._post(StartHandoff(call_id, replica, tuple(rows)))
+
+    def _excuse_waiting_for_slots(self, now_s: float, *, is_short: bool) -> None:
+        """What a request waits for slots of ours is no refusal of a replica's. One too long for all waits for none."""
+        since_s, self._short_of_slots_since_s = self._short_of_slots_since_s, now_s if is_short else None
+        if since_s is None:
+            return
+        for req in self._waiting:
+            if req.refused_since_s is None or req.not_before_s > now_s:
+                continue
+            if self._replicas.too_long_error(len(req.token_ids)) is None:
+                req.refused_since_s += now_s - max(since_s, req.not_before_s, req.clock.since_s)
+
+    def _fail_too_long(self, now_s: float) -> None:
+        """Prompts that no replica takes, wherever in the queue: at once, or after the wait for one that may come."""
+        for req in self._waiting:
+            error = self._replicas.too_long_error(len(req.token_ids))
+            if error is not None and (isinstance(error, ContextExceeded) or self._has_waited(req, now_s)):
+                self._fail(req, error)
+
+    def _expire(self, now_s: float) -> None:
+        since_s = self._replicas.none_ready_since_s
+        if since_s is None:
+            return
+        for req in self._waiting:
+            has_waited_s = now_s - max(since_s, req.clock.since_s)
+            if self._replicas.are_hopeless or has_waited_s >= self._unavailable_timeout_s:
+                self._fail(req, self._replicas.unavailable_error())
+
+    def _handle_lost(self, lost: Sequence[LostRow]) -> None:
+        """Retry rows elsewhere while attempts are left; what they reserved is given up first."""
+        now_s = self._clock()
+        for row in lost:
+            req = row.req
+            if not row.is_retryable or self._is_given_up(req, row, now_s):
+                self._fail(req, row.error)
+                continue
+            self.num_row_retries += 1
+            self._landing.forget(req)
+            req.avoid_replica = row.replica
+            req.not_before_s = now_s + min(row.retry_after_s, self._unavailable_timeout_s)
+            req.clock.close("prefill_s", now_s)
+            self._stages.waits_again(req, now_s, lost=str(row.error))
+            self.requeue(req)
+
+    def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
+        """Losses are counted. A replica that is full or stopping refuses at once, so refusals are bounded by time."""
+        if not row.is_refusal:
+            req.num_failures += 1
+            return req.num_failures >= self._max_attempts
+        return self._has_waited(req, now_s)
+
+    def _has_waited(self, req: Request, now_s: float) -> bool:
+        """Whether no replica has taken it for long enough."""
+        if req.refused_since_s is None:
+            req.refused_since_s = now_s
+        return now_s - req.refused_since_s >= self._unavailable_timeout_s

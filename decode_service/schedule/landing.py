@@ -1,0 +1,436 @@
+"""Where handed-off rows land: frames become KV in the pool, and rows become ready.
+
+KvSegment ──▶ checked against the row ──▶ copied into its slots on the landing stream ──▶ bytes returned to the budget
+READY = PrebuiltBatch entry + every token of every layer + the landing copies done
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
+from common.draft.seed import TOPK_INDEX, TOPK_P
+from common.errors import (
+    BatonError,
+    EngineFault,
+    PrefillUnavailable,
+    RowFailure,
+    error_for_row_failure,
+)
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.shared_kv import RemoteKv, SharedKv
+from common.kv.slot_allocator import Slots
+from common.kv.slot_run import run_of
+from common.telemetry.timeline import FLOW
+from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, segment_flow
+from decode_service.messages import SegmentsLanded
+from decode_service.schedule.request import Request
+from decode_service.schedule.schedule_batch import ReadyRows
+
+
+class SlotsReused(Exception):
+    """The replica gave a segment's slots to another row before they were read: its call had ended there."""
+
+
+class FrameRejected(Exception):
+    """A frame that no correct replica sends: the row it named fails, its call is to be broken."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(f"row {row}: {message}")
+        self.row = row
+
+
+@dataclass(slots=True, eq=False)
+class _LandingRow:
+    req: Request
+    replica: str
+    lease: RowLease
+    missing: dict[str, NDArray[np.bool_]]  # by layer group: [layers, tokens]
+    received_bytes: dict[str, int]
+    scope: Scope
+    columns: PrebuiltBatch | None = None
+    entry: int = 0
+    num_waiting: int = 0  # segments whose copies have not been started
+    last_copy: Event | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.columns is not None and not any(group.any() for group in self.missing.values())
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether what has come of it is in its slots: the copies run in order."""
+        return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One that fits its row, at `slots`."""
+
+    call_id: str
+    row: _LandingRow
+    segment: KvSegment
+    slots: Slots
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    replica: str
+    rows: dict[int, _LandingRow]
+
+
+@dataclass(frozen=True, slots=True)
+class LostRow:
+    """A row whose handoff ended without it: retried elsewhere when `is_retryable`, else failed with `error`."""
+
+    req: Request
+    replica: str
+    error: BatonError
+    is_retryable: bool
+    retry_after_s: float = 0.0
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What became known since the last poll. `freed`: segments that were read, or are not wanted."""
+
+    ready: tuple[ReadyRows, ...]
+    arrived: tuple[Request, ...]
+    lost: tuple[LostRow, ...]
+    freed: tuple[SegmentsLanded, ...]
+
+
+class LandingZone:
+    """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks.
+
+    Segments are copied in the order in which they came. Where a piece's Python runs on the engine's own thread, that
+    thread moves a segment's bytes to where the device can fetch them, which takes a millisecond for the largest. So
+    there segments wait for `start_copies`, and no launch waits for more than one of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: KvPool,
+        vocab_size: int,
+        nontemporal_copies: bool,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        """`on_event`: of the stream that lands, whose events `poll` looks at."""
+        self._device = device
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._stream = device.new_stream("landing", StreamKind.COPY, on_event)
+        self._copy = _copy_of(device.torch_device, nontemporal=nontemporal_copies)
+        self._calls: dict[str, _Call] = {}
+        self._complete: dict[_LandingRow, None] = {}
+        self._arrived: list[Request] = []
+        self._waiting: deque[_Segment] = deque()
+        self._copying: deque[tuple[str, KvSegment, Event]] = deque()
+        self._freed: dict[str, list[KvSegment]] = {}
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._copying or self._complete)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether `start_copies` has anything to start."""
+        return bool(self._waiting)
+
+    @property
+    def has_freed(self) -> bool:
+        """Whether segments are done with of which no `poll` has told yet: somebody waits for their bytes."""
+        return bool(self._freed)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` has anything to look at."""
+        return bool(self._copying or self._complete or self._arrived or self._freed)
+
+    def rows_at(self, replica: str) -> int:
+        return sum(len(call.rows) for call in self._calls.values() if call.replica == replica)
+
+    def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
+        rows: dict[int, _LandingRow] = {}
+        for index, req in enumerate(reqs):
+            assert req.lease is not None
+            rows[index] = _LandingRow(
+                req=req,
+                replica=replica,
+                lease=req.lease,
+                missing={
+                    name: np.ones((group.num_layers, len(req.token_ids)), dtype=np.bool_)
+                    for name, group in self._pool.groups.items()
+                },
+                received_bytes=dict.fromkeys(self._pool.groups, 0),
+                scope=Scope(f"landing {req.request_id}"),
+            )
+        self._calls[call_id] = _Call(replica, rows)
+
+    def request_of(self, call_id: str, index: int) -> Request | None:
+        row = self._row(call_id, index)
+        return row.req if row else None
+
+    def forget(self, req: Request) -> tuple[str, int] | None:
+        """Drop whatever still arrives for the request. Returns the call and row to cancel, if it had one."""
+        for call_id, call in self._calls.items():
+            for index, row in call.rows.items():
+                if row.req is req:
+                    del call.rows[index]
+                    self._complete.pop(row, None)
+                    return call_id, index
+        for row in self._complete:
+            if row.req is req:
+                del self._complete[row]
+                break
+        return None
+
+    def take_frame(self, call_id: str, frame: Frame) -> list[LostRow]:
+        """Apply one frame. Raises FrameRejected when it fits no row that it could be about."""
+        if isinstance(frame, KvSegment):
+            self._take_segment(call_id, frame)
+        elif isinstance(frame, PrebuiltBatch):
+            self._take_prebuilt(call_id, frame)
+        elif isinstance(frame, RowFailed):
+            return self._take_failure(call_id, frame)
+        else:
+            assert isinstance(frame, Accepted)
+        return []
+
+    def end_call(self, call_id: str, error: BatonError | None) -> list[LostRow]:
+        """No frame of the call follows: rows that still miss something are lost."""
+        call = self._calls.pop(call_id, None)
+        if call is None:
+            return []
+        cause = error or PrefillUnavailable("the replica ended the call before this row was complete")
+        return [
+            LostRow(row.req, call.replica, cause, is_retryable=True)
+            for row in call.rows.values()
+            if not row.is_complete
+        ]
+
+    def poll(self) -> Landed:
+        """Collect what the landing stream has finished. Raises what the device or that stream failed with."""
+        while self._copying and self._copying[0][-1].is_done():  # in the order of their stream
+            call_id, segment, event = self._copying.popleft()
+            raise_if_device_failed(event)
+            self._free(call_id, segment)
+        freed, self._freed = self._freed, {}
+        landed = [row for row in self._complete if row.has_landed]
+        lost = []
+        ready: list[_LandingRow] = []
+        for row in landed:
+            del self._complete[row]
+            self._detach(row)
+            error = row.scope.error or self._miscount(row)
+            if error is None:
+                ready.append(row)
+            else:
+                is_retryable = isinstance(error, SlotsReused)
+                kind = PrefillUnavailable if is_retryable else EngineFault
+                lost.append(LostRow(row.req, row.replica, kind(f"landing KV failed: {error}"), is_retryable))
+        arrived, self._arrived = self._arrived, []
+        return Landed(tuple(_group(ready)), tuple(arrived), tuple(lost), tuple(map(_landed, freed, freed.values())))
+
+    def close(self, timeout_s: float) -> None:
+        self._stream.close(timeout_s)
+
+    def _detach(self, row: _LandingRow) -> None:
+        for call in self._calls.values():
+            for index, other in call.rows.items():
+                if other is row:
+                    del call.rows[index]
+                    return
+
+    def _miscount(self, row: _LandingRow) -> str | None:
+        assert row.columns is not None
+        for name, received in row.received_bytes.items():
+            sent = int(row.columns.bytes_sent[name][row.entry])
+            if sent != received:
+                return f"{name}: {sent} bytes were sent, {received} received"
+        return None
+
+    def _row(self, call_id: str, index: int) -> _LandingRow | None:
+        call = self._calls.get(call_id)
+        return call.rows.get(index) if call else None
+
+    def _take_segment(self, call_id: str, segment: KvSegment) -> None:
+        row = self._row(call_id, segment.row)
+        if row is None:
+            self._free(call_id, segment)
+            return
+        try:
+            slots = self._claim(row, segment)
+        except FrameRejected:
+            self._free(call_id, segment)
+            raise
+        row.lease.state = LeaseState.TRANSFERRING
+        row.num_waiting += 1
+        self._waiting.append(_Segment(call_id, row, segment, slots))
+        self._note_if_complete(row)
+        if self._device.runs_pieces_beside:
+            self._start_copy()
+
+    def start_copies(self, until: Event | None) -> None:
+        """Start copies of what has come, one at least, and on until `until` is done: while the device computes, the
+        caller would only wait. What is not wanted any more costs nothing and does not count.
+        """
+        while self._waiting:
+            if self._start_copy() and (until is None or until.is_done()):
+                return
+
+    def _start_copy(self) -> bool:
+        """Of the segment that waits longest. False where it is freed instead."""
+        waiting = self._waiting.popleft()
+        row, segment = waiting.row, waiting.segment
+        row.num_waiting -= 1
+        if not row.lease.is_held:  # it was given up since: its slots may be another's
+            self._free(waiting.call_id, segment)
+            return False
+
+        def land() -> None:
+            self._copy_in(segment, waiting.slots)
+
+        self._stream.wait(self._device.schedule_stream.record())
+        attempt = row.req.num_attempts - 1
+        flow = segment_flow(row.req.request_id, attempt, segment.layer_group, segment.layer_start, segment.token_start)
+        self._stream.enqueue(Measured(land, {"bytes": segment.num_bytes, FLOW: flow}), row.scope)
+        event = self._stream.record(row.scope)
+        row.last_copy = event
+        row.lease.use_until(event, self._stream)
+        self._copying.append((waiting.call_id, segment, event))
+        return True
+
+    def _free(self, call_id: str, segment: KvSegment) -> None:
+        self._freed.setdefault(call_id, []).append(segment)
+
+    def _claim(self, row: _LandingRow, segment: KvSegment) -> Slots:
+        """Mark the segment's tokens as received. Returns their slots."""
+        name = f"group {segment.layer_group!r}"
+        missing = row.missing.get(segment.layer_group)
+        if missing is None:
+            raise FrameRejected(segment.row, f"{name}: there is no such layer group")
+        layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
+        tokens = slice(segment.token_start, segment.token_start + segment.num_tokens)
+        if segment.num_layers < 1 or segment.num_tokens < 1:
+            raise FrameRejected(segment.row, f"{name}: an empty segment")
+        if layers.stop > missing.shape[0] or tokens.stop > missing.shape[1]:
+            raise FrameRejected(segment.row, f"{name}: layers {layers} or tokens {tokens} are outside the row")
+        if not missing[layers, tokens].all():
+            raise FrameRejected(segment.row, f"{name}: layers {layers}, tokens {tokens} came twice")
+        group = self._pool.groups[segment.layer_group]
+        if segment.num_bytes != group.layer_token_bytes * segment.num_layers * segment.num_tokens:
+            raise FrameRejected(segment.row, f"{name}: {segment.num_bytes} payload bytes do not fill the segment")
+        missing[layers, tokens] = False
+        row.received_bytes[segment.layer_group] += segment.num_bytes
+        row.req.kv_bytes += segment.num_bytes
+        return row.lease.slots[tokens]
+
+    def _copy_in(self, segment: KvSegment, slots: Slots) -> None:
+        group = self._pool.groups[segment.layer_group]
+        buffer = self._pool.buffers[segment.layer_group]
+        values = _bytes_of(segment, group).view(buffer.dtype).unflatten(-1, (group.num_heads, group.head_dim))
+        layers = buffer[segment.layer_start : segment.layer_start + segment.num_layers]
+        if layers.device != values.device:
+            values = self._device.to_device(values)
+        if (run := run_of(slots)) is not None:
+            self._copy(layers[:, :, run], values)
+        else:
+            layers.index_copy_(2, self._device.to_device(torch.tensor(slots)), values)
+        if isinstance(segment.shared, SharedKv) and not segment.shared.is_current:
+            raise SlotsReused("the replica used the slots again")
+
+    def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> None:
+        for entry, index in enumerate(columns.rows.tolist()):
+            row = self._row(call_id, index)
+            if row is None:
+                continue
+            if row.columns is not None:
+                raise FrameRejected(index, "a second PrebuiltBatch entry")
+            if columns.seq_lens[entry] != len(row.req.token_ids):
+                raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
+            if not 0 <= columns.first_token_ids[entry] < self._vocab_size:
+                raise FrameRejected(index, f"first token {columns.first_token_ids[entry]} is not in the vocabulary")
+            if (drafts := columns.seed_columns.get(TOPK_INDEX)) is not None:
+                self._check_drafts(index, drafts[entry].tolist(), is_tree=TOPK_P in columns.seed_columns)
+            if columns.bytes_sent.keys() != self._pool.groups.keys():
+                raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
+            row.columns = columns
+            row.entry = entry
+            row.lease.state = LeaseState.TRANSFERRING
+            self._arrived.append(row.req)
+            self._note_if_complete(row)
+
+    def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
+        """Of a tree they are siblings: one twice would count as accepted twice."""
+        if not all(0 <= draft < self._vocab_size for draft in drafts):
+            raise FrameRejected(index, f"{TOPK_INDEX} {drafts} is not in the vocabulary")
+        if is_tree and len(set(drafts)) < len(drafts):
+            raise FrameRejected(index, f"{TOPK_INDEX} {drafts} names a token twice")
+
+    def _take_failure(self, call_id: str, failed: RowFailed) -> list[LostRow]:
+        call = self._calls.get(call_id)
+        row = call.rows.pop(failed.row, None) if call else None
+        if call is None or row is None:
+            return []
+        self._complete.pop(row, None)
+        error = error_for_row_failure(failed.reason, failed.message)
+        is_refusal = failed.reason in (RowFailure.CAPACITY, RowFailure.DRAINING)
+        return [LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000, is_refusal)]
+
+    def _note_if_complete(self, row: _LandingRow) -> None:
+        if row.is_complete:
+            self._complete[row] = None
+
+
+def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tensor, Tensor], object]:
+    """Copies from its second argument to its first, which are both on that device."""
+    if torch_device.type != "cpu" or not nontemporal:
+        return Tensor.copy_
+    from common.model.cpu_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
+
+    copy_blocks()  # compiled before it is needed
+    return copy_kv
+
+
+def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:
+    """[layers, planes, tokens, row_bytes] uint8 on the host, where they lie."""
+    if segment.shared is None:
+        payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
+        return payload.view(segment.num_layers, group.num_planes, segment.num_tokens, group.row_bytes)
+    assert not isinstance(segment.shared, RemoteKv), "its transport fetches it"
+    layers, slots = from_dlpack(segment.shared.layers), segment.shared.ticket.slots
+    if (run := run_of(slots)) is not None:
+        return layers[:, :, run]
+    return layers.index_select(2, torch.tensor(slots))
+
+
+def _landed(call_id: str, segments: Sequence[KvSegment]) -> SegmentsLanded:
+    shared = tuple(segment.shared.ticket.number for segment in segments if segment.shared is not None)
+    return SegmentsLanded(call_id, sum(segment.num_bytes for segment in segments), shared)
+
+
+def _group(rows: Iterable[_LandingRow]) -> list[ReadyRows]:
+    """Rows by the PrebuiltBatch they came with, so that columns become tensors by one index each."""
+    by_batch: dict[int, list[_LandingRow]] = {}
+    for row in rows:
+        by_batch.setdefault(id(row.columns), []).append(row)
+    grouped = []
+    for members in by_batch.values():
+        columns = members[0].columns
+        assert columns is not None
+        entries = np.array([row.entry for row in members], dtype=np.int64)
+        grouped.append(ReadyRows(columns, entries, tuple(row.req for row in members)))
+    return grouped

@@ -1,0 +1,138 @@
+"""What the engine knows of the requests in its batch, as columns addressed by pool row: a step asks all at once.
+
+Submit ─▶ Request ──enter──▶ columns, step after step ──leave──▶ Request: tokens, seconds and counts added up
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.model.sampling_params import MAX_END_TOKEN_IDS
+from common.model.sampling_state import RowSeed
+from decode_service.schedule.draft_tallies import DraftTallies
+from decode_service.schedule.request import Request
+
+Rows = NDArray[np.int64]
+_NO_TOKEN = -1
+
+
+class RunningRows:
+    """Of requests in RUNNING and RETRACTING. Only the engine thread calls it.
+
+    Between `enter` and `leave` a Request's own `token_ids`, `clock`, `has_decoded` and `speculation` are as they were
+    when it entered. `serials` [rows]: whose a row is, by a number that no other request gets, nor the same one later; 0
+    where it is nobody's. `num_in_flight` [rows]: launched steps whose results are not taken; each adds one token at
+    least. `max_depth`: levels that are ever drafted.
+    """
+
+    def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
+        rows = max_rows + 1
+
+        def column(*shape: int) -> Rows:
+            return np.zeros((rows, *shape), dtype=np.int64)
+
+        self.serials = column()
+        self.num_in_flight = column()
+        self._next_serials = itertools.count(1)
+        self._limits = column()  # of tokens, prompt and output
+        self._num_left = column()  # until that; 0 where the row is nobody's
+        self._end_ids = column(MAX_END_TOKEN_IDS)
+        self._num_end_ids = column()
+        self._most_end_ids = 0  # of a row that is somebody's
+        self._num_new = column()  # output since it entered
+        self._new_ids = np.empty((rows, max_context_tokens + max_depth), dtype=np.int32)
+        self._has_decoded = np.zeros(rows, dtype=np.bool_)
+        self._decoded_at_s = np.zeros(rows)
+        self.drafts = DraftTallies(rows, max_depth=max_depth)
+
+    def enter(self, req: Request) -> None:
+        assert req.lease is not None
+        row, end_ids = req.lease.row, req.sampling.end_token_ids
+        self.serials[row] = next(self._next_serials)
+        self.num_in_flight[row] = 0
+        self._limits[row] = req.prompt_len + req.sampling.max_tokens
+        self._num_left[row] = self._limits[row] - len(req.token_ids)
+        self._end_ids[row] = _NO_TOKEN
+        self._end_ids[row, : len(end_ids)] = end_ids
+        self._set_num_end_ids(row, len(end_ids))
+        self._num_new[row] = 0
+        self._has_decoded[row] = req.has_decoded
+        self._decoded_at_s[row] = req.clock.since_s
+        self.drafts.clear(row)
+
+    def leave(self, req: Request) -> None:
+        """The request knows again what became of it. Nothing of a step in flight reaches it any more."""
+        assert req.lease is not None
+        row = req.lease.row
+        if not self.serials[row]:
+            return
+        self.serials[row] = self._num_left[row] = 0
+        self._set_num_end_ids(row, 0)
+        req.token_ids += self._new_tokens(row)
+        if self._has_decoded[row]:
+            req.has_decoded = True
+            req.clock.close("decode_s", float(self._decoded_at_s[row]))
+        self.drafts.tell(row, req.speculation)
+
+    def row_seed(self, req: Request) -> RowSeed:
+        """What its sampling starts from: with its tokens until now."""
+        assert req.lease is not None
+        row = req.lease.row
+        token_ids = (*req.token_ids, *self._new_tokens(row))
+        return RowSeed(row, req.sampling, req.choice_index, token_ids, req.prompt_len)
+
+    def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
+        """[B]: whether a further decode step can still add a token."""
+        wanted: NDArray[np.bool_] = self.num_in_flight[rows] < self._num_left[rows]
+        return wanted
+
+    def have_room_after(self, rows: Rows, seq_lens: Rows) -> NDArray[np.bool_]:
+        """[B]: the same where `seq_lens` [B] tokens have committed KV, those of steps in flight included."""
+        has_room: NDArray[np.bool_] = seq_lens + 1 < self._limits[rows]
+        return has_room
+
+    def can_have(self, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
+        """[B]: whether `seq_lens` [B] tokens can have committed KV, of which a step in flight adds `max_accept_len` at
+        most: all that the request has but the last, and nothing where that step failed.
+        """
+        num_before = self._limits[rows] - self._num_left[rows] - 1
+        most = num_before + self.num_in_flight[rows] * max_accept_len
+        can_be: NDArray[np.bool_] = (num_before <= seq_lens) & (seq_lens <= most)
+        return can_be
+
+    def append(self, rows: Rows, token_ids: Rows, num_offered: Rows) -> tuple[Rows, NDArray[np.bool_]]:
+        """Add to each of `rows` [B], distinct, the first `num_offered` [B] of `token_ids` [B, W], up to one that ends.
+
+        Returns how many that were, and whether it ended: [B].
+        """
+        num_left, num_new = self._num_left[rows], self._num_new[rows]
+        num_until_end = num_left
+        are_end_ids = token_ids[:, :, None] == self._end_ids[rows, None, : self._most_end_ids]
+        if np.count_nonzero(are_end_ids):  # in few steps
+            is_end = are_end_ids.any(axis=2)
+            num_until_end = np.minimum(num_left, np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, num_left))
+        has_ended = num_until_end <= num_offered
+        num_added = np.minimum(num_until_end, num_offered)
+        places = num_new[:, None] + np.arange(token_ids.shape[1])
+        self._new_ids[rows[:, None], places] = token_ids  # those that are not added are overwritten, or never read
+        self._num_new[rows] = num_new + num_added
+        self._num_left[rows] = num_left - num_added
+        return num_added, has_ended
+
+    def decode(self, rows: Rows, now_s: float) -> Rows:
+        """A step of `rows` [B] has ended. Returns which of them had not decoded before: indices."""
+        (are_first,) = (~self._has_decoded[rows]).nonzero()
+        self._has_decoded[rows] = True
+        self._decoded_at_s[rows] = now_s
+        return are_first
+
+    def _set_num_end_ids(self, row: int, num_end_ids: int) -> None:
+        self._num_end_ids[row] = num_end_ids
+        self._most_end_ids = int(self._num_end_ids.max())
+
+    def _new_tokens(self, row: int) -> list[int]:
+        tokens: list[int] = self._new_ids[row, : self._num_new[row]].tolist()
+        return tokens

@@ -1,0 +1,430 @@
+"""The decode engine: one overlap iteration a step.
+
+step:   commands ─▶ landed rows ─▶ hand-offs ─▶ merge, retract, prepare ─▶ launch N+1 ─▶ finish N ─▶ events
+stream:            [ ........... forward N ........... ][ ........... forward N+1 ........... ]
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.device.errors import PieceFailed
+from common.device.stream import Device, Scope, naming_a_lost_device
+from common.draft.head import DraftHead
+from common.errors import BatonError, Draining, EngineFault, InvalidRequest
+from common.kv.pool import KvPool, LeaseState
+from common.load import EngineLoad
+from common.model.target import TargetModel
+from common.service.wake_up import WakeUp
+from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.timeline import ENGINE, Timeline, recorded
+from decode_service.forward.forward_side import ForwardSide
+from decode_service.messages import (
+    Abort,
+    CallEnded,
+    Command,
+    Drain,
+    Event,
+    Failed,
+    FinishAtStop,
+    FinishReason,
+    FrameArrived,
+    ReplicasChanged,
+    Stage,
+    Submit,
+)
+from decode_service.schedule.dispatcher import PrefillDispatcher
+from decode_service.schedule.landing import LandingZone
+from decode_service.schedule.outbox import Deliver, Outbox
+from decode_service.schedule.request import Phase, Request
+from decode_service.schedule.results import ResultTaker
+from decode_service.schedule.retraction import Retraction
+from decode_service.schedule.running_rows import RunningRows
+from decode_service.schedule.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
+from decode_service.schedule.stages import StageLog
+from decode_service.schedule.step_in_flight import StepInFlight, first_token_payload, first_tokens
+from decode_service.speculate.depth import depth_of, depth_within
+from decode_service.speculate.spec_info import SpecInfo
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
+
+_STEP_TIMEOUT_S = 300.0
+_IDLE_WAIT_S = 0.5
+_WAITING_WAIT_S = 0.05
+
+
+class DecodeEngine:
+    """Owns every request, row and slot of the decode service. Only its own thread may call it.
+
+    Without `draw_kernels` PyTorch's operators draw tokens. `draft` and `spec_info` come together, and fit;
+    `adapts_depth`: drafting may be shallower. `max_rows` bounds rows reserved, transferring and running together.
+    `replays_forwards`: where the device can, steps' forwards are recorded when the engine is made.
+    `nontemporal_copies`: on a CPU, large KV lands past its caches. `overlap=False` finishes each step before the next
+    is scheduled, by the same code. Figures and time-outs use `clock` (monotonic seconds).
+    `deliver` takes news for the edge when the engine is about to wait for its stream, or ends; else steps return them.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        device: Device,
+        max_rows: int,
+        max_kv_tokens: int,
+        max_context_tokens: int,
+        draw_kernels: TritonDraws | None = None,
+        draft: DraftHead | None = None,
+        spec_info: SpecInfo | None = None,
+        adapts_depth: bool = False,
+        overlap: bool = True,
+        replays_forwards: bool = False,
+        nontemporal_copies: bool = True,
+        max_handoff_attempts: int = 3,
+        prefill_timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: OnStep = lambda stats: None,
+        deliver: Deliver | None = None,
+        timeline: Timeline | None = None,
+        debug_checks: bool = False,
+    ) -> None:
+        self._device = device
+        self._wake_up = WakeUp(device)
+        self._overlap = overlap
+        self._clock = clock
+        self._on_step = on_step
+        self.track = (timeline or Timeline()).track(ENGINE)
+        self._outbox = Outbox(deliver, self.track)
+        self._debug_checks = debug_checks
+        self._max_context_tokens = max_context_tokens
+        assert (draft is None) == (spec_info is None)
+        self._depth = depth_of(spec_info, adapts=adapts_depth)
+        self._num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
+        self.pool = KvPool(
+            groups=[model.layer_group, *([draft.layer_group] if draft else [])],
+            max_rows=max_rows,
+            max_kv_tokens=max_kv_tokens,
+            max_tokens_per_row=max_context_tokens + self._num_ahead,
+            torch_device=device.torch_device,
+        )
+        forward_side = ForwardSide.open(
+            model=model,
+            draft=draft,
+            levels=() if self._depth is None else self._depth.levels,
+            device=device,
+            draw_kernels=draw_kernels,
+            pool=self.pool,
+            replays_forwards=replays_forwards,
+            poisons_consumed_rows=debug_checks,
+            wait_timeout_s=_STEP_TIMEOUT_S,
+        )
+        self.recorded = forward_side.recorded
+        self.future_map = forward_side.future_map
+        self._forward_stream = forward_side.stream
+        self._worker = forward_side.worker
+        self._sampling_state = forward_side.sampling_state
+        self._landing = LandingZone(
+            device=device,
+            pool=self.pool,
+            vocab_size=model.vocab_size,
+            nontemporal_copies=nontemporal_copies,
+            on_event=self._wake_up.told,
+        )
+        self._stages = StageLog(self._outbox.post)
+        self._dispatcher = PrefillDispatcher(
+            pool=self.pool,
+            landing=self._landing,
+            max_attempts=max_handoff_attempts,
+            unavailable_timeout_s=prefill_timeout_s,
+            clock=clock,
+            post=self._outbox.post,
+            stages=self._stages,
+            fail=self._fail,
+        )
+        self._rows = RunningRows(
+            max_rows=max_rows,
+            max_context_tokens=max_context_tokens,
+            max_depth=0 if spec_info is None else spec_info.num_steps,
+        )
+        self._retraction = Retraction(
+            pool=self.pool, rows=self._rows, dispatcher=self._dispatcher, stages=self._stages, clock=clock
+        )
+        self._taker = ResultTaker(
+            rows=self._rows, stages=self._stages, clock=clock, post=self._outbox.post, end=self._end, fail=self._fail
+        )
+        self._requests: dict[str, Request] = {}
+        self._running = ScheduleBatch.empty(device.torch_device)
+        self._unseeded: list[Request] = []
+        self._in_flight: StepInFlight | None = None
+        self._arrivals = itertools.count()
+        self._is_draining = False
+        self._is_stalled = False  # slots were short, and those coming free are still in use
+        self._has_freed = False  # at the last step's end: who was short of it is not to wait
+        self._num_steps = 0
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self, commands: Sequence[Command]) -> Sequence[Event]:
+        """One overlap iteration: launch the next batch, then finish the previous one."""
+        with naming_a_lost_device(self._device):
+            try:
+                for command in commands:
+                    self._apply(command)
+                with self.track.span("collect"):
+                    ready = self._dispatcher.collect()
+                self.pool.reclaim()
+                self._dispatcher.hand_off()
+                batch = self._next_batch(ready)
+                launched = self._launch(batch) if batch is not None else None
+                if launched is not None or self._in_flight is not None:
+                    self._num_steps += 1
+                self._outbox.hand_over()
+                self._start_copies(self._in_flight or launched)
+                self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
+                self._in_flight = launched
+                if not self._overlap:
+                    self._finish(self._in_flight)
+                    self._in_flight = None
+                self._has_freed = self.pool.reclaim() > 0
+                if self._debug_checks:
+                    self.pool.check_conservation()
+                    self._running.check_lengths()
+            except BaseException:
+                self._outbox.hand_over()  # no step follows that would: who has ended is not lost with the engine
+                raise
+        return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
+
+    def _start_copies(self, busy_with: StepInFlight | None) -> None:
+        """Of KV that has come, where this thread has a part in them: behind the launch, while the device computes."""
+        if self._landing.has_waiting:
+            with self.track.span("start_copies"):
+                self._landing.start_copies(None if busy_with is None else busy_with.end)
+
+    def idle_timeout_s(self) -> float:
+        if self._in_flight is not None or self._landing.has_waiting or self._landing.has_freed:
+            return 0.0
+        if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
+            return self._wake_up.wait_s if self._is_stalled and not self._has_freed else 0.0
+        if self._has_freed and self._dispatcher.num_waiting:
+            return 0.0
+        if self._dispatcher.is_landing or self.pool.has_quarantined:
+            return self._wake_up.wait_s
+        return _WAITING_WAIT_S if self._dispatcher.num_waiting else _IDLE_WAIT_S
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self._wake_up.wake = wake
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            rows=self.pool.row_counts(),
+            slots=self.pool.slot_counts(),
+            num_queued=self._dispatcher.num_waiting,
+            num_running=self._running.batch_size,
+            num_steps=self._num_steps,
+            num_row_retries=self._dispatcher.num_row_retries,
+            num_retractions=self._retraction.num_retractions,
+        )
+
+    def close(self) -> None:
+        """Deliver what is left, finish the step in flight and stop the streams; requests still live get no event."""
+        with ExitStack() as streams:  # also when the step does not end
+            streams.callback(self._forward_stream.close, _STEP_TIMEOUT_S)
+            streams.callback(self._landing.close, _STEP_TIMEOUT_S)
+            self._outbox.hand_over()
+            self._finish(self._in_flight)
+            self._in_flight = None
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    @recorded("apply")
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort(request_id):
+                if (req := self._requests.get(request_id)) is not None:
+                    self._end(req)
+            case FinishAtStop():
+                self._finish_at_stop(command)
+            case FrameArrived(call_id, frame):
+                self._dispatcher.take_frame(call_id, frame)
+            case CallEnded(call_id, error):
+                self._dispatcher.end_call(call_id, error)
+            case ReplicasChanged():
+                self._dispatcher.update_replicas(command)
+            case Drain():
+                self._is_draining = True
+
+    def _submit(self, submit: Submit) -> None:
+        assert submit.request_id not in self._requests, "the edge refuses duplicates"
+        total = submit.prompt_len + submit.sampling.max_tokens
+        if self._is_draining:
+            self._outbox.post(Failed(submit.request_id, Draining("the service is stopping")))
+            return
+        limit = min(self._max_context_tokens, self.pool.num_slots - self._num_ahead)
+        if total > limit:
+            message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
+            self._outbox.post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
+            return
+        req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
+        self._requests[req.request_id] = req
+        self._dispatcher.add(req)
+
+    def _finish_at_stop(self, command: FinishAtStop) -> None:
+        req = self._requests.get(command.request_id)
+        if req is None:
+            return
+        self._leave(req)
+        self._stages.began(req, Stage.DELIVERY, self._clock())
+        self._outbox.post(
+            req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string)
+        )
+        self._end(req)
+
+    # ---- scheduling ---------------------------------------------------------------------------------------------
+
+    @recorded("next_batch")
+    def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
+        """The batch to launch, prepared; None when there is none, or its slots come free only later."""
+        running = self._running
+        if running.is_empty and not ready:  # while prompts land, the engine steps for each of their segments
+            self._is_stalled = False
+            return None
+        running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
+        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # it publishes its lengths
+            self._outbox.hand_over()
+            if (publish_ready := self.future_map.lengths_to_come()) is not None:
+                self._landing.start_copies(publish_ready)
+        with self.track.span("resolve_seq_lens"):
+            are_news = self.future_map.resolve_seq_lens(running)
+        if are_news:
+            self._fail_wrong_lengths(running)
+            lengths = running.seq_lens_cpu.numpy()
+            running.filter_batch(self._rows.have_room_after(running.rows, lengths).nonzero()[0])
+        if ready:
+            self._merge_prebuilt(ready)
+        running.spec_info = depth_within(self._depth, running, self.pool)
+        self._is_stalled = not (running.is_empty or self._retraction.prepare(running, self._requests.values()))
+        return None if running.is_empty or self._is_stalled else running
+
+    def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
+        """Rows whose length no step can have published fail: launched with it, they would read and write beside their
+        slots. Their device is at fault, or a kernel, so this is looked at in every build.
+        """
+        lengths = running.seq_lens_cpu.numpy()
+        max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
+        can_be = self._rows.can_have(running.rows, lengths, max_accept_len=max_accept_len)
+        if can_be.all():
+            return
+        for i in np.flatnonzero(~can_be).tolist():
+            self._fail(running.reqs[i], EngineFault(f"a decode step published a length of {lengths[i]}"))
+        running.filter_batch(np.flatnonzero(can_be))
+
+    def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
+        prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)
+        payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
+        self.future_map.bootstrap(prebuilt, payload)
+        self._process_prebuilt(prebuilt, ready)
+        prebuilt.filter_batch(self._rows.want_launch(prebuilt.rows).nonzero()[0])
+        self._unseeded += prebuilt.reqs
+        self._running.merge_batch(prebuilt)
+
+    def _process_prebuilt(self, prebuilt: ScheduleBatch, ready: Sequence[ReadyRows]) -> None:
+        """Deliver the first tokens; requests that end with theirs never enter the batch."""
+        for req in prebuilt.reqs:
+            assert req.lease is not None
+            req.phase = Phase.RUNNING
+            req.lease.state = LeaseState.RUNNING
+            self._rows.enter(req)
+        self._taker.take_first_tokens(prebuilt, first_tokens(ready))
+        for req in prebuilt.reqs:
+            if req.phase is Phase.RUNNING:
+                self._stages.began(req, Stage.DECODE if req.has_decoded else Stage.FIRST_DECODE, self._clock())
+
+    # ---- launching and finishing --------------------------------------------------------------------------------
+
+    @recorded("launch")
+    def _launch(self, batch: ScheduleBatch) -> StepInFlight:
+        scope = Scope(f"step {self._num_steps}")
+        forward_batch = ForwardBatch.snapshot(batch)
+        batch.draft_lag = forward_batch.draft_lag_after
+        self._forward_stream.wait(self._device.schedule_stream.record())
+        if seeds := [self._rows.row_seed(req) for req in self._unseeded if req.phase is Phase.RUNNING]:
+            self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
+        self._unseeded.clear()
+        on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
+        if not forward_batch.has_drafts:
+            self.future_map.publish_nothing()
+        output = self._worker.forward(forward_batch, future_map=self.future_map, scope=scope, on_publish=on_publish)
+        self.future_map.stash(forward_batch.req_pool_indices, output.payload, scope)
+        step = StepInFlight.seal(
+            device=self._device,
+            stream=self._forward_stream,
+            scope=scope,
+            batch=forward_batch,
+            reqs=tuple(batch.reqs),
+            request_ids=batch.request_ids,
+            rows=batch.rows,
+            serials=self._rows.serials[batch.rows],
+            output=output,
+            launched_s=self._clock(),
+            previous=self._in_flight,
+        )
+        if self._depth is not None and forward_batch.spec_info is not None:
+            self._depth.launched(forward_batch.spec_info)
+        self.pool.use_until(batch.rows, step.end, self._forward_stream)
+        self._rows.num_in_flight[batch.rows] += 1
+        return step
+
+    @recorded("finish")
+    def _finish(self, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
+        """Wait for the step's end and hand its results to the requests that still hold the rows they ran with."""
+        if step is None:
+            return
+        try:
+            with self.track.span("wait"):
+                step.await_end(_STEP_TIMEOUT_S, followed_by=followed_by)
+        except PieceFailed as failure:
+            if failure.is_of_device:
+                raise  # and no step can be better: the engine ends, and all its requests
+            for i in np.flatnonzero(self._taker.still_held(step)).tolist():
+                self._fail(step.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
+            return
+        self._taker.take(step)
+        self._retraction.requeue_left()
+        spec_info, speculation = step.batch.spec_info, step.speculation
+        if self._depth is not None and spec_info is not None and speculation is not None:
+            self._depth.observe(spec_info, draft_lag=step.batch.draft_lag, stats=speculation)
+        num_tokens = len(step.reqs) * step.batch.num_tokens
+        self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
+
+    # ---- endings ------------------------------------------------------------------------------------------------
+
+    def _fail(self, req: Request, error: BatonError) -> None:
+        if req.phase is Phase.ENDED:
+            return
+        self._outbox.post(Failed(req.request_id, error))
+        self._end(req)
+
+    def _end(self, req: Request) -> None:
+        """The one owner of release: whatever the request held is given up, wherever it was. Idempotent."""
+        if req.phase is Phase.ENDED:
+            return
+        self._leave(req)
+        req.phase = Phase.ENDED
+        del self._requests[req.request_id]
+        self._dispatcher.forget(req)
+        if req.lease is not None:
+            self.pool.release(req.lease)
+            req.lease = None
+
+    def _leave(self, req: Request) -> None:
+        if req.phase in (Phase.RUNNING, Phase.RETRACTING):
+            self._rows.leave(req)

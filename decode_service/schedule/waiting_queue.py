@@ -1,0 +1,134 @@
+"""Requests that hold nothing yet, in the order in which they are handed off, and which replica each goes to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import inf
+
+from common.errors import BatonError, ContextExceeded, FingerprintMismatch, PrefillUnavailable
+from decode_service.messages import Replica, ReplicasChanged
+from decode_service.schedule.request import Request
+
+
+class WaitingQueue:
+    """Requests that were handed off before wait by age, ahead of all others. The clients of the others take turns.
+
+    A client joins at the end of the round and goes there after each turn, so no client waits longer than the turns of
+    those ahead of it, whoever comes meanwhile. Each client's requests keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._returned: dict[int, Request] = {}
+        self._newcomers: dict[str, dict[int, Request]] = {}  # by client, whose turn is next first
+
+    def __len__(self) -> int:
+        return len(self._returned) + sum(map(len, self._newcomers.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([*self._returned.values(), *chain(*(reqs.values() for reqs in self._newcomers.values()))])
+
+    def in_turn(self) -> Iterator[Request]:
+        """Each request once. One that has no lease when the next is asked for costs its client no turn."""
+        yield from list(self._returned.values())
+        clients = deque(self._newcomers)
+        rest: dict[str, deque[Request]] = {}
+        while clients:
+            client = clients[0]
+            if client not in rest:
+                rest[client] = deque(self._newcomers[client].values())
+            if not rest[client]:
+                clients.popleft()
+                continue
+            req = rest[client].popleft()
+            yield req
+            if req.lease is not None:
+                clients.rotate(-1)
+                self._newcomers[client] = self._newcomers.pop(client)
+
+    def add(self, req: Request) -> None:
+        if not req.num_attempts:
+            self._newcomers.setdefault(req.client, {})[req.arrival] = req
+            return
+        is_youngest = not self._returned or req.arrival > next(reversed(self._returned))
+        self._returned[req.arrival] = req
+        if not is_youngest:
+            self._returned = dict(sorted(self._returned.items()))
+
+    def remove(self, req: Request) -> None:
+        self._returned.pop(req.arrival, None)
+        reqs = self._newcomers.get(req.client, {})
+        if reqs.pop(req.arrival, None) is not None and not reqs:
+            del self._newcomers[req.client]
+
+
+class ReplicaSet:
+    """The prefill replicas as last reported, and since when none of them was ready."""
+
+    def __init__(self, now_s: float) -> None:
+        self._replicas: tuple[Replica, ...] = ()
+        self._others_may_come = False
+        self._most_tokens_ever = 0.0
+        self._none_ready_since_s: float | None = now_s
+
+    def update(self, changed: ReplicasChanged, now_s: float) -> None:
+        self._replicas, self._others_may_come = changed.replicas, changed.others_may_come
+        limits = [replica.max_context_tokens or inf for replica in changed.replicas if replica.is_ready]
+        self._most_tokens_ever = max([self._most_tokens_ever, *limits])
+        if any(replica.is_ready for replica in changed.replicas):
+            self._none_ready_since_s = None
+        elif self._none_ready_since_s is None:
+            self._none_ready_since_s = now_s
+
+    @property
+    def none_ready_since_s(self) -> float | None:
+        return self._none_ready_since_s
+
+    def least_loaded(self, num_rows_at: Callable[[str], int], avoid: str, num_tokens: int) -> str | None:
+        """The ready replica that takes so many tokens and has the fewest rows of ours and of others; `avoid` only when
+        it is the only one.
+        """
+        ready = [replica for replica in self._replicas if replica.is_ready and replica.takes(num_tokens)]
+        preferred = [replica for replica in ready if replica.address != avoid] or ready
+        if not preferred:
+            return None
+        return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
+
+    def too_long_error(self, num_tokens: int) -> BatonError | None:
+        """Why no ready replica takes so many tokens; None where one does, or none is ready.
+
+        PrefillUnavailable where waiting may help: for a replica that is not ready, or for one behind a name where one
+        that takes it has been before. Else ContextExceeded.
+        """
+        ready = [replica for replica in self._replicas if replica.is_ready]
+        if not ready or any(replica.takes(num_tokens) for replica in ready):
+            return None
+        limit = max(replica.max_context_tokens or 0 for replica in ready)
+        message = f"{num_tokens} tokens are more than any prefill replica takes: the largest takes {limit}"
+        one_may_come = self._others_may_come and num_tokens <= self._most_tokens_ever
+        if len(ready) == len(self._replicas) and not one_may_come:
+            return ContextExceeded("prompt", message, max_context_tokens=limit, num_prompt_tokens=num_tokens)
+        causes = self._causes()
+        return PrefillUnavailable(message + (f", and {causes}" if causes else ""))
+
+    @property
+    def are_hopeless(self) -> bool:
+        """No replica will ever serve: every one differs, and there will be no other. Waiting does not mend it."""
+        return self._mismatch is not None and not self._others_may_come
+
+    def unavailable_error(self) -> BatonError:
+        """FingerprintMismatch when every replica differs, else PrefillUnavailable."""
+        if (mismatch := self._mismatch) is not None:
+            return mismatch
+        causes = self._causes()
+        return PrefillUnavailable("no prefill replica is ready" + (f" ({causes})" if causes else ""))
+
+    def _causes(self) -> str:
+        return "; ".join(f"{r.address}: {r.error or 'is not ready'}" for r in self._replicas if not r.is_ready)
+
+    @property
+    def _mismatch(self) -> FingerprintMismatch | None:
+        errors = [replica.error for replica in self._replicas]
+        mismatches = [error for error in errors if isinstance(error, FingerprintMismatch)]
+        return mismatches[0] if mismatches and len(mismatches) == len(errors) else None

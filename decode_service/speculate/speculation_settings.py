@@ -1,0 +1,52 @@
+"""From the settings and the draft head to how batches speculate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from common.config.settings import DecodeSettings
+from common.draft.head import DraftHead
+from common.errors import StartupError
+from decode_service.speculate.spec_info import MAX_DRAFT_LAG, SpecInfo, num_drafted
+
+_DEFAULT_CHAIN = 4
+MAX_CATCH_UP_TOKENS = 4096
+"""That the head reads in one forward when it was left behind: what the target prefills in two or so, by default."""
+
+
+def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
+    """Raises StartupError, which names the setting, when they do not go together."""
+    return _shape_of(settings, head)
+
+
+def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
+    """Of so many rows: how far the head may be left behind."""
+    return replace(spec_info, max_draft_lag=max(1, min(MAX_DRAFT_LAG, MAX_CATCH_UP_TOKENS // max_rows)))
+
+
+def _shape_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
+    topk, num_layers = settings.draft_topk, head.layer_group.num_layers
+    max_steps = num_layers if num_layers > 1 else None
+    if topk == 1:
+        return _chain(settings, max_steps)
+    if settings.num_draft_steps is None or settings.num_draft_tokens is None:
+        raise StartupError("draft_topk: a tree needs num_draft_steps and num_draft_tokens")
+    most = num_drafted(settings.num_draft_steps, topk)
+    if not settings.num_draft_steps <= settings.num_draft_tokens <= most:
+        raise StartupError(
+            f"num_draft_tokens: {settings.num_draft_tokens} of a tree that has {settings.num_draft_steps} levels and "
+            f"{most} drafts"
+        )
+    return SpecInfo(settings.num_draft_steps, settings.num_draft_tokens, topk)
+
+
+def _chain(settings: DecodeSettings, max_steps: int | None) -> SpecInfo:
+    wanted = settings.num_draft_tokens or settings.num_draft_steps
+    if settings.num_draft_steps not in (None, wanted):
+        raise StartupError("num_draft_steps: in a chain it is num_draft_tokens, or not set")
+    if wanted is None:
+        wanted = min(_DEFAULT_CHAIN, max_steps or _DEFAULT_CHAIN)
+    if max_steps is not None and wanted > max_steps:
+        name = "num_draft_steps" if settings.num_draft_tokens is None else "num_draft_tokens"
+        raise StartupError(f"{name}: {wanted}, but the head has {max_steps} layers, each for one draft")
+    return SpecInfo.chain(wanted)

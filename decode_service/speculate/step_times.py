@@ -1,0 +1,166 @@
+"""What a step takes, from steps that were measured: with drafts, by how many times as long as without.
+
+The machine is faster at one time and slower at another: others run on it, prompts are computed beside, contexts grow.
+So a step with drafts is compared with a step without that is next to it and has about as many rows: the quotient
+counts. Absolute times serve where a rough figure does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import median_high
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.telemetry.step_stats import SpeculationStats
+from decode_service.speculate.spec_info import MAX_DRAFT_LAG, SpecInfo
+
+_NUM_TIMES = 8
+_NUM_ENOUGH = 3
+_CLASSES_PER_DOUBLING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    depth: int
+    num_rows: int
+    seconds: float
+    is_first: bool
+
+
+class StepTimes:
+    def __init__(self, *, num_levels: int, max_draft_lag: int) -> None:
+        self._plain_s = _Curve(min)  # without drafts, by rows
+        self._read_s_per_token = _Curve(min)  # without drafts, by tokens that the head reads
+        self._quotients = [_Curve(median_high) for _ in range(num_levels)]  # with one level more, by rows
+        self._parts_s: deque[tuple[float, float]] = deque(  # without drafts: the head's, all else
+            maxlen=max_draft_lag * math.ceil(MAX_DRAFT_LAG / max_draft_lag)
+        )
+        self._head_share = 0.0  # of what all else takes, by those
+        self._met: set[tuple[int, int]] = set()  # depths and classes of rows
+        self._reads_met: set[int] = set()
+        self._before: _Step | None = None
+        self._latest: _Step | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is for steps without drafts, of some number of rows."""
+        return self._plain_s.is_known
+
+    def has(self, depth: int, num_rows: int) -> bool:
+        """Whether enough is known of about as many rows to compare by."""
+        return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
+
+    def has_all(self, depth: int, num_rows: int) -> bool:
+        """Whether as much is known of a depth with drafts as is ever kept."""
+        return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
+
+    def steps_s(self, num_rows: int) -> list[float]:
+        """Of each depth, until the next step can begin; infinite for one that was never compared."""
+        plain_s = self._plain_s.at(num_rows)
+        drafting_s = [plain_s * curve.at(num_rows) if curve.is_known else math.inf for curve in self._quotients]
+        return [plain_s * (1 + self._head_share), *drafting_s]
+
+    def read_s(self, num_tokens: int) -> float:
+        """The head's forward over tokens that it has not read."""
+        return num_tokens * self._read_s_per_token.at(num_tokens)
+
+    def add(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
+        """A step; `draft_lag` [B]: tokens that the head had not read before."""
+        if stats.verify_s <= 0:  # the clock is too coarse: this step is no measure, nor a neighbour
+            self._before = self._latest = None
+            return
+        num_rows, depth = len(draft_lag), spec_info.num_steps
+        seconds = stats.draft_s + stats.verify_s
+        if depth:
+            seconds += stats.extend_s
+        is_first = (depth, _class_of(num_rows)) not in self._met
+        self._met.add((depth, _class_of(num_rows)))
+        if not depth:
+            num_read = spec_info.num_head_tokens(draft_lag)
+            if num_read and _class_of(num_read) in self._reads_met:
+                self._read_s_per_token.add(num_read, stats.extend_s / num_read)
+            elif num_read:
+                self._reads_met.add(_class_of(num_read))
+            if not is_first:
+                self._plain_s.add(num_rows, stats.verify_s)
+                if not spec_info.leaves_seed or spec_info.must_catch_up(draft_lag):
+                    self._parts_s.append((stats.extend_s, stats.verify_s))
+                    all_else_s = sum(all_else for _, all_else in self._parts_s)
+                    self._head_share = sum(head for head, _ in self._parts_s) / all_else_s
+        self._finish(idle_s=stats.idle_s or 0.0)
+        self._latest = _Step(depth, num_rows, seconds, is_first)
+
+    def _finish(self, *, idle_s: float) -> None:
+        """The latest step, behind which the stream waited for `idle_s`."""
+        before, step = self._before, self._latest
+        if step is None:
+            return
+        self._before = step = replace(step, seconds=step.seconds + idle_s)
+        if before is None or before.is_first or step.is_first or _class_of(before.num_rows) != _class_of(step.num_rows):
+            return
+        if (before.depth == 0) != (step.depth == 0):
+            plain, drafting = (step, before) if before.depth else (before, step)
+            if plain.seconds > 0:
+                quotient = max(1.0, drafting.seconds / plain.seconds)
+                self._quotients[drafting.depth - 1].add(drafting.num_rows, quotient)
+
+
+class _Curve:
+    """A figure as a function of a size: of sizes within a half of each other `figure` of the last few values.
+
+    Of the last few, because contexts grow and text changes.
+    """
+
+    def __init__(self, figure: Callable[[Sequence[float]], float]) -> None:
+        self._figure = figure
+        self._values: dict[int, deque[float]] = {}
+        self._figures: dict[int, float] = {}  # of each of those
+        self._found: dict[int, float] = {}  # by size, since a value was added
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._values)
+
+    def num_values(self, size: int) -> int:
+        return len(self._values.get(_class_of(size), ()))
+
+    def add(self, size: int, value: float) -> None:
+        place = _class_of(size)
+        values = self._values.setdefault(place, deque(maxlen=_NUM_TIMES))
+        values.append(value)
+        self._figures[place] = self._figure(values)
+        self._found.clear()
+
+    def at(self, size: int) -> float:
+        """Between sizes that were seen on a line; beyond them that of the nearest. 0 when nothing was seen."""
+        if (found := self._found.get(size)) is None:
+            found = self._found[size] = self._between(size)
+        return found
+
+    def _between(self, size: int) -> float:
+        place = _class_of(size)
+        below = max((seen for seen in self._figures if seen <= place), default=None)
+        above = min((seen for seen in self._figures if seen >= place), default=None)
+        if below is None or above is None:
+            nearest = above if below is None else below
+            return 0.0 if nearest is None else self._figures[nearest]
+        least, most = self._figures[below], self._figures[above]
+        if below == above:
+            return least
+        share = (size - _size_of(below)) / (_size_of(above) - _size_of(below))
+        return least + share * (most - least)
+
+
+@lru_cache(maxsize=4096)
+def _class_of(size: int) -> int:
+    return round(_CLASSES_PER_DOUBLING * math.log2(size))
+
+
+def _size_of(place: int) -> float:
+    return float(2 ** (place / _CLASSES_PER_DOUBLING))

@@ -1,0 +1,164 @@
+"""One prefill forward on the stream: the target over the chunks, the first tokens, the draft head behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.device.cell import Cell
+from common.device.stream import Device, Event, Measured, Scope, Stream
+from common.draft.extend import NextTokens, extend_draft
+from common.draft.head import DraftHead
+from common.draft.seed import Seed
+from common.kv.pool import KvPool
+from common.model.sampling import Sampled, sample, sampled_to_host
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from common.service.warm_kernels import warm_kernels
+from prefill_service.forward.chunk_batch import ChunkBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """On the host, of the chunks that end their prompt: first tokens, and the seed columns by name."""
+
+    sampled: Sampled
+    seeds: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedChunks:
+    """`computed` is to be read behind what the stream records next.
+
+    `layers_written`: (layers, event) in the order of the target's layers, each once; their KV is in the pool behind
+    the event. Empty where the caller asked for none.
+    """
+
+    computed: Cell[Computed]
+    layers_written: Sequence[tuple[range, Event]]
+
+
+class Meanwhile(Protocol):
+    """Called inside a forward's piece while it is launched. Nothing here may raise: it would fail the forward."""
+
+    def layers_written(self, layers: range, event: Event) -> None:
+        """Of the target: their KV is in the pool behind `event`. In the order of the layers."""
+
+    def layer_launched(self) -> None:
+        """One more, behind which the driver's queue may be full."""
+
+
+class PrefillWorker:
+    """`forward` runs on the engine thread and only enqueues. `draft_topk`: the best first drafts that are kept."""
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        draft: DraftHead | None,
+        draft_topk: int,
+        device: Device,
+        pool: KvPool,
+        sampling_state: SamplingState,
+        stream: Stream,
+    ) -> None:
+        self._model = model
+        self._draft = draft
+        self._draft_topk = draft_topk
+        self._device = device
+        self._pool = pool
+        self._sampling_state = sampling_state
+        self._stream = stream
+
+    def compile_kernels(self, timeout_s: float) -> None:
+        """Those that prompts need; before the first. Raises PieceFailed, DeviceTimeout."""
+        warm_kernels(
+            model=self._model,
+            draft=self._draft,
+            draft_topk=1,  # no prompt has a tree
+            pool=self._pool,
+            sampling_state=self._sampling_state,
+            device=self._device,
+            stream=self._stream,
+            timeout_s=timeout_s,
+        )
+
+    def forward(
+        self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0, meanwhile: Meanwhile | None = None
+    ) -> LaunchedChunks:
+        """KV of target and head goes to the pool; an event tells of every `layers_per_event` layers of the target.
+
+        `meanwhile`: what the engine does between the layers where it launches them itself.
+        """
+        computed: Cell[Computed] = Cell()
+        layers = _ranges(self._model.layer_group.num_layers, layers_per_event) if layers_per_event else []
+
+        @torch.inference_mode()
+        def forward(milestones: Sequence[Callable[[], None]]) -> None:
+            reached = dict(zip((part.stop - 1 for part in layers), milestones, strict=True))
+            if meanwhile is not None and not self._device.runs_pieces_beside:
+                reached = {
+                    layer: partial(_each, [*([reached[layer]] if layer in reached else ()), meanwhile.layer_launched])
+                    for layer in range(self._model.layer_group.num_layers)
+                }
+            output = self._model.forward(batch.forward_input, on_layer_kv=reached)
+            first = sample(
+                output.logits,
+                batch.sampled_rows,
+                batch.sampled_positions,
+                self._sampling_state,
+                batch.sampling,
+                found=output.largest,
+            )
+            columns = {}
+            if self._draft is not None:
+                assert output.hidden is not None, "the target captures what the head reads"
+                columns = self._extend_draft(self._draft, batch, output.hidden, first.token_ids).columns()
+            seeds = {name: self._device.to_host(column) for name, column in columns.items()}
+            computed.set(Computed(sampled_to_host(self._device, first), seeds))
+
+        num_attended = sum(chunk.num_attended for chunk in batch.chunks)
+        figures = {"chunks": len(batch.chunks), "tokens": batch.num_tokens, "attended": num_attended}
+        events = self._stream.enqueue_with_milestones(
+            Measured(forward, figures),
+            len(layers),
+            scope,
+            None if meanwhile is None else lambda number, event: meanwhile.layers_written(layers[number], event),
+        )
+        return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
+
+    def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
+        """The draft head over the chunks: its KV, and the seeds of the prompts that end with them.
+
+        Runs inside a piece on the stream.
+        """
+        last, following = batch.forward_input.logits_rows, batch.next_tokens
+        assert last is not None and following.places is not None
+        return extend_draft(
+            draft,
+            replace(batch.forward_input, kv=self._pool.buffers[draft.layer_group.name]),
+            captured,
+            next_tokens=NextTokens(
+                following.ids.index_copy(0, following.places[last], first_token_ids), following.places
+            ),
+            last=last,
+            rows=batch.sampled_rows,
+            positions=batch.sampled_positions + 1,
+            state=self._sampling_state,
+            batch=batch.sampling,
+            topk=self._draft_topk,
+        )
+
+
+def _each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _ranges(num_layers: int, size: int) -> list[range]:
+    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]

@@ -1,0 +1,69 @@
+"""Where a prefill service's KV pool lies, by `kv_transport`, so that receivers can read it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from baton.v1 import prefill_pb2
+from common.config.settings import KvTransport
+from common.errors import StartupError
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.shared_pool import DIRECTORY, SharedPool, sweep
+from common.nixl.child import NixlError
+from prefill_service.handoff.nixl_lender import NixlLender
+
+_log = structlog.get_logger(__name__)
+
+
+class LentMemory:
+    """`pool`: None where nobody can read it, and all KV goes over gRPC."""
+
+    def __init__(self, pool: SharedPool | None, lender: NixlLender | None = None) -> None:
+        self.pool = pool
+        self._lender = lender
+
+    @classmethod
+    async def opened(
+        cls, transport: KvTransport, *, groups: Sequence[LayerGroupSpec], num_slots: int, is_on_host: bool
+    ) -> LentMemory:
+        """`auto` is shared memory where that can be had, and where not it only says so. What killed processes left is
+        removed. Raises StartupError when NIXL is asked for and cannot be had.
+        """
+        if transport == "grpc":
+            return cls(None)
+        tell = _log.info if transport == "auto" else _log.warning
+        if not is_on_host:
+            tell("kv_over_grpc", reason="a GPU computes: its KV is not in the host's memory")
+            return cls(None)
+        try:
+            sweep()
+            pool = SharedPool(groups=groups, num_slots=num_slots, directory=None if transport == "nixl" else DIRECTORY)
+        except OSError as error:
+            tell("kv_over_grpc", reason=str(error))
+            return cls(None)
+        if transport != "nixl":
+            return cls(pool)
+        lender = NixlLender(pool.file)
+        try:
+            await lender.open()
+        except NixlError as error:
+            pool.close()
+            raise StartupError(f"kv_transport: {error}") from error
+        return cls(pool, lender)
+
+    def nixl_offer(self) -> prefill_pb2.NixlPool | None:
+        """What receivers need to read it through NIXL; empty while they cannot, None where they never can."""
+        return None if self._lender is None else self._lender.offer
+
+    def follow(self, is_serving: Callable[[], bool]) -> None:
+        """Serve receivers' reads, seldom while not `is_serving`."""
+        if self._lender is not None:
+            self._lender.follow(is_serving)
+
+    async def close(self) -> None:
+        if self._lender is not None:
+            await self._lender.close()
+        if self.pool is not None:
+            self.pool.close()

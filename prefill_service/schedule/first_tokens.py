@@ -1,0 +1,55 @@
+"""What a forward found out for the prompts that end with it, as the frame that tells the decode service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.draft.seed import column_to_numpy
+from common.kv.layer_group import LayerGroupSpec
+from common.model.logprobs import unpack_logprobs
+from common.model.sampling_params import TokenLogprobs
+from common.wire.handoff import PrebuiltBatch
+from prefill_service.forward.chunk_batch import ChunkBatch
+from prefill_service.forward.worker import Computed
+from prefill_service.prompt import Prompt
+
+
+def first_tokens(
+    batch: ChunkBatch,
+    computed: Computed,
+    calls: Sequence[Sequence[int]],
+    *,
+    groups: Sequence[LayerGroupSpec],
+    now_s: float,
+) -> list[PrebuiltBatch]:
+    """Of each call the prompts at these places among those sampled; `groups` are the KV's that is sent."""
+    prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
+    logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
+    return [
+        _of_call([prompts[place] for place in places], places, computed, logprobs, groups=groups, now_s=now_s)
+        for places in calls
+    ]
+
+
+def _of_call(
+    prompts: Sequence[Prompt],
+    places: Sequence[int],
+    computed: Computed,
+    logprobs: Sequence[TokenLogprobs | None],
+    *,
+    groups: Sequence[LayerGroupSpec],
+    now_s: float,
+) -> PrebuiltBatch:
+    num_tokens = np.array([prompt.num_tokens for prompt in prompts], dtype=np.int64)
+    return PrebuiltBatch(
+        rows=np.array([prompt.index for prompt in prompts], dtype=np.int64),
+        seq_lens=num_tokens,
+        first_token_ids=computed.sampled.token_ids.numpy()[list(places)],
+        bytes_sent={group.name: group.token_bytes * num_tokens for group in groups},
+        queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
+        compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
+        first_token_logprobs=tuple(logprobs[place] for place in places),
+        seed_columns={name: column_to_numpy(seeds[list(places)]) for name, seeds in computed.seeds.items()},
+    )

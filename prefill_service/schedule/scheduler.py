@@ -1,0 +1,468 @@
+"""The prefill engine: chunked prefill of many prompts a forward, KV leaving while later layers and chunks compute.
+
+step:   commands ─▶ admit ─▶ launch chunks N+1 ─▶ finish chunks N ─▶ first tokens and segments ─▶ events
+stream:            [ ....... chunks N ....... ][ ...... chunks N+1 ...... ]
+sending:                 [ first layers ][ later ][ first layers ]
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from common.device.errors import DeviceTimeout, PieceFailed
+from common.device.stream import Device, Scope, naming_a_lost_device, raise_if_device_failed
+from common.device.stream import Event as StreamEvent
+from common.draft.head import DraftHead
+from common.errors import RowFailure
+from common.kv.pool import KvPool, LeaseState
+from common.kv.shared_pool import SharedPool
+from common.load import EngineLoad
+from common.model.sampling_state import SamplingState
+from common.model.target import TargetModel
+from common.service.wake_up import WakeUp
+from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.timeline import ENGINE, Timeline, recorded
+from common.wire.grpc_options import MAX_SEGMENT_BYTES
+from common.wire.handoff import NewPayload, RowFailed
+from prefill_service.forward.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
+from prefill_service.forward.worker import Meanwhile, PrefillWorker
+from prefill_service.handoff.sender import KvSender, SentPiece
+from prefill_service.messages import (
+    CallDone,
+    CancelCallRows,
+    CloseCall,
+    Command,
+    Drain,
+    Event,
+    FrameReady,
+    OpenCall,
+    RowStarted,
+    SegmentBytesSent,
+    SegmentsReturned,
+)
+from prefill_service.prompt import Prompt, PromptPhase
+from prefill_service.schedule.first_tokens import first_tokens
+from prefill_service.schedule.step_in_flight import StepInFlight
+
+if TYPE_CHECKING:
+    from common.model.sampling_triton import TritonDraws
+
+_STEP_TIMEOUT_S = 300.0
+_IDLE_WAIT_S = 0.5
+_QUEUED_WAIT_S = 0.05
+_RETRY_AFTER_MS = 200
+
+
+class PrefillEngine:
+    """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
+
+    Without `draw_kernels` PyTorch's operators draw tokens.
+    `draft_topk`: the best first drafts that the decode service starts its trees from.
+    A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
+    prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
+    `deliver` takes news for the edge where a launch takes long; else steps return them. `returned` gives the bytes that
+    transports took since a step began, to be sent anew within the same launch.
+    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
+    `new_payload`: for what leaves as copies, where none of the device's own is to be taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        device: Device,
+        max_rows: int,
+        max_kv_tokens: int,
+        max_context_tokens: int,
+        draw_kernels: TritonDraws | None = None,
+        draft: DraftHead | None = None,
+        draft_topk: int = 1,
+        chunk_tokens: int = 512,
+        max_batch_tokens: int = 2048,
+        send_budget_bytes: int = 64 << 20,
+        max_segment_bytes: int = MAX_SEGMENT_BYTES,
+        max_queued_rows: int = 1024,
+        early_sending: bool = True,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        on_step: OnStep = lambda stats: None,
+        deliver: Callable[[Sequence[Event]], None] | None = None,
+        returned: Callable[[], Sequence[SegmentBytesSent]] = tuple,
+        timeline: Timeline | None = None,
+        debug_checks: bool = False,
+        shared_pool: SharedPool | None = None,
+        new_payload: NewPayload | None = None,
+    ) -> None:
+        self._layer_group = model.layer_group
+        self._early_sending = early_sending
+        self._num_draft_layers = draft.layer_group.num_layers if draft else 1
+        assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
+        self._device = device
+        self._wake_up = WakeUp(device)
+        self._chunk_tokens = chunk_tokens
+        self._max_batch_tokens = max_batch_tokens
+        self._max_queued_rows = max_queued_rows
+        self._max_in_flight = 2 if overlap else 1
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._on_step = on_step
+        self._deliver = deliver
+        self._returned = returned
+        self.track = (timeline or Timeline()).track(ENGINE)
+        self._debug_checks = debug_checks
+        self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
+        self.pool = KvPool(
+            groups=[model.layer_group, *([draft.layer_group] if draft else [])],
+            max_rows=max_rows,
+            max_kv_tokens=max_kv_tokens,
+            max_tokens_per_row=max_context_tokens,
+            torch_device=device.torch_device,
+            memory=shared_pool,
+        )
+        self._sampling_state = SamplingState(
+            max_rows=max_rows,
+            vocab_size=model.vocab_size,
+            torch_device=device.torch_device,
+            kernels=draw_kernels,
+        )
+        self._forward_stream = device.new_stream("forward", on_event=self._wake_up.told)
+        self._worker = PrefillWorker(
+            model=model,
+            draft=draft,
+            draft_topk=draft_topk,
+            device=device,
+            pool=self.pool,
+            sampling_state=self._sampling_state,
+            stream=self._forward_stream,
+        )
+        self._worker.compile_kernels(_STEP_TIMEOUT_S)
+        self._sender = KvSender(
+            device=device,
+            pool=self.pool,
+            memory=shared_pool,
+            budget_bytes=send_budget_bytes,
+            max_segment_bytes=max_segment_bytes,
+            new_payload=new_payload,
+            on_event=self._wake_up.told,
+        )
+        self._calls: dict[str, dict[int, Prompt]] = {}
+        self._queued: dict[Prompt, None] = {}
+        self._computing: dict[Prompt, None] = {}
+        self._sending: dict[Prompt, None] = {}
+        self._unseeded: dict[Prompt, None] = {}
+        self._in_flight: deque[StepInFlight] = deque()
+        self._failed_copies: list[SentPiece] = []
+        self._outbox: list[Event] = []
+        self._is_draining = False
+        self._has_freed = False  # at the last step's end: a queued prompt is not to wait for it
+        self._num_steps = 0
+        self._last_end_s = 0.0  # of the last forward
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self, commands: Sequence[Command]) -> Sequence[Event]:
+        """One iteration: launch the next chunks, then finish those that are done.
+
+        It never waits for a forward: cancellations and sent segments are handled while chunks compute.
+        """
+        with naming_a_lost_device(self._device):
+            for command in commands:
+                self._apply(command)
+            self.pool.reclaim()
+            self._admit()
+            for _ in range(self._max_in_flight - len(self._in_flight)):  # some may end while others are launched
+                if (launched := self._launch()) is not None:
+                    self._in_flight.append(launched)
+            self._finish_done()
+            self._send()
+            self._has_freed = self.pool.reclaim() > 0
+            if self._debug_checks:
+                self.pool.check_conservation()
+        events, self._outbox = self._outbox, []
+        return events
+
+    def idle_timeout_s(self) -> float:
+        has_room = len(self._in_flight) < self._max_in_flight
+        if has_room and any(prompt.num_left for prompt in self._computing):
+            return 0.0
+        if self._has_freed and self._queued:
+            return 0.0
+        if self._in_flight or self._sender.is_copying or self.pool.has_quarantined:
+            return self._wake_up.wait_s
+        return _QUEUED_WAIT_S if self._queued else _IDLE_WAIT_S
+
+    def be_woken_by(self, wake: Callable[[], None]) -> None:
+        self._wake_up.wake = wake
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            rows=self.pool.row_counts(),
+            slots=self.pool.slot_counts(),
+            num_queued=len(self._queued),
+            num_running=len(self._computing),
+            num_steps=self._num_steps,
+            unsent_bytes=self._sender.unsent_bytes,
+        )
+
+    def close(self) -> None:
+        """Let the forwards in flight end and stop the streams; calls still open get no further frame."""
+        with ExitStack() as streams:  # also when a forward does not end
+            streams.callback(self._forward_stream.close, _STEP_TIMEOUT_S)
+            streams.callback(self._sender.close, _STEP_TIMEOUT_S)
+            while self._in_flight:
+                with suppress(PieceFailed):
+                    self._in_flight.popleft().end.synchronize(_STEP_TIMEOUT_S)
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    @recorded("apply")
+    def _apply(self, command: Command) -> None:
+        match command:
+            case OpenCall():
+                self._open_call(command)
+            case CancelCallRows(call_id, rows):
+                prompts = self._calls.get(call_id, {})
+                for index in rows:
+                    if (prompt := prompts.get(index)) is not None:  # it has not ended; a row may be named twice
+                        self._fail(prompt, RowFailure.CANCELLED, "cancelled by the decode service", retryable=False)
+                self._end_call_if_done(call_id)
+            case CloseCall(call_id):
+                for prompt in list(self._calls.get(call_id, {}).values()):
+                    self._end(prompt)
+                self._calls.pop(call_id, None)
+                self._sender.forget_call(call_id)
+            case SegmentBytesSent(call_id, num_bytes):
+                if call_id in self._calls or self._sender.owes(call_id):
+                    self._sender.return_budget(call_id, num_bytes)
+            case SegmentsReturned(_, numbers):
+                self._sender.return_segments(numbers)
+            case Drain():
+                self._is_draining = True
+
+    def _open_call(self, command: OpenCall) -> None:
+        assert command.call_id not in self._calls, "call ids are new"
+        self._sender.open_call(command.call_id, shares_memory=command.shares_memory)
+        prompts = self._calls[command.call_id] = {}
+        for index, row in enumerate(command.rows):
+            is_traced = index in command.traced_rows
+            prompt = Prompt(command.call_id, index, row, arrived_s=self._clock(), is_traced=is_traced)
+            prompts[index] = prompt
+            if self._is_draining:
+                self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
+            elif prompt.num_tokens > self._max_tokens_per_row:
+                message = f"{prompt.num_tokens} tokens do not fit this replica's {self._max_tokens_per_row}"
+                self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
+            elif len(self._queued) >= self._max_queued_rows:
+                self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
+            else:
+                self._queued[prompt] = None
+        self._end_call_if_done(command.call_id)
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    @recorded("admit")
+    def _admit(self) -> None:
+        now_unix_ms = self._wall_clock() * 1000
+        for prompt in list(self._queued):
+            if 0 < prompt.row.deadline_unix_ms <= now_unix_ms:
+                self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
+                self._end_call_if_done(prompt.call_id)
+        for prompt in list(self._queued):
+            prompt.lease = self.pool.reserve(prompt.num_tokens)
+            if prompt.lease is None:
+                return
+            prompt.lease.state = LeaseState.RUNNING
+            prompt.phase = PromptPhase.COMPUTING
+            prompt.started_s = self._clock()
+            if prompt.is_traced:
+                self._outbox.append(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
+            del self._queued[prompt]
+            self._computing[prompt] = None
+            self._unseeded[prompt] = None
+
+    @recorded("launch")
+    def _launch(self) -> StepInFlight | None:
+        chunks = cut_chunks(
+            list(self._computing),
+            chunk_tokens=self._chunk_tokens,
+            max_batch_tokens=self._max_batch_tokens,
+            min_last_tokens=self._num_draft_layers,
+        )
+        if not chunks:
+            return None
+        batch = ChunkBatch.of(
+            chunks,
+            pool=self.pool,
+            layer_group=self._layer_group.name,
+            num_draft_layers=self._num_draft_layers,
+        )
+        scope = Scope(f"prefill step {self._num_steps}")
+        stream = self._forward_stream
+        stream.wait(self._device.schedule_stream.record())
+        if unseeded := [chunk.prompt for chunk in chunks if chunk.prompt in self._unseeded]:
+            stream.enqueue(partial(self._sampling_state.reset, [prompt.row_seed for prompt in unseeded]), scope)
+            for prompt in unseeded:
+                del self._unseeded[prompt]
+        layers_per_event = self._layers_per_event(chunks)
+        meanwhile = _Sending(partial(self._sender.queue_layers, chunks, self._layer_group), self._send_while_launching)
+        launched = self._worker.forward(batch, scope, layers_per_event=layers_per_event, meanwhile=meanwhile)
+        step = StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
+        for chunk in chunks:
+            assert chunk.prompt.lease is not None
+            chunk.prompt.lease.use_until(step.end, stream)
+            chunk.prompt.num_launched_tokens = chunk.stop
+        layers_written = launched.layers_written[meanwhile.num_queued :]
+        self._sender.queue(
+            chunks, step.end, layers_written={self._layer_group.name: layers_written} if layers_per_event else {}
+        )
+        if meanwhile.error is not None:
+            raise meanwhile.error
+        return step
+
+    def _send_while_launching(self) -> None:
+        """Between a forward's layers: once the driver's queue of launches is full, they come no faster than the device
+        computes. Of what failed nothing is ended here, as the forward may be about the same prompt.
+        """
+        while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
+            self._finish(self._in_flight.popleft())
+            self._num_steps += 1
+        for command in self._returned():
+            self._apply(command)
+        self._sender.start_copies()
+        self._post_segments()
+        if self._deliver is not None and self._outbox:
+            events, self._outbox = self._outbox, []
+            self._deliver(events)
+
+    def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
+        """So many that those of the longest chunk fill a segment; 0: nobody asks before the forward's end."""
+        if not self._early_sending:
+            return 0
+        return self._sender.layers_per_segment(self._layer_group, max(chunk.num_tokens for chunk in chunks))
+
+    def _finish_done(self) -> None:
+        while self._in_flight and self._in_flight[0].end.is_done():
+            self._finish(self._in_flight.popleft())
+            self._num_steps += 1
+        if self._in_flight and self._clock() - self._begin_s(self._in_flight[0]) > _STEP_TIMEOUT_S:
+            raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
+
+    def _begin_s(self, step: StepInFlight) -> float:
+        """When the oldest forward could begin: one that is launched ahead waits for the one before it."""
+        return max(step.launched_s, self._last_end_s)
+
+    @recorded("finish")
+    def _finish(self, step: StepInFlight) -> None:
+        start_s = self._begin_s(step)
+        self._last_end_s = now_s = self._clock()
+        self._sender.forward_ended()
+        raise_if_device_failed(step.end)  # no step can be better: the engine ends, and all its calls
+        if (error := step.end.error) is not None:
+            for chunk in step.batch.chunks:
+                if chunk.prompt.phase is not PromptPhase.ENDED:
+                    self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)
+                    self._end_call_if_done(chunk.prompt.call_id)
+            return
+        self._outbox += traced_chunks(step.batch, start_s=start_s, end_s=now_s)
+        self._post_first_tokens(step)
+        self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
+
+    def _post_first_tokens(self, step: StepInFlight) -> None:
+        batch, computed = step.batch, step.computed.get()
+        prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
+        invalid = computed.sampled.is_invalid.tolist()
+        by_call: dict[str, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            if prompt.phase is PromptPhase.ENDED:
+                continue
+            if invalid[place]:
+                message = "the model produced no finite logit"
+                self._fail(prompt, RowFailure.COMPUTE, message, retryable=False)
+                self._end_call_if_done(prompt.call_id)
+                continue
+            assert prompt.lease is not None
+            prompt.phase = PromptPhase.SENDING
+            prompt.lease.state = LeaseState.TRANSFERRING
+            del self._computing[prompt]
+            self._sending[prompt] = None
+            by_call.setdefault(prompt.call_id, []).append(place)
+        groups = list(self.pool.groups.values())
+        columns = first_tokens(batch, computed, list(by_call.values()), groups=groups, now_s=self._clock())
+        self._outbox += map(FrameReady, by_call, columns)
+
+    # ---- sending ------------------------------------------------------------------------------------------------
+
+    @recorded("send")
+    def _send(self) -> None:
+        self._sender.start_copies()
+        self._post_segments()
+        failed, self._failed_copies = self._failed_copies, []
+        for sent in failed:
+            if sent.prompt.phase is not PromptPhase.ENDED:
+                self._fail(sent.prompt, RowFailure.COMPUTE, f"copying KV failed: {sent.error}", retryable=True)
+                self._end_call_if_done(sent.prompt.call_id)
+        for prompt in [prompt for prompt in self._sending if not self._sender.num_pieces(prompt)]:
+            self._end(prompt)
+            self._end_call_if_done(prompt.call_id)
+
+    def _post_segments(self) -> None:
+        for sent in self._sender.poll():
+            if sent.segment is not None:
+                self._outbox.append(FrameReady(sent.prompt.call_id, sent.segment))
+            else:
+                self._failed_copies.append(sent)
+
+    # ---- endings ------------------------------------------------------------------------------------------------
+
+    def _fail(self, prompt: Prompt, reason: RowFailure, message: str, *, retryable: bool) -> None:
+        if prompt.phase is not PromptPhase.SENDING:
+            failed = RowFailed(prompt.index, reason, retryable, _RETRY_AFTER_MS if retryable else 0, message)
+            self._outbox.append(FrameReady(prompt.call_id, failed))
+        self._end(prompt)
+
+    def _end(self, prompt: Prompt) -> None:
+        """The one owner of release. Idempotent; quarantine holds what a stream still uses."""
+        if prompt.phase is PromptPhase.ENDED:
+            return
+        prompt.phase = PromptPhase.ENDED
+        self._calls[prompt.call_id].pop(prompt.index)
+        self._queued.pop(prompt, None)
+        self._computing.pop(prompt, None)
+        self._sending.pop(prompt, None)
+        self._unseeded.pop(prompt, None)
+        self._sender.forget(prompt)
+        if prompt.lease is not None:
+            self.pool.release(prompt.lease)
+
+    def _end_call_if_done(self, call_id: str) -> None:
+        if call_id in self._calls and not self._calls[call_id]:
+            del self._calls[call_id]
+            self._sender.end_call(call_id)
+            self._outbox.append(CallDone(call_id))
+
+
+class _Sending(Meanwhile):
+    """Goes on sending while a forward is launched, its own first layers too. `num_queued`: ranges of layers so far."""
+
+    def __init__(self, queue: Callable[[range, StreamEvent], None], send: Callable[[], None]) -> None:
+        self._queue = queue
+        self._send = send
+        self.num_queued = 0
+        self.error: BaseException | None = None
+
+    def layers_written(self, layers: range, event: StreamEvent) -> None:
+        self._queue(layers, event)
+        self.num_queued += 1
+
+    def layer_launched(self) -> None:
+        if self.error is None:
+            try:
+                self._send()
+            except Exception as error:  # the engine's own, and no failure of this forward
+                self.error = error
