@@ -16,8 +16,8 @@ from pathlib import Path
 
 from baton.client import EventStream
 from baton.events import Delta
-from tests.e2e.running import RunningPair, running_pair, wait_until
 from tests.support.models import save_tiny_model
+from tests.support.running_pair import RunningPair, running_pair, wait_until
 
 NUM_SAMPLES = 5
 FREE_BOUND_S = 30.0

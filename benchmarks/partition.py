@@ -25,8 +25,8 @@ from baton.service_process import READY_SERVICE, ServiceProcess
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.namespaces import FAR_ADDRESS, Cable
 from tests.e2e.load import Workload, load
-from tests.e2e.running import BOUND_S, COMMON_ARGS, RECONNECT_AT_ONCE, is_empty, wait_until
 from tests.support.models import save_tiny_model
+from tests.support.running_pair import BOUND_S, COMMON_ARGS, RECONNECT_AT_ONCE, is_empty, wait_until
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 NUM_THREADS = 8

@@ -20,8 +20,8 @@ from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
 from benchmarks.benchmark_run import BenchmarkRun
 from tests.e2e.load import Workload, load
-from tests.e2e.running import BOUND_S, RECONNECT_AT_ONCE, RunningPair, running_pair, wait_until
 from tests.support.models import save_tiny_model
+from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, RunningPair, running_pair, wait_until
 
 WORKLOAD = Workload(prompt_tokens=100, new_tokens=60)
 LIMIT_S = 60.0

@@ -30,7 +30,7 @@ from baton.service_process import ChildProcess
 from common.checkpoints.demo_model import demo_model_path
 from tests.cli.conftest import BOUND_S, await_end
 from tests.client.scripted_inference import ScriptedServer, delta, started
-from tests.e2e.running import wait_until
+from tests.support.running_pair import wait_until
 
 BATON = [sys.executable, "-c", "from baton.cli.main import main; main()"]
 

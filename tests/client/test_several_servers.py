@@ -13,7 +13,7 @@ from baton import AsyncClient, Client, errors
 from baton.client import Tls
 from baton.client.target import target_and_options
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
-from tests.e2e.running import wait_until
+from tests.support.running_pair import wait_until
 
 READY, NOT_READY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 UNAVAILABLE = 14

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.local_pair import LocalPair
-from tests.e2e.running import RunningPair, running_pair, wait_until
+from tests.support.running_pair import RunningPair, running_pair, wait_until
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from baton import Client, Completion, Delta
 from baton.client.event_order import CompletionBuilder
 from baton.errors import BatonError
 from baton.requests import SamplingOptions
-from tests.e2e.running import BOUND_S, wait_until
+from tests.support.running_pair import BOUND_S, wait_until
 
 LOGPROB_TOLERANCE = 1e-3
 PAUSE_AFTER_ERROR_S = 0.05

@@ -15,10 +15,10 @@ from baton.local_pair import LocalPair
 from common.model.sampling_params import ResolvedSampling
 from decode_service.messages import SpeculationCounts as EngineCounts
 from tests.conftest import pairs_that_keep_all
-from tests.e2e.running import BOUND_S, RunningPair, running_pair
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
 from tests.support.pair import PairOptions
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
 NUM_REQUESTS = 12
 NEW_TOKENS = 32

@@ -11,7 +11,7 @@ from baton.client import EventStream
 from baton.events import Delta
 from baton.server_info import InferenceLoad
 from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, CancellationRig, Phase, cancellation_rig
-from tests.e2e.running import RunningPair, is_empty, wait_until
+from tests.support.running_pair import RunningPair, is_empty, wait_until
 
 RUNNING_TIMEOUT_S = 1.5
 """In which NEW_TOKENS do not end."""

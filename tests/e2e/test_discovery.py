@@ -17,8 +17,8 @@ from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
-from tests.e2e.running import BOUND_S, RunningPair, running_pair, wait_until
-from tests.services.services_here import LOOK_INTERVAL_S, ServiceHere, free_address, serving_here
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
+from tests.support.services_here import LOOK_INTERVAL_S, ServiceHere, free_address, serving_here
 
 NUM_REQUESTS = 8
 SAMPLING: SamplingOptions = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.9}

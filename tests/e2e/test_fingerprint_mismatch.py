@@ -10,9 +10,9 @@ import pytest
 from baton import errors
 from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
-from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
 from tests.support.draft_heads import save_copy_head
 from tests.support.models import save_tiny_model
+from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
 
 FIELDS = {
     "other-weights": "target_weights_digest",

@@ -13,10 +13,10 @@ import pytest
 from baton.events import Completion
 from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
-from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of
 from tests.storm.pairs import Models
 from tests.support.fused import assert_all_fused, forwards
 from tests.support.reference import generate_greedily
+from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of
 
 NEW_TOKENS = 16
 CHUNK_TOKENS = 48

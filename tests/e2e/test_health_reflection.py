@@ -32,7 +32,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 from decode_service import main as decode_main
 from decode_service.messages import Command, Event
 from decode_service.schedule.scheduler import DecodeEngine
-from tests.e2e.running import BOUND_S, RunningPair
+from tests.support.running_pair import BOUND_S, RunningPair
 
 SIZE = PoolSize(max_rows=4, max_kv_tokens=8192, max_context_tokens=4096, decided_by="the test")
 SERVICES = {"decode": "baton.v1.Inference", "prefill": "baton.v1.Prefill"}

@@ -20,9 +20,9 @@ from baton import Completion
 from baton.local_pair import LocalPair
 from baton.service_process import ServiceProcess
 from common.nixl import transfer_process
-from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
 from tests.support.models import save_tiny_model
 from tests.support.reference import generate_greedily
+from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
 
 NUM_REQUESTS = 6
 PROMPT_TOKENS = 300

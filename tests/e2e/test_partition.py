@@ -16,9 +16,9 @@ import pytest
 from baton import Completion, errors
 from baton.local_pair import LocalPair
 from tests.e2e.load import Workload, assert_same, load
-from tests.e2e.running import BOUND_S, RunningPair, is_empty, running_pair, wait_until
 from tests.support.black_hole import BlackHoleProxy
 from tests.support.models import save_tiny_model
+from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_pair, wait_until
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 TIMEOUT_S = 1.5

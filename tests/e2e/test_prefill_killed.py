@@ -20,9 +20,9 @@ from baton.server_info import HealthStatus, PrefillLoad
 from baton.service_process import READY_SERVICE, ServiceProcess
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
-from tests.e2e.running import BOUND_S, RunningPair, is_empty, running_pair, wait_until
-from tests.services.services_here import free_address, serving_here
 from tests.support.models import save_tiny_model
+from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_pair, wait_until
+from tests.support.services_here import free_address, serving_here
 
 NUM_REQUESTS = 16
 PROMPT_TOKENS = 300

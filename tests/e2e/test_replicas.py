@@ -16,7 +16,7 @@ from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
 from tests.e2e.load import Workload, load
-from tests.e2e.running import BOUND_S, RECONNECT_AT_ONCE, RunningPair, is_empty, running_pair, wait_until
+from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, RunningPair, is_empty, running_pair, wait_until
 
 WORKLOAD = Workload(prompt_tokens=60, new_tokens=150)
 ENDLESS = 3000

@@ -15,8 +15,8 @@ from baton.requests import SamplingOptions
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
 from tests.conftest import MakePair
-from tests.e2e.running import BOUND_S, RunningPair, running_pair
 from tests.support.pair import Outcome, PairOptions
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
 NUM_REQUESTS = 12
 NEW_TOKENS = 20

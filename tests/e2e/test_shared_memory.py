@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.local_pair import LocalPair
 from common.kv.shared_pool import DIRECTORY
-from tests.e2e.running import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
 from tests.support.reference import generate_greedily
+from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
 
 PROMPT = [10 + place % 240 for place in range(200)]
 NEW_TOKENS = 6

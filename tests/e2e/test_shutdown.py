@@ -14,7 +14,7 @@ from baton import errors
 from baton.events import Delta
 from baton.server_info import HealthStatus
 from baton.service_process import ServiceProcess
-from tests.e2e.running import BOUND_S, RunningPair, running_pair, wait_until
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
 NUM_TOKENS = 300
 GRACE_S = 4

@@ -14,8 +14,8 @@ import pytest
 from baton.events import Completion
 from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
-from tests.e2e.running import BOUND_S, RunningPair, running_pair
 from tests.support.draft_heads import save_copy_head
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
 NUM_LEVELS = 3
 CHAIN = ("--num-draft-tokens=3",)

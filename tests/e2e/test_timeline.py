@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from tests.e2e.running import BOUND_S, RunningPair
+from tests.support.running_pair import BOUND_S, RunningPair
 
 NEW_TOKENS = 8
 TRACKS = {

@@ -14,8 +14,8 @@ from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings, PrefillSettings
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
-from tests.services.services_here import LOOK_INTERVAL_S, free_address, serving_here
 from tests.support.loop_thread import LoopThread
+from tests.support.services_here import LOOK_INTERVAL_S, free_address, serving_here
 
 FUSED_BOUND_S = 120.0  # kernels are compiled where none are kept
 

@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 
 from common.config.gateway_settings import GatewaySettings
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
-from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 from tests.tracing.spans import EndedSpans
 
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}

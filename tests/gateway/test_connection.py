@@ -22,8 +22,8 @@ from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
 from gateway.listener import OpenConnections, Room
 from gateway.responses import SLICE_BYTES, JsonResponse
-from tests.e2e.running import wait_until
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 
 BOUND_S = 10.0
 SMALL_BUFFER = 4096

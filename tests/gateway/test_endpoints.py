@@ -10,9 +10,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
-from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 
 COMPLETIONS = "/v1/completions"
 

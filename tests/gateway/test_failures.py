@@ -17,9 +17,9 @@ from gateway.completions import TextChoice
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
-from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}

@@ -12,8 +12,8 @@ import pytest
 
 from baton import Client
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.e2e.running import is_empty, wait_until
 from tests.gateway.gateway_here import BODY, GatewayHere, post
+from tests.support.running_pair import is_empty, wait_until
 
 LONG: dict[str, Any] = {
     "model": "tiny",

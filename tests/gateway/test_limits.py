@@ -17,9 +17,9 @@ import pytest
 from gateway.errors import ApiError
 from gateway.open_requests import FREE_BODY_BYTES, OpenRequests
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, post
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 
 LEFT = "baton_gateway_client_disconnects_total"
 SHORT_S = 0.3

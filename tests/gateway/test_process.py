@@ -21,9 +21,9 @@ import pytest
 
 from gateway.main import run_gateway
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import COMPLETIONS, Answer, GatewayHere, post
 from tests.security.certificates import Authority
+from tests.support.running_pair import wait_until
 
 BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"

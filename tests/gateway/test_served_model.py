@@ -12,9 +12,9 @@ import pytest
 from baton.errors import Unavailable
 from gateway.served_model import ServedModel
 from tests.client.scripted_inference import BOUND_S
-from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import gateway_here
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 
 
 class Info:

@@ -35,9 +35,9 @@ from prefill_service.messages import (
     OpenCall,
     SegmentBytesSent,
 )
-from tests.e2e.running import wait_until
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 from tests.wire.strategies import VOCAB_SIZE
 
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)

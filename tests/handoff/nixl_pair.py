@@ -15,10 +15,10 @@ from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.messages import StartHandoff
 from prefill_service.messages import OpenCall
-from tests.e2e.running import wait_until
 from tests.handoff.homes import FAST, NixlHome, NixlPeers
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, TARGET, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
+from tests.support.running_pair import wait_until
 from tests.wire.strategies import comparable
 
 GROUPS = (TARGET,)

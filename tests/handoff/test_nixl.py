@@ -24,10 +24,10 @@ from decode_service.messages import BreakCall
 from prefill_service.handoff import lent_memory
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.handoff.nixl_lender import NixlLender
-from tests.e2e.running import wait_until
 from tests.handoff.homes import NixlPeers
 from tests.handoff.nixl_pair import GROUPS, Pair, is_reading, stopped
 from tests.handoff.samples import prebuilt, segment
+from tests.support.running_pair import wait_until
 from tests.wire.strategies import comparable
 
 # ---- the handoff ---------------------------------------------------------------------------------------------------

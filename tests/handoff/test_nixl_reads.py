@@ -25,10 +25,10 @@ from common.nixl.backoff import Backoff
 from common.nixl.child import NixlError, TransferProcess
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.staging import Staging
-from tests.e2e.running import wait_until
 from tests.handoff.homes import LentSegments, NixlPeers
 from tests.handoff.nixl_pair import GROUPS, is_reading, open_pool, stopped
 from tests.handoff.scripted_prefill import BOUND_S
+from tests.support.running_pair import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from common.wire.handoff import KvSegment
 from decode_service.handoff import grpc_replica
 from decode_service.messages import BreakCall, CancelHandoffRows, SegmentsLanded, StartHandoff
 from prefill_service.messages import SegmentBytesSent, SegmentsReturned
-from tests.e2e.running import wait_until
 from tests.handoff.homes import GrpcHome, LentSegments, read
 from tests.handoff.samples import (
     FINGERPRINT,
@@ -36,6 +35,7 @@ from tests.handoff.samples import (
     segment,
 )
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
+from tests.support.running_pair import wait_until
 from tests.wire.strategies import VOCAB_SIZE
 
 

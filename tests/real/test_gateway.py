@@ -14,9 +14,9 @@ import pytest
 from baton import ChatMessage, Client
 from baton.events import tokens_per_forward
 from baton.local_pair import LocalPair
-from tests.e2e.running import wait_until
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 
 QUESTIONS = ("Why is the sky blue?", "Name three colours.", "Écris une phrase en français.")
 NEW_TOKENS = 24

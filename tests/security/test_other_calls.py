@@ -13,7 +13,7 @@ from tests.decode_edge.edge_under_test import running_edge
 from tests.handoff.homes import FAST
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES
 from tests.handoff.scripted_prefill import RecordingDecode
-from tests.security.prefill_edge import running_prefill_edge
+from tests.support.prefill_edge import running_prefill_edge
 from tests.wire.strategies import VOCAB_SIZE
 
 

@@ -14,8 +14,8 @@ import pytest
 from baton import Client, Tls, errors
 from baton.server_info import HealthStatus
 from baton.service_process import ServiceProcess
-from tests.e2e.running import BOUND_S, RECONNECT_AT_ONCE, wait_until
 from tests.security.certificates import Authority
+from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, wait_until
 
 FOR_CLIENTS, FOR_DECODE, OLD = "client-token-0123456789", "decode-token-9876543210", "old-token"
 _LISTEN = "0A"

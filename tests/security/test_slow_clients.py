@@ -23,8 +23,8 @@ from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_e
 from tests.decode_edge.fake_engine import BOUND_S
 from tests.handoff.samples import FINGERPRINT, prebuilt, row
 from tests.security.certificates import Authority
-from tests.security.prefill_edge import PrefillEdge, running_prefill_edge
 from tests.security.raw_http2 import DATA, HEADERS, PREFACE, WINDOW_UPDATE, RawHttp2, frame, grpc_message, headers
+from tests.support.prefill_edge import PrefillEdge, running_prefill_edge
 
 HANDOFF, PREFILL_LOAD = "/baton.v1.Prefill/Handoff", "/baton.v1.Prefill/GetLoad"
 GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"

@@ -11,7 +11,7 @@ import pytest
 
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
-from tests.services.services_here import BOUND_S, free_address, serving_here
+from tests.support.services_here import BOUND_S, free_address, serving_here
 
 
 async def test_a_connection_is_replaced_after_its_age(

@@ -24,7 +24,7 @@ from decode_service import main as decode_main
 from prefill_service import main as prefill_main
 from prefill_service.messages import Command, Event
 from prefill_service.schedule.scheduler import PrefillEngine
-from tests.services.services_here import BOUND_S, ServiceHere, free_address, serving_here
+from tests.support.services_here import BOUND_S, ServiceHere, free_address, serving_here
 
 TOLD_WITHIN_S = 5.0
 STALL_TIMEOUT_S = 5.5

@@ -18,12 +18,12 @@ from baton.client import Client, PrefillClient
 from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
-from tests.e2e.running import COMMON_ARGS, RECONNECT_AT_ONCE, is_empty, wait_until
 from tests.faults.plan import FaultPlan
 from tests.soak.figures import Figures
 from tests.storm.oracle import Case
 from tests.storm.pairs import TEST_BUILD, Models, Setting, faults_everywhere
 from tests.storm.storm import Storm, StormReport, send_storm
+from tests.support.running_pair import COMMON_ARGS, RECONNECT_AT_ONCE, is_empty, wait_until
 
 RECOVERY_BOUND_S = 120.0
 REQUESTS_A_WAVE = 200

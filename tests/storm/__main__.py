@@ -12,12 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.e2e.running import wait_until
 from tests.storm.ends import ends_of
 from tests.storm.oracle import make_cases
 from tests.storm.pairs import SETTINGS, Models, Setting, disturbed_pair, frame_faults, lent_and_frame_faults
 from tests.storm.storm import Storm, StormReport, send_storm
 from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, visits_of
+from tests.support.running_pair import wait_until
 
 NUM_CASES = 120
 HEADER = (

@@ -10,10 +10,10 @@ from itertools import product, starmap
 from pathlib import Path
 
 from baton.local_pair import LocalPair
-from tests.e2e.running import RunningPair, running_pair
 from tests.faults.plan import FRAME_ACTIONS, Action, Fault, FaultPlan
 from tests.support.draft_heads import save_copy_head
 from tests.support.models import save_last_token_model
+from tests.support.running_pair import RunningPair, running_pair
 
 TEST_BUILD = {"prefill": "tests.faults.prefill_service", "decode": "tests.faults.decode_service"}
 FAULT_RATE = 0.05

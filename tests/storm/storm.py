@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.events import Delta, Finished
-from tests.e2e.running import RECONNECT_AT_ONCE
 from tests.storm.oracle import Case
+from tests.support.running_pair import RECONNECT_AT_ONCE
 
 REQUEST_BOUND_S = 120.0
 

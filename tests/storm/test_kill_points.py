@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from baton.local_pair import LocalPair
-from tests.e2e.running import wait_until
 from tests.faults.plan import Action, Fault, FaultPlan
 from tests.storm.oracle import Case, make_cases
 from tests.storm.pairs import Models, Setting, disturbed_pair
 from tests.storm.storm import Storm, send_storm
+from tests.support.running_pair import wait_until
 
 STORM = Storm(num_requests=60, concurrency=12, abort_share=0.0, resumes=True)
 COPIES = Setting(overlap=True, speculates=True)

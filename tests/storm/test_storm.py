@@ -16,13 +16,13 @@ import pytest
 
 from baton.local_pair import LocalPair
 from baton.service_process import Role
-from tests.e2e.running import wait_until
 from tests.faults.plan import Action, Fault, FaultPlan
 from tests.storm.ends import ServerEnd, ends_of
 from tests.storm.oracle import Case, make_cases
 from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere, frame_faults, lent_and_frame_faults
 from tests.storm.storm import LEFT, ClientEnd, Storm, StormReport, send_storm
 from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, unexplained, visits_of
+from tests.support.running_pair import wait_until
 
 NewPair = Callable[..., LocalPair]
 STORM, SHORT_STORM = Storm(num_requests=160), Storm(num_requests=80)

@@ -10,9 +10,9 @@ import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, use_span
 
 from baton import errors
-from tests.services.services_here import free_address
 from tests.support.faulty_target import FailsFirst, is_decode
 from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, children_of, otlp_receiver
+from tests.support.services_here import free_address
 from tests.tracing.traced_pair import CHUNK_TOKENS, traced_pair
 
 PROMPT = [20 + place % 40 for place in range(3 * CHUNK_TOKENS + 5)]

@@ -18,7 +18,7 @@ from baton.server_info import HealthStatus
 from common.config.process_settings import ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.telemetry.tracing import process_tracer
-from tests.services.services_here import ServiceHere, free_address, serving_here
+from tests.support.services_here import ServiceHere, free_address, serving_here
 
 CHUNK_TOKENS = 32
 
