@@ -33,9 +33,9 @@ from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.worker import WorkerOutput
-from decode_service.schedule.schedule_batch import ForwardBatch
 from tests.support.pair import InProcessPair, PairOptions
 
 MIN_OF_BANDWIDTH, MAX_GAP, MIN_OF_PEER = 0.85, 0.02, 3.0

@@ -23,9 +23,10 @@ from common.draft.load import load_draft
 from common.kv.pool import KvPool
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import WorkerOutput
-from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.support.pair import InProcessPair, PairOptions
 
 NUM_SHOWN = 8

@@ -45,6 +45,7 @@ from decode_service.edge.observer import RequestObserver
 from decode_service.edge.output import OutputProcessor
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.forward import forward_side
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.forward.worker import OnPublish, WorkerOutput
 from decode_service.handoff.transport import HandoffTransport
@@ -59,7 +60,6 @@ from decode_service.messages import (
     StartHandoff,
 )
 from decode_service.schedule import scheduler
-from decode_service.schedule.schedule_batch import ForwardBatch
 from decode_service.speculate.spec_info import SpecInfo
 from tests.decode_edge.tokenizers_for_tests import byte_level
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.device.upload import upload_array
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
-from decode_service.schedule.schedule_batch import ForwardBatch
+from decode_service.forward.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

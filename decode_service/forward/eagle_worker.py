@@ -11,10 +11,10 @@ from torch import Tensor
 from common.draft.seed import HIDDEN_STATES, TOPK_INDEX, TOPK_P
 from common.model.attention import ForwardInput
 from common.model.sampling import propose, propose_branches
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayedInputs
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import window_input
-from decode_service.schedule.schedule_batch import ForwardBatch
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
 
@@ -139,3 +139,10 @@ class EagleWorker(SpeculativeWorker):
             parent_nodes.masked_fill(parent_candidates < 0, 0),
             num_levels=spec_info.num_steps,
         )
+
+
+class MultiLayerEagleWorker(SpeculativeWorker):
+    """Layer i drafts token i + 1 of the chain. What a layer read of drafts that were refused stays in its KV."""
+
+    def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
+        return DraftTree.chain(inputs.seeds[TOPK_INDEX][:, : spec_info.num_steps])

@@ -22,7 +22,6 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Scope, Stream, wait_in_order
 from common.wire.fingerprint import SeedColumnSpec
-from decode_service.schedule.schedule_batch import ScheduleBatch
 
 _POISON = -1
 
@@ -121,19 +120,18 @@ class FutureMap:
 
         self._forward_stream.enqueue(stash_payload, scope)
 
-    def resolve_seq_lens(self, batch: ScheduleBatch) -> bool:
-        """Give the batch the lengths the last verify published, on the device and the CPU together.
+    def resolve_seq_lens(self, req_pool_indices: Tensor) -> Tensor | None:
+        """Return the lengths the last verify published for these rows; None where the batch has them already.
 
-        Schedule side, before the next launch. Waits `publish_ready`, bounded. Rows bootstrapped since that verify keep
-        the lengths they came with, which bootstrap wrote to the same rows. It does nothing without relayed lengths, or
-        where the last step's were known when it was launched: False.
+        Shapes: both [B] int64. Schedule side, before the next launch. Waits for `publish_ready`, bounded. Rows
+        bootstrapped since that verify keep the lengths they came with, which bootstrap wrote to the same rows. The
+        batch has its lengths without relayed ones, or where the last step's were known when it was launched.
         """
-        if not self.relays_lengths or batch.is_empty or self.publish_ready is None:
-            return False
+        if not self.relays_lengths or req_pool_indices.shape[0] == 0 or self.publish_ready is None:
+            return None
         self._schedule_stream.wait(self.publish_ready)
         wait_in_order(self.publish_ready, self._wait_timeout_s)  # that step's own end event fails its requests
-        batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
-        return True
+        return self.new_seq_lens_buf[req_pool_indices]
 
     def resolve_forward_inputs(self, req_pool_indices: Tensor, *, with_seeds: bool) -> RelayedInputs:
         """Gather the step's input tokens and, if it drafts, seeds. Runs inside a piece on the forward stream, at the
@@ -150,18 +148,17 @@ class FutureMap:
         usable = tokens.clamp(0, self._vocab_size - 1)
         return RelayedInputs(usable, seeds, usable != tokens)
 
-    def bootstrap(self, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
-        """Seed rows that no forward has produced. Schedule side, when a prebuilt batch is merged; B == 0 writes
-        nothing.
+    def bootstrap(self, req_pool_indices: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
+        """Seed rows that no forward has produced: `seq_lens` is their KV's. Schedule side, when a prebuilt batch is
+        merged. Shapes: [B, ...]; B == 0 writes nothing.
 
         Safe beside a forward in flight: a row leaves quarantine only when no forward references it. The launch orders
         it before the next forward. It never touches `publish_ready`, so it never waits for a draft-extend.
         """
-        if prebuilt.is_empty:
+        if req_pool_indices.shape[0] == 0:
             return
-        rows = prebuilt.req_pool_indices
-        self.output_tokens[rows] = payload.tokens
+        self.output_tokens[req_pool_indices] = payload.tokens
         if self.relays_lengths:
-            self.new_seq_lens_buf[rows] = prebuilt.seq_lens
+            self.new_seq_lens_buf[req_pool_indices] = seq_lens
         for name, buffer in self.seeds.items():
-            buffer[rows] = payload.seeds[name]
+            buffer[req_pool_indices] = payload.seeds[name]

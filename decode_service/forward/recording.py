@@ -14,10 +14,10 @@ from common.kv.pool_size import LOGIT_BYTES
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
-from common.model.sampling_state import NUM_NEEDS
+from common.model.sampling_state import NUM_NEEDS, SamplingBatch
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.worker import Worker
-from decode_service.schedule.schedule_batch import ForwardBatch, ForwardMode, ScheduleBatch
 from decode_service.speculate.spec_info import SpecInfo
 
 
@@ -72,23 +72,21 @@ def record_forwards(
 
 
 def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch.device) -> ForwardBatch:
-    """Entries that are all row 0, with nothing before them and of no request."""
+    """A step whose entries are all row 0, with nothing before them and of no request."""
     has_drafts = spec_info is not None and spec_info.has_drafts
     seq_len = 0 if has_drafts else 1  # a step without drafts is prepared with its token counted
+    num_slots = 1 if spec_info is None else spec_info.num_slots
 
-    def column(value: int, device: str | torch.device = torch_device) -> torch.Tensor:
-        return torch.full((num_rows,), value, dtype=torch.int64, device=device)
+    def column(value: int, length: int = num_rows) -> torch.Tensor:
+        return torch.full((length,), value, dtype=torch.int64, device=torch_device)
 
-    batch = ScheduleBatch(
-        reqs=[],
+    return ForwardBatch.of(
         req_pool_indices=column(PADDING_ROW),
-        req_pool_indices_cpu=column(PADDING_ROW, "cpu"),
         seq_lens=column(seq_len),
-        seq_lens_cpu=column(seq_len, "cpu"),
+        seq_lens_cpu=np.full(num_rows, seq_len, np.int64),
+        out_cache_loc=column(PADDING_SLOT, num_rows * num_slots),
+        sampling=SamplingBatch.of_needs(np.zeros((num_rows, NUM_NEEDS), np.int64)),
+        spec_info=spec_info,
+        undrafted=(),
         draft_lag=np.zeros(num_rows, np.int64),
-        forward_mode=ForwardMode.DECODE,
-        sampling_needs=np.zeros((num_rows, NUM_NEEDS), np.int64),
     )
-    batch.spec_info = spec_info
-    batch.out_cache_loc = column(PADDING_SLOT).repeat_interleave(batch.num_step_slots)
-    return ForwardBatch.snapshot(batch)

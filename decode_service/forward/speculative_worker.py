@@ -27,9 +27,9 @@ from common.model.sampling import Sampled, draw
 from common.model.sampling_state import NO_SAMPLING, SamplingState
 from common.model.target import Target, TargetOutput
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.forward.worker import OnPublish, WorkerOutput, step_figures, window_input
-from decode_service.schedule.schedule_batch import ForwardBatch
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
 

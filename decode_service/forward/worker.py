@@ -18,8 +18,8 @@ from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
 from common.model.target import Target, TargetOutput
 from common.wire.fingerprint import SeedColumnSpec
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
-from decode_service.schedule.schedule_batch import ForwardBatch
 
 OnPublish = Callable[[Cell[Tensor]], None]
 """Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]. Bound to the rows."""

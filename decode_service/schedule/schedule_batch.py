@@ -1,14 +1,13 @@
-"""The decode batch on the schedule side, and the snapshot of it that a forward owns.
+"""The decode batch on the schedule side. A forward gets a snapshot of it.
 
 PrebuiltBatch columns ──prepare_for_prebuilt──▶ PREBUILT batch ──process_prebuilt──▶ merge_batch into the running one
-running batch ──filter_batch──▶ prepare_for_decode ──ForwardBatch.snapshot──▶ worker
+running batch ──filter_batch──▶ prepare_for_decode ──snapshot──▶ ForwardBatch, for the worker
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
@@ -20,13 +19,10 @@ from common.device.upload import device_copy
 from common.kv.pool import KvPool
 from common.model.sampling_state import SamplingBatch, sampling_needs
 from common.wire.handoff import PrebuiltBatch
+from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, windows
 from decode_service.schedule.request import Request
+from decode_service.speculate.depth import Depth
 from decode_service.speculate.spec_info import SpecInfo
-
-
-class ForwardMode(Enum):
-    PREBUILT = auto()  # bootstrapped from a handoff: no forward of its own
-    DECODE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +161,27 @@ class ScheduleBatch:
         if self.num_step_slots == 1:
             self.out_cache_loc = table[self.req_pool_indices, self.seq_lens]
         else:
-            positions = _windows(self.seq_lens, self.num_step_slots)
+            positions = windows(self.seq_lens, self.num_step_slots)
             self.out_cache_loc = table[self.req_pool_indices.unsqueeze(1), positions].flatten()
         if self.spec_info is None or not self.spec_info.has_drafts:
             self.seq_lens = self.seq_lens + 1
             self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.forward_mode = ForwardMode.DECODE
         return True
+
+    def snapshot(self) -> ForwardBatch:
+        """What the forward of the prepared step reads: it shares no tensor with this batch."""
+        assert self.forward_mode is ForwardMode.DECODE and self.out_cache_loc is not None
+        return ForwardBatch.of(
+            req_pool_indices=self.req_pool_indices,
+            seq_lens=self.seq_lens,
+            seq_lens_cpu=self.seq_lens_cpu.numpy(),
+            out_cache_loc=self.out_cache_loc,
+            sampling=self.sampling,
+            spec_info=self.spec_info,
+            undrafted=self.undrafted,
+            draft_lag=self.draft_lag,
+        )
 
     def _wanted_tokens(self) -> NDArray[np.int64]:
         wanted: NDArray[np.int64] = self.seq_lens_cpu.numpy() + self.num_step_slots
@@ -211,85 +221,15 @@ class ScheduleBatch:
         assert torch.equal(self.req_pool_indices.cpu(), self.req_pool_indices_cpu), "req_pool_indices twins differ"
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """What one forward reads. It owns its tensors and refers to no request and no ScheduleBatch.
-
-    `seq_lens` [B] counts the tokens the target computes, M of each entry, and `positions` [B * M] are those tokens' own
-    in a chain. `prefix_lens` [B] is the KV that was there before, `out_cache_loc` [B * S] the slots behind it that the
-    step may write. `undrafted` are entries whose drafts do not count; `draft_lag` [B] is what the head has not read
-    before this step. `seq_lens_sum` is derived here and nowhere else.
-    """
-
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    prefix_lens: Tensor
-    seq_lens_cpu: NDArray[np.int64]
-    seq_lens_sum: int
-    positions: Tensor
-    out_cache_loc: Tensor
-    sampling: SamplingBatch
-    spec_info: SpecInfo | None
-    undrafted: tuple[int, ...]
-    draft_lag: NDArray[np.int64]
-    forward_mode: ForwardMode
-
-    @classmethod
-    def snapshot(cls, batch: ScheduleBatch) -> ForwardBatch:
-        assert batch.forward_mode is ForwardMode.DECODE and batch.out_cache_loc is not None
-        num_tokens = 1 if batch.spec_info is None else batch.spec_info.num_verify_tokens
-        num_ahead = num_tokens if batch.spec_info is not None and batch.spec_info.has_drafts else 0
-        seq_lens_cpu = batch.seq_lens_cpu.numpy() + num_ahead
-        seq_lens = batch.seq_lens + num_ahead if num_ahead else batch.seq_lens.clone()
-        prefix_lens = seq_lens - num_tokens
-        return cls(
-            req_pool_indices=batch.req_pool_indices.clone(),
-            seq_lens=seq_lens,
-            prefix_lens=prefix_lens,
-            seq_lens_cpu=seq_lens_cpu,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
-            positions=prefix_lens if num_tokens == 1 else _windows(prefix_lens, num_tokens).flatten(),
-            out_cache_loc=batch.out_cache_loc.clone(),
-            sampling=batch.sampling,
-            spec_info=batch.spec_info,
-            undrafted=batch.undrafted,
-            draft_lag=batch.draft_lag.copy(),
-            forward_mode=batch.forward_mode,
-        )
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.seq_lens_cpu)
-
-    @property
-    def num_tokens(self) -> int:
-        """M: the tokens the target computes of each entry."""
-        return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether only the forward finds out how many tokens it commits."""
-        return self.spec_info is not None and self.spec_info.has_drafts
-
-    @property
-    def leaves_head_behind(self) -> bool:
-        """Whether what the step computes is left for the head to read later."""
-        return self.spec_info is not None and not self.spec_info.head_reads(self.draft_lag)
-
-    @property
-    def draft_lag_after(self) -> NDArray[np.int64]:
-        """What the head has not read once the step is done."""
-        return self.draft_lag + 1 if self.leaves_head_behind else np.zeros_like(self.draft_lag)
-
-    @property
-    def max_accept_len(self) -> int:
-        """Tokens that the step commits of an entry at most."""
-        return 1 if self.spec_info is None else self.spec_info.max_accept_len
-
-
-def _windows(starts: Tensor, num_tokens: int) -> Tensor:
-    """The `num_tokens` positions from each of `starts` [B] on: [B, num_tokens]."""
-    return starts.unsqueeze(1) + torch.arange(num_tokens, device=starts.device)
+def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
+    """How deep the batch's next step drafts: no deeper than the free slots allow, as drafts are worth no retraction."""
+    if depth is None or batch.is_empty:
+        return None
+    num_wanted = batch.batch_size - len(batch.undrafted)
+    batch.spec_info = depth.choose(draft_lag=batch.draft_lag, num_wanted=num_wanted)
+    if batch.num_slots_needed(pool) > pool.num_free_slots:
+        return batch.spec_info.at_depth(0)
+    return batch.spec_info
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -47,10 +47,10 @@ from decode_service.schedule.request import Phase, Request
 from decode_service.schedule.results import ResultTaker
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
-from decode_service.schedule.schedule_batch import ForwardBatch, ReadyRows, ScheduleBatch
+from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
 from decode_service.schedule.stages import StageLog
 from decode_service.schedule.step_in_flight import StepInFlight, first_token_payload, first_tokens
-from decode_service.speculate.depth import depth_of, depth_within
+from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 
 if TYPE_CHECKING:
@@ -303,8 +303,10 @@ class DecodeEngine:
             if (publish_ready := self.future_map.lengths_to_come()) is not None:
                 self._landing.start_copies(publish_ready)
         with self.track.span("resolve_seq_lens"):
-            are_news = self.future_map.resolve_seq_lens(running)
-        if are_news:
+            published = self.future_map.resolve_seq_lens(running.req_pool_indices)
+            if published is not None:
+                running.set_seq_lens(published)
+        if published is not None:
             self._fail_wrong_lengths(running)
             lengths = running.seq_lens_cpu.numpy()
             running.filter_batch(self._rows.have_room_after(running.rows, lengths).nonzero()[0])
@@ -330,7 +332,7 @@ class DecodeEngine:
     def _merge_prebuilt(self, ready: Sequence[ReadyRows]) -> None:
         prebuilt = ScheduleBatch.prepare_for_prebuilt(ready, self._device.torch_device)
         payload = first_token_payload(ready, self.future_map.seeds, self._device.torch_device)
-        self.future_map.bootstrap(prebuilt, payload)
+        self.future_map.bootstrap(prebuilt.req_pool_indices, prebuilt.seq_lens, payload)
         self._process_prebuilt(prebuilt, ready)
         prebuilt.filter_batch(self._rows.want_launch(prebuilt.rows).nonzero()[0])
         self._unseeded += prebuilt.reqs
@@ -353,7 +355,7 @@ class DecodeEngine:
     @recorded("launch")
     def _launch(self, batch: ScheduleBatch) -> StepInFlight:
         scope = Scope(f"step {self._num_steps}")
-        forward_batch = ForwardBatch.snapshot(batch)
+        forward_batch = batch.snapshot()
         batch.draft_lag = forward_batch.draft_lag_after
         self._forward_stream.wait(self._device.schedule_stream.record())
         if seeds := [self._rows.row_seed(req) for req in self._unseeded if req.phase is Phase.RUNNING]:

@@ -17,10 +17,11 @@ from common.device.upload import device_copy
 from common.model.logprobs import unpack_logprobs
 from common.model.sampling import Sampled, sampled_to_host
 from common.telemetry.step_stats import SpeculationStats
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayPayload
 from decode_service.forward.worker import WorkerOutput
 from decode_service.schedule.request import Request
-from decode_service.schedule.schedule_batch import ForwardBatch, ReadyRows
+from decode_service.schedule.schedule_batch import ReadyRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.kv.pool import KvPool
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 
@@ -214,14 +212,3 @@ def depth_of(spec_info: SpecInfo | None, *, adapts: bool) -> Depth | None:
     if spec_info is None:
         return None
     return AdaptiveDepth(spec_info) if adapts else FixedDepth(spec_info)
-
-
-def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
-    """How deep the batch's next step drafts: no deeper than the free slots allow, as drafts are worth no retraction."""
-    if depth is None or batch.is_empty:
-        return None
-    num_wanted = batch.batch_size - len(batch.undrafted)
-    batch.spec_info = depth.choose(draft_lag=batch.draft_lag, num_wanted=num_wanted)
-    if batch.num_slots_needed(pool) > pool.num_free_slots:
-        return batch.spec_info.at_depth(0)
-    return batch.spec_info

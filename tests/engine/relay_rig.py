@@ -16,10 +16,11 @@ from common.kv.pool import KvPool
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import sampling_needs
 from common.wire.fingerprint import SeedColumnSpec
+from decode_service.forward.forward_batch import ForwardMode
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.messages import Submit
 from decode_service.schedule.request import Request
-from decode_service.schedule.schedule_batch import ForwardMode, ScheduleBatch
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.engine.tags import GROUP, VOCAB_SIZE
 
 HIDDEN = SeedColumnSpec("hidden_states", "float32", (2,))
@@ -81,6 +82,16 @@ class Relay:
         if rows:
             self.forward.enqueue(draft_extend, scope)
         self.future_map.stash(req_pool_indices, payload, scope)
+
+    def bootstrap(self, rows: Sequence[int], seq_lens: Sequence[int], tokens: Sequence[int]) -> None:
+        batch = make_batch(rows, seq_lens)
+        self.future_map.bootstrap(batch.req_pool_indices, batch.seq_lens, payload_of(tokens))
+
+    def resolve(self, batch: ScheduleBatch) -> None:
+        """Resolves the batch's lengths, as the scheduler does."""
+        published = self.future_map.resolve_seq_lens(batch.req_pool_indices)
+        if published is not None:
+            batch.set_seq_lens(published)
 
 
 def make_relay(

@@ -16,7 +16,7 @@ from common.errors import EngineFault
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
-from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay, payload_of
+from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay
 from tests.engine.tags import VOCAB_SIZE
 from tests.support.host_scalars import RefuseHostScalars
 
@@ -59,7 +59,7 @@ def check_lengths_are_read_behind_publish_ready() -> None:
     relay = make_relay()
     batch = make_batch([2, 1], [4, 6])
     relay.launch([2, 1], [7, 8], [20, 10])
-    relay.future_map.resolve_seq_lens(batch)
+    relay.resolve(batch)
     assert batch.seq_lens.tolist() == [7, 8], "lengths were read before they were published"
     assert batch.seq_lens_cpu.tolist() == [7, 8], "only one twin was resolved"
     assert "draft_extend" in relay.forward.pending(), "the schedule side waited for draft-extend"
@@ -70,7 +70,7 @@ def check_the_wait_for_publish_ready_is_bounded() -> None:
     relay.device.on_synchronize = refuse
     relay.launch([1], [7], [10])
     try:
-        relay.future_map.resolve_seq_lens(make_batch([1], [4]))
+        relay.resolve(make_batch([1], [4]))
     except DeviceTimeout:
         return
     raise AssertionError("lengths were taken although the fence was not reached")
@@ -127,7 +127,7 @@ def check_inputs_are_read_at_forward_entry() -> None:
 
 def check_a_row_read_twice_is_noticed() -> None:
     relay = make_relay(poisons_consumed_rows=True)
-    relay.future_map.bootstrap(make_batch([1, 2], [3, 3]), payload_of([11, 12]))
+    relay.bootstrap([1, 2], [3, 3], [11, 12])
     row = torch.tensor([2])
     with RefuseHostScalars():
         first = relay.future_map.resolve_forward_inputs(row, with_seeds=True)
@@ -173,19 +173,19 @@ def check_bootstrap_does_not_move_the_fence() -> None:
     relay = make_relay()
     relay.launch([1, 2], [7, 8], [10, 20])
     armed = relay.future_map.publish_ready
-    relay.future_map.bootstrap(make_batch([3], [5]), payload_of([30]))
+    relay.bootstrap([3], [5], [30])
     assert relay.future_map.publish_ready is armed, "bootstrap touched publish_ready"
     running = make_batch([1, 2, 3], [5, 5, 5])
-    relay.future_map.resolve_seq_lens(running)
+    relay.resolve(running)
     assert "draft_extend" in relay.forward.pending(), "the schedule side waited for draft-extend"
 
 
 def check_rows_bootstrapped_since_keep_their_lengths() -> None:
     relay = make_relay()
     relay.launch([1, 2], [7, 8], [10, 20])
-    relay.future_map.bootstrap(make_batch([3], [5]), payload_of([30]))
+    relay.bootstrap([3], [5], [30])
     running = make_batch([1, 2, 3], [4, 4, 5])
-    relay.future_map.resolve_seq_lens(running)
+    relay.resolve(running)
     assert running.seq_lens.tolist() == running.seq_lens_cpu.tolist() == [7, 8, 5], "a bootstrapped length was lost"
     relay.forward.run_all()
     inputs = relay.future_map.resolve_forward_inputs(torch.tensor([3, 1, 2]), with_seeds=True)
@@ -243,9 +243,9 @@ def check_an_empty_batch_does_nothing() -> None:
     armed = relay.future_map.publish_ready
     relay.launch([], [], [])
     assert relay.future_map.publish_ready is armed, "an empty batch armed the fence"
-    relay.future_map.resolve_seq_lens(make_batch([], []))
+    relay.resolve(make_batch([], []))
     assert relay.forward.pending()[0] == "verify", "an empty batch waited for a fence"
-    relay.future_map.bootstrap(make_batch([], []), payload_of([]))
+    relay.bootstrap([], [], [])
     before = relay.future_map.output_tokens.clone()
     assert relay.future_map.resolve_forward_inputs(
         torch.tensor([], dtype=torch.int64), with_seeds=True
@@ -270,7 +270,7 @@ def test_a_failed_verify_publishes_nothing_and_leaves_its_failure_to_the_steps_e
     relay.forward.enqueue(verify, scope)
     relay.future_map.publish(torch.tensor([1]), Cell(), scope)
     end = relay.forward.record(scope)
-    relay.future_map.resolve_seq_lens(make_batch([1], [4]))
+    relay.resolve(make_batch([1], [4]))
     assert relay.future_map.new_seq_lens_buf.tolist() == [0, 0, 0, 0, 0]
     with pytest.raises(EngineFault, match="no kernel"):
         end.synchronize(1.0)

@@ -10,11 +10,12 @@ import random
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
-from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.forward.future_map import RelayPayload
 from decode_service.schedule.step_in_flight import StepInFlight
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows, speculation
@@ -206,14 +207,14 @@ def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:
     bootstraps = future_map.bootstrap
     merged = []
 
-    def watched(prebuilt: ScheduleBatch, payload: object) -> None:
+    def watched(req_pool_indices: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
         armed = future_map.publish_ready
         assert scripted.forward.pending()[0] == "extend", "the schedule side waited for draft-extend"
-        bootstraps(prebuilt, payload)  # type: ignore[arg-type]
+        bootstraps(req_pool_indices, seq_lens, payload)
         assert future_map.publish_ready is armed, "bootstrap touched publish_ready"
-        merged.append(prebuilt.batch_size)
+        merged.append(len(req_pool_indices))
 
-    future_map.bootstrap = watched  # type: ignore[assignment]
+    future_map.bootstrap = watched  # type: ignore[method-assign]
     scripted.step()
     assert merged == [1]
     scripted.run()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.device.factory import open_device
 from common.draft.load import load_draft
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from decode_service.forward.future_map import FutureMap
-from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import SAMPLED, SHAPES
 from tests.support.models import save_last_token_model
@@ -27,10 +27,10 @@ def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProc
     """From then on a synchronising call in a decode step is an error, except behind `publish_ready`."""
     resolve = FutureMap.resolve_seq_lens
 
-    def resolve_seq_lens(self: FutureMap, batch: ScheduleBatch) -> bool:
+    def resolve_seq_lens(self: FutureMap, req_pool_indices: Tensor) -> Tensor | None:
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return resolve(self, batch)
+            return resolve(self, req_pool_indices)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 

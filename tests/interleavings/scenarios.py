@@ -35,7 +35,7 @@ from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.schedule.step_in_flight import StepInFlight
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
-from tests.engine.relay_rig import make_batch, make_relay, payload_of
+from tests.engine.relay_rig import make_batch, make_relay
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT
 from tests.interleavings.explored_device import ExploredDevice
@@ -245,9 +245,9 @@ class RelayAlone:
         buffers = [future_map.output_tokens, future_map.new_seq_lens_buf]
         with device.exploring(Shared(f"relay {i}", buffer, 0) for i, buffer in enumerate(buffers)):
             relay.launch([1, 2], [7, 8], [10, 20])
-            future_map.bootstrap(make_batch([3], [5]), payload_of([30]))
+            relay.bootstrap([3], [5], [30])
             running = make_batch([1, 2, 3], [5, 5, 5])
-            future_map.resolve_seq_lens(running)
+            relay.resolve(running)
             if "draft_extend" in relay.forward.pending():
                 device.witnessed.add(RESOLVED_BEFORE_DRAFT_EXTEND)
         device.check_no_races()

@@ -11,14 +11,13 @@ from torch import Tensor
 from common.device.scripted import ScriptedStream
 from common.device.stream import Event
 from decode_service.forward.future_map import FutureMap, RelayPayload
-from decode_service.schedule.schedule_batch import ScheduleBatch
 
 
 def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
     bootstrap = FutureMap.bootstrap
 
-    def mutant(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
-        bootstrap(self, prebuilt, payload)
+    def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
+        bootstrap(self, rows, seq_lens, payload)
         self.publish_ready = self._forward_stream.record()
 
     patch.setattr(FutureMap, "bootstrap", mutant)
@@ -28,11 +27,11 @@ def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     """Which no forward waits for."""
     bootstrap = FutureMap.bootstrap
 
-    def mutant(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
+    def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
         device = self._forward_stream.device  # type: ignore[attr-defined]
         if not any(stream.name == "bootstrap" for stream in device.streams):
             device.new_stream("bootstrap")
-        device.stream("bootstrap").enqueue(partial(bootstrap, self, prebuilt, payload))
+        device.stream("bootstrap").enqueue(partial(bootstrap, self, rows, seq_lens, payload))
 
     patch.setattr(FutureMap, "bootstrap", mutant)
 
@@ -40,9 +39,9 @@ def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 def _bootstrap_leaves(patch: pytest.MonkeyPatch, buffers_of: Callable[[FutureMap], Sequence[Tensor]]) -> None:
     bootstrap = FutureMap.bootstrap
 
-    def mutant(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
+    def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
         before = [buffer.clone() for buffer in buffers_of(self)]
-        bootstrap(self, prebuilt, payload)
+        bootstrap(self, rows, seq_lens, payload)
         for buffer, values in zip(buffers_of(self), before, strict=True):
             buffer.copy_(values)
 

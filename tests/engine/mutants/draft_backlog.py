@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.kv.pool import KvPool
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
-from decode_service.schedule.schedule_batch import ForwardBatch
+from decode_service.forward.forward_batch import ForwardBatch
 
 
 def _lagging(batch: ForwardBatch, draft_lag: int) -> ForwardBatch:

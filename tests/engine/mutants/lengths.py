@@ -7,12 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.kv.pool import KvPool
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.schedule import schedule_batch
 from decode_service.schedule.running_rows import Rows, RunningRows
-from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.schedule.schedule_batch import ScheduleBatch
 
 
 def twins_share_storage(patch: pytest.MonkeyPatch) -> None:
@@ -45,23 +47,23 @@ def lengths_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 def sum_is_stale(patch: pytest.MonkeyPatch) -> None:
     """That of the launch before."""
     sums = [0]
-    snapshot = ForwardBatch.snapshot
+    snapshot = ScheduleBatch.snapshot
 
     def mutant(batch: ScheduleBatch) -> ForwardBatch:
         made = snapshot(batch)
         sums.append(made.seq_lens_sum)
         return dataclasses.replace(made, seq_lens_sum=sums[-2])
 
-    patch.setattr(ForwardBatch, "snapshot", mutant)
+    patch.setattr(ScheduleBatch, "snapshot", mutant)
 
 
 def _snapshot_aliases(patch: pytest.MonkeyPatch, column: str) -> None:
-    snapshot = ForwardBatch.snapshot
+    snapshot = ScheduleBatch.snapshot
 
     def mutant(batch: ScheduleBatch) -> ForwardBatch:
         return dataclasses.replace(snapshot(batch), **{column: getattr(batch, column)})
 
-    patch.setattr(ForwardBatch, "snapshot", mutant)
+    patch.setattr(ScheduleBatch, "snapshot", mutant)
 
 
 def snapshot_aliases_lengths(patch: pytest.MonkeyPatch) -> None:
@@ -96,8 +98,7 @@ def lengths_changed_in_place_under_the_forward(patch: pytest.MonkeyPatch) -> Non
 
 
 def resolve_always_waits(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: FutureMap, batch: ScheduleBatch) -> bool:
+    def mutant(self: FutureMap, rows: Tensor) -> None:
         self._forward_stream.record().synchronize(1.0)
-        return False
 
     patch.setattr(FutureMap, "resolve_seq_lens", mutant)

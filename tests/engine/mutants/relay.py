@@ -16,10 +16,11 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.stream import Scope
 from common.kv.row_table import ReqToTokenPool
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import OnPublish, PlainWorker, Worker, WorkerOutput
-from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.step_in_flight import RowResults, StepInFlight
 
 
@@ -45,8 +46,8 @@ def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     def mutant_stash(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
         stash(self, advance(self, rows), payload, scope)
 
-    def mutant_bootstrap(self: FutureMap, prebuilt: ScheduleBatch, payload: RelayPayload) -> None:
-        bootstrap(self, _at(prebuilt, advance(self, prebuilt.req_pool_indices)), payload)
+    def mutant_bootstrap(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
+        bootstrap(self, advance(self, rows), seq_lens, payload)
 
     def mutant_forward(self: PlainWorker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
         rows = current(future_map, batch.req_pool_indices)
@@ -59,20 +60,6 @@ def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FutureMap, "stash", mutant_stash)
     patch.setattr(FutureMap, "bootstrap", mutant_bootstrap)
     patch.setattr(PlainWorker, "forward", mutant_forward)
-
-
-def _at(batch: ScheduleBatch, rows: Tensor) -> ScheduleBatch:
-    """The same batch at other relay rows."""
-    return ScheduleBatch(
-        reqs=batch.reqs,
-        req_pool_indices=rows,
-        req_pool_indices_cpu=rows,
-        seq_lens=batch.seq_lens,
-        seq_lens_cpu=batch.seq_lens_cpu,
-        draft_lag=batch.draft_lag,
-        forward_mode=batch.forward_mode,
-        sampling_needs=batch.sampling_needs,
-    )
 
 
 def _after_making_the_relay(patch: pytest.MonkeyPatch, change: Callable[[FutureMap], None]) -> None:
@@ -113,9 +100,8 @@ def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def lengths_read_without_waiting(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: FutureMap, batch: ScheduleBatch) -> bool:
-        batch.set_seq_lens(self.new_seq_lens_buf[batch.req_pool_indices])
-        return True
+    def mutant(self: FutureMap, rows: Tensor) -> Tensor:
+        return self.new_seq_lens_buf[rows]
 
     patch.setattr(FutureMap, "resolve_seq_lens", mutant)
 
@@ -208,9 +194,9 @@ def empty_batch_stashes(patch: pytest.MonkeyPatch) -> None:
 def empty_batch_resolves(patch: pytest.MonkeyPatch) -> None:
     resolve = FutureMap.resolve_seq_lens
 
-    def mutant(self: FutureMap, batch: ScheduleBatch) -> bool:
+    def mutant(self: FutureMap, rows: Tensor) -> Tensor | None:
         if self.publish_ready is not None:
             self.publish_ready.synchronize(1.0)
-        return resolve(self, batch)
+        return resolve(self, rows)
 
     patch.setattr(FutureMap, "resolve_seq_lens", mutant)

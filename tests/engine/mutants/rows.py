@@ -11,11 +11,12 @@ import pytest
 from common.device.stream import Event, Stream
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.row_columns import RowColumns
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
 from decode_service.schedule.landing import LandingZone, _LandingRow
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import Rows
-from decode_service.schedule.schedule_batch import ForwardBatch, ScheduleBatch
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.schedule.step_in_flight import StepInFlight
 
@@ -155,13 +156,13 @@ def tensors_dropped_before_the_end(patch: pytest.MonkeyPatch) -> None:
 
 def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
     kept = []
-    snapshot = ForwardBatch.snapshot
+    snapshot = ScheduleBatch.snapshot
 
     def mutant(batch: ScheduleBatch) -> ForwardBatch:
         kept.append(snapshot(batch))
         return kept[-1]
 
-    patch.setattr(ForwardBatch, "snapshot", mutant)
+    patch.setattr(ScheduleBatch, "snapshot", mutant)
 
 
 def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,115 @@
+"""What one forward of the decode service reads: a snapshot that the schedule side hands over and leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.model.sampling_state import SamplingBatch
+from decode_service.speculate.spec_info import SpecInfo
+
+
+class ForwardMode(Enum):
+    PREBUILT = auto()  # bootstrapped from a handoff: no forward of its own
+    DECODE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What one forward reads. It owns its tensors and refers to no request and no ScheduleBatch.
+
+    `seq_lens` [B] counts the tokens the target computes, M of each entry, and `positions` [B * M] are those tokens' own
+    in a chain. `prefix_lens` [B] is the KV that was there before, `out_cache_loc` [B * S] the slots behind it that the
+    step may write. `undrafted` are entries whose drafts do not count; `draft_lag` [B] is what the head has not read
+    before this step. `seq_lens_sum` is derived here and nowhere else.
+    """
+
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    prefix_lens: Tensor
+    seq_lens_cpu: NDArray[np.int64]
+    seq_lens_sum: int
+    positions: Tensor
+    out_cache_loc: Tensor
+    sampling: SamplingBatch
+    spec_info: SpecInfo | None
+    undrafted: tuple[int, ...]
+    draft_lag: NDArray[np.int64]
+    forward_mode: ForwardMode
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: NDArray[np.int64],
+        out_cache_loc: Tensor,
+        sampling: SamplingBatch,
+        spec_info: SpecInfo | None,
+        undrafted: tuple[int, ...],
+        draft_lag: NDArray[np.int64],
+    ) -> ForwardBatch:
+        """A step's batch from the schedule side's columns, which it copies.
+
+        `seq_lens` and `seq_lens_cpu` [B] are the lengths the step was prepared with: without drafts its one token is
+        counted in them, with drafts none of its tokens is.
+        """
+        num_tokens = 1 if spec_info is None else spec_info.num_verify_tokens
+        num_ahead = num_tokens if spec_info is not None and spec_info.has_drafts else 0
+        seq_lens_cpu = seq_lens_cpu + num_ahead
+        seq_lens = seq_lens + num_ahead if num_ahead else seq_lens.clone()
+        prefix_lens = seq_lens - num_tokens
+        return cls(
+            req_pool_indices=req_pool_indices.clone(),
+            seq_lens=seq_lens,
+            prefix_lens=prefix_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=int(seq_lens_cpu.sum()),
+            positions=prefix_lens if num_tokens == 1 else windows(prefix_lens, num_tokens).flatten(),
+            out_cache_loc=out_cache_loc.clone(),
+            sampling=sampling,
+            spec_info=spec_info,
+            undrafted=undrafted,
+            draft_lag=draft_lag.copy(),
+            forward_mode=ForwardMode.DECODE,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.seq_lens_cpu)
+
+    @property
+    def num_tokens(self) -> int:
+        """M: the tokens the target computes of each entry."""
+        return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether only the forward finds out how many tokens it commits."""
+        return self.spec_info is not None and self.spec_info.has_drafts
+
+    @property
+    def leaves_head_behind(self) -> bool:
+        """Whether what the step computes is left for the head to read later."""
+        return self.spec_info is not None and not self.spec_info.head_reads(self.draft_lag)
+
+    @property
+    def draft_lag_after(self) -> NDArray[np.int64]:
+        """What the head has not read once the step is done."""
+        return self.draft_lag + 1 if self.leaves_head_behind else np.zeros_like(self.draft_lag)
+
+    @property
+    def max_accept_len(self) -> int:
+        """Tokens that the step commits of an entry at most."""
+        return 1 if self.spec_info is None else self.spec_info.max_accept_len
+
+
+def windows(starts: Tensor, num_tokens: int) -> Tensor:
+    """Returns the `num_tokens` positions from each of `starts` [B] on: [B, num_tokens]."""
+    return starts.unsqueeze(1) + torch.arange(num_tokens, device=starts.device)
