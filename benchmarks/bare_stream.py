@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from baton.v1 import prefill_pb2
+from baton_cpu.kv_copy import copy_blocks, copy_kv
 from benchmarks.peer_process import peer_process, until_closed
-from common.model.cpu_copy import copy_blocks, copy_kv
 from common.wire.framed_payload import FramedPayload
 from common.wire.grpc_options import channel_options, server_options
 

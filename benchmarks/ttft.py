@@ -25,6 +25,7 @@ import torch  # noqa: E402
 
 from baton.client import AsyncClient  # noqa: E402
 from baton.load_generator import RequestRecord, Workload, run_workload  # noqa: E402
+from baton_cpu.compiler.kernel_cache import keep_kernels  # noqa: E402
 from benchmarks.benchmark_run import BenchmarkRun  # noqa: E402
 from benchmarks.full_speed_pair import full_speed_pair  # noqa: E402
 from benchmarks.machine import demo_model_dir  # noqa: E402
@@ -33,7 +34,6 @@ from common.config.settings import SWITCH_INTERVAL_S  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
 from common.host.host_memory import keep_freed_memory  # noqa: E402
 from common.host.openmp import num_compute_threads, set_own_num_threads  # noqa: E402
-from common.model.kernel_cache import keep_kernels  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
 from common.service.fused_forwards import fuse  # noqa: E402

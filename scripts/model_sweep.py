@@ -29,9 +29,9 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from baton_cpu.compiler.kernel_cache import keep_kernels
 from common.checkpoints.cache import kernels_cache_dir
 from common.errors import StartupError, UnsupportedModel
-from common.model.kernel_cache import keep_kernels
 from common.model.loader import load_target
 from common.model.model_files import one_line
 from common.model.traits import check_config

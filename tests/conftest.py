@@ -36,7 +36,7 @@ def pytest_configure() -> None:
         hypothesis.settings.register_profile("baton", deadline=None)
         hypothesis.settings.load_profile("baton")
     if find_spec("numba") is not None and find_spec("platformdirs") is not None:
-        from common.model.kernel_cache import keep_kernels
+        from baton_cpu.compiler.kernel_cache import keep_kernels
 
         keep_kernels(kernels_cache_dir())
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

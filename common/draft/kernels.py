@@ -32,7 +32,7 @@ class Kernels(Protocol):
 def kernels_for(device: torch.device) -> Kernels:
     if device.type != "cpu":
         return TorchKernels()
-    from common.draft.kernels_cpu import CpuKernels  # the compiler behind these is of no use elsewhere
+    from baton_cpu.blocks.head_kernels import CpuKernels  # the compiler behind these is of no use elsewhere
 
     return CpuKernels()
 

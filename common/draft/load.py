@@ -58,7 +58,7 @@ def load_draft(
     head = _make(HeadParts(checkpoint, target, files, dtype, attention), spec)
     checkpoint.finish()
     if fuses and isinstance(spec, Eagle3Spec):
-        from common.draft.eagle3_program import programs_of  # the compiler behind it is of no use elsewhere
+        from baton_cpu.program.eagle3_head import programs_of  # the compiler behind it is of no use elsewhere
 
         head.new_programs = programs_of(of_programs, spec, target)
     return head

@@ -42,7 +42,7 @@ def new_attention(
     if kind == "torch":
         return TorchAttention()
     if torch_device.type == "cpu":
-        from common.model.attention_cpu import PagedCpuAttention  # the compiler behind it is of no use elsewhere
+        from baton_cpu.attention import PagedCpuAttention  # the compiler behind it is of no use elsewhere
 
         return PagedCpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     _check_compiler()

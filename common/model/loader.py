@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from baton_cpu.blocks.linear import pack_linears
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ATTENTION_NAME
 from common.model.attention_choice import AttentionKind, new_attention
-from common.model.cpu_linear import pack_linears
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.forward_program import NewDecoder
@@ -143,15 +143,15 @@ def _size(config: Any, key: str, name: str) -> int:
 
 
 def _new_decoder(model: nn.Module) -> NewDecoder | None:
-    from common.model.fused.decoder import can_fuse, decoder_of  # as below
+    from baton_cpu.program.decoder import can_fuse, decoder_of  # as below
 
     return decoder_of(model) if can_fuse(model) else None
 
 
 @torch.inference_mode()
 def _use_cpu_kernels(model: nn.Module) -> None:
-    from common.model.cpu_blocks import fuse_blocks  # the compiler behind these is of no use elsewhere
-    from common.model.cpu_norm import replace_norms
+    from baton_cpu.blocks.decoder_blocks import fuse_blocks  # the compiler behind these is of no use elsewhere
+    from baton_cpu.blocks.norm import replace_norms
 
     fuse_blocks(model)
     replace_norms(model)

@@ -55,7 +55,7 @@ def fuse(
     To be called once: what neither needs any more is let go of. A head without programs goes on as it was. `niceness`:
     of the process that compiles. `check` is called between its parts and while others work for it, and may raise.
     """
-    from common.model.fused.start import difference, new_forwards, tolerance
+    from baton_cpu.program.start import difference, new_forwards, tolerance
 
     dtype = model.dtype
     try:
@@ -83,7 +83,7 @@ def fuse(
 
 def _decoders(model: TargetModel, draft: PagedHead | None, check: Check) -> list[FusedDecoder]:
     """The target's, then where they are known how the head's for extend and step."""
-    from common.model.fused.start import with_capture
+    from baton_cpu.program.start import with_capture
 
     assert model.new_decoder is not None
     target = with_capture(model.new_decoder(check), model.capture)
@@ -99,8 +99,8 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check) -> list
 
 def _compared_head(draft: PagedHead, forwards: Sequence[ForwardProgram], model: TargetModel) -> HeadProgram | None:
     """None, logged, when it computes something else than `draft` does, which goes on as it was."""
-    from common.draft.fused_head import FusedHead, difference
-    from common.model.fused.start import tolerance
+    from baton_cpu.program.fused_head import FusedHead, difference
+    from baton_cpu.program.start import tolerance
 
     head = FusedHead(*forwards)
     captured_size = draft.capture.num_states * model.hidden_size
@@ -115,7 +115,7 @@ def _load_kernels(dtype: torch.dtype, niceness: int, check: Check) -> None:
     """From where this process keeps kernels, once they are there; what is damaged there is made anew, and what cannot
     be kept there is made for this process. Raises StartupError.
     """
-    from common.model.kernel_cache import kernels_dir
+    from baton_cpu.compiler.kernel_cache import kernels_dir
 
     if (kept := kernels_dir()) is not None:
         try:
@@ -131,8 +131,8 @@ class _NotKept(StartupError):
 
 
 def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check) -> None:
-    from common.model.fused.start import load_kernels
-    from common.model.kernel_cache import kernels_key
+    from baton_cpu.compiler.kernel_cache import kernels_key
+    from baton_cpu.program.start import load_kernels
 
     name = str(dtype).removeprefix("torch.")
     directory = kept / f"{kernels_key()}-{name}"
@@ -145,7 +145,7 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
 
     def compile_kernels(scratch: Path, out: Path) -> None:
         _log.info("compiling_kernels", dtype=name)
-        arguments = ["-m", "common.model.fused.compile", name, str(out), str(os.getpid()), str(niceness)]
+        arguments = ["-m", "baton_cpu.program.compile", name, str(out), str(os.getpid()), str(niceness)]
         error = run_python(arguments, on_wait=look)
         if error is not None:
             raise StartupError(f"kernels could not be compiled: {error}")

@@ -119,7 +119,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     draw_kernels = new_draw_kernels(settings.attention, torch_device=device.torch_device)
     _log.info("draw_chosen", draws="operators" if draw_kernels is None else "kernels", device=settings.device)
     if device.torch_device.type == "cpu":
-        from common.model.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
+        from baton_cpu.compiler.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
 
         keep_kernels(kernels_cache_dir() if settings.keep_kernels else None)
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)

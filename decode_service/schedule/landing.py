@@ -399,7 +399,7 @@ def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tens
     """Copies from its second argument to its first, which are both on that device."""
     if torch_device.type != "cpu" or not nontemporal:
         return Tensor.copy_
-    from common.model.cpu_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
+    from baton_cpu.kv_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
 
     copy_blocks()  # compiled before it is needed
     return copy_kv

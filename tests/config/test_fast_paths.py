@@ -14,16 +14,16 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from torch import Tensor
 
+from baton_cpu.blocks.norm import CpuRMSNorm
+from baton_cpu.compiler import kernel_cache
+from baton_cpu.compiler.kernel_cache import kernels_dir
+from baton_cpu.kv_copy import copy_kv
 from common.checkpoints.cache import kernels_cache_dir
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
-from common.model import kernel_cache
 from common.model.attention_torch import TorchAttention
-from common.model.cpu_copy import copy_kv
-from common.model.cpu_norm import CpuRMSNorm
-from common.model.kernel_cache import kernels_dir
 from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
 from common.service import runtime, service_main

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from baton_cpu.program.kernel.team import Team
 from common.device.cpu import CpuDevice
 from common.device.stream import StreamKind
 from common.host import scheduling_policy
 from common.host.scheduling_policy import compute, wait_for_computing
-from common.model.fused.team import Team
 
 BOUND_S = 10.0
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from baton_cpu import kv_copy
 from common.device.factory import open_device
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
-from common.model import cpu_copy
 from common.wire.handoff import KvSegment
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.request import Request
@@ -29,8 +29,8 @@ BOUND_S = 20.0
 def test_a_segment_lands_in_its_rows_slots(
     num_layers: int, nontemporal_copies: bool, is_past_caches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, num_calls = cpu_copy.copy_blocks(), []
-    monkeypatch.setattr(cpu_copy, "copy_blocks", lambda: lambda *arguments: (num_calls.append(1), kernel(*arguments)))
+    kernel, num_calls = kv_copy.copy_blocks(), []
+    monkeypatch.setattr(kv_copy, "copy_blocks", lambda: lambda *arguments: (num_calls.append(1), kernel(*arguments)))
     device = open_device("cpu", num_threads=1)
     pool = KvPool(
         groups=[GROUP],

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton_cpu.attention import PagedCpuAttention
 from common.model.attention import AttentionBackend, ForwardInput
-from common.model.attention_cpu import PagedCpuAttention
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import HeadShape, TritonAttention
 

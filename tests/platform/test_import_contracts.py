@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "common", "prefill_service", "decode_service", "training")
+PACKAGES = ("baton", "baton_cpu", "common", "prefill_service", "decode_service", "training")
 
 
 def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:

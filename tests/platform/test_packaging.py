@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "common", "prefill_service", "decode_service", "gateway", "training")
+PACKAGES = ("baton", "baton_cpu", "common", "prefill_service", "decode_service", "gateway", "training")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

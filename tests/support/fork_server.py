@@ -20,8 +20,8 @@ import torch
 from transformers.utils import logging
 
 import prefill_service.main  # noqa: F401 - imported for the children
+from baton_cpu.compiler.kernel_cache import keep_kernels
 from common.checkpoints.cache import kernels_cache_dir
-from common.model.kernel_cache import keep_kernels
 from common.model.loader import load_target
 from tests.support.models import save_tiny_model
 

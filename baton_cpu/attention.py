@@ -1,0 +1,226 @@
+"""Attention on CPUs: few queries a row read the paged pool in place, by a kernel compiled when the model is loaded.
+
+A row's slots lie anywhere, so hardware cannot foresee them: the kernel asks for the memory of tokens to come while it
+works on this one. Without that a step of many rows waits for memory most of its time; figures in docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton_cpu.compiler.jit import Kernel, exp, jit, prefetch
+from baton_cpu.compiler.kernel_cache import compiled
+from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded
+from common.model.attention import AttentionPlan, ForwardInput, KernelShape
+from common.model.attention_torch import ExtendPlan
+
+_TOKENS_AHEAD = 16
+_CACHE_LINE_BYTES = 64
+NUM_LANES = 16
+MAX_QUERIES = 32  # of a row: past it gathering a row once costs less than keys and values read a query at a time
+
+
+class PagedCpuAttention:
+    """An AttentionBackend for models whose layers all have `num_heads` query heads over `num_kv_heads` of `head_dim`.
+
+    Decode and verify forwards need no gathered copies, and a short row costs nothing for a long one beside it.
+    Making one loads its kernel, or compiles it: a second or two, more on slow CPUs.
+    """
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._numbers = number_format(dtype)
+        self._kernel = _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype)
+
+    follows_lengths = True
+
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
+        return ()
+
+    def plan(self, batch: ForwardInput) -> AttentionPlan:
+        if max(batch.extend_lens or (1,), default=1) > MAX_QUERIES:
+            return ExtendPlan(batch)
+        return _PagedPlan(batch, self._kernel, self._numbers)
+
+
+class _PagedPlan:
+    def __init__(self, batch: ForwardInput, kernel: Kernel, numbers: NumberFormat) -> None:
+        self._kernel = kernel
+        self._array = numbers.array
+        assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
+        self._kv = self._array(batch.kv)
+        self._max_seq_len = batch.max_seq_len
+        columns = (batch.out_cache_loc, batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
+        self._rows = [column.to(torch.int64).contiguous().numpy() for column in columns]
+        extend_lens = batch.extend_lens or (1,) * batch.req_pool_indices.shape[0]
+        self._starts = np.cumsum((0, *extend_lens), dtype=np.int64)
+        self._attended, self._num_masked = attended_tokens(batch, extend_lens)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        output = torch.empty(query.shape, dtype=query.dtype)
+        array = self._array
+        self._kernel(
+            array(query),
+            array(key),
+            array(value),
+            self._kv[layer],
+            *self._rows,
+            self._starts,
+            self._attended,
+            self._num_masked,
+            self._max_seq_len,
+            scaling,
+            array(output),
+        )
+        return output
+
+
+def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """[T, W], and [B] <= W: of its row's last tokens, so many of each row, which each query attends.
+
+    Of rows of more than MAX_QUERIES queries, which attend all before them and themselves, it says nothing.
+    """
+    if batch.tree_mask is not None:
+        mask = batch.tree_mask.contiguous().numpy()
+        return mask, np.full(len(extend_lens), mask.shape[1], dtype=np.int64)
+    if not extend_lens:
+        return np.ones((0, 1), np.bool_), np.zeros(0, np.int64)
+    causal = np.tri(max(extend_lens), min(max(extend_lens), MAX_QUERIES), dtype=np.bool_)
+    return np.concatenate([causal[:extend_len] for extend_len in extend_lens]), np.array(extend_lens, dtype=np.int64)
+
+
+@jit
+def largest(numbers, num_numbers, lanes):  # type: ignore[no-untyped-def]
+    """Of the first `num_numbers`, which are not all NaN. `lanes` [NUM_LANES] is scratch: each keeps its own largest,
+    for a NaN keeps the compiler from turning one running maximum into vector code.
+    """
+    for lane in range(NUM_LANES):
+        lanes[lane] = -np.inf
+    num_whole = num_numbers - num_numbers % NUM_LANES
+    for first in range(0, num_whole, NUM_LANES):
+        for lane in range(NUM_LANES):
+            number = numbers[first + lane]
+            lanes[lane] = number if number > lanes[lane] else lanes[lane]
+    highest = np.float32(-np.inf)
+    for lane in range(NUM_LANES):
+        highest = lanes[lane] if lanes[lane] > highest else highest
+    for place in range(num_whole, num_numbers):
+        highest = numbers[place] if numbers[place] > highest else highest
+    return highest
+
+
+@cache
+def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype) -> Kernel:
+    """The kernel for one shape, compiled. The shape is part of the code, so that its loops become vector code."""
+    token_bytes = num_kv_heads * head_dim * dtype.itemsize
+
+    def attend(  # type: ignore[no-untyped-def]
+        queries,
+        keys,
+        values,
+        kv,
+        out_cache_loc,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        starts,
+        attended,
+        num_masked,
+        max_seq_len,
+        scaling,
+        outputs,
+    ):
+        """Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv [2, slots, kv_heads,
+        head_dim]; starts [B + 1], a row's queries are starts[b] .. starts[b + 1] - 1; attended and num_masked as
+        _attended makes them; the rest as in ForwardInput.
+        """
+        num_queries = 1
+        for b in range(starts.shape[0] - 1):
+            num_queries = max(num_queries, starts[b + 1] - starts[b])
+        scores = np.empty((num_kv_heads, num_queries, num_shared, max_seq_len), np.float32)
+        query = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
+        output = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
+        token = np.empty(head_dim, np.float32)
+        lanes = np.empty(NUM_LANES, np.float32)
+        plane_bytes = kv.shape[1] * token_bytes
+        for i in range(queries.shape[0]):
+            for h in range(num_kv_heads):
+                for d in range(head_dim):
+                    kv[0, out_cache_loc[i], h, d] = keys[i, h, d]
+                    kv[1, out_cache_loc[i], h, d] = values[i, h, d]
+        for b in range(starts.shape[0] - 1):
+            row = req_pool_indices[b]
+            num_tokens = seq_lens[b]
+            first = starts[b]
+            num_new = starts[b + 1] - first
+            num_unmasked = num_tokens - num_masked[b]
+            for m in range(num_new):
+                for h in range(num_kv_heads):
+                    for g in range(num_shared):
+                        for d in range(head_dim):
+                            query[h, m, g, d] = read(queries[first + m, h * num_shared + g, d]) * np.float32(scaling)
+                            output[h, m, g, d] = np.float32(0)
+            for t in range(num_tokens):
+                slot = req_to_token[row, t]
+                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes
+                for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
+                    prefetch(kv, ahead + offset)
+                for h in range(num_kv_heads):
+                    for d in range(head_dim):
+                        token[d] = read(kv[0, slot, h, d])
+                    for m in range(num_new):
+                        if t < num_unmasked or attended[first + m, t - num_unmasked]:
+                            for g in range(num_shared):
+                                score = np.float32(0)
+                                for d in range(head_dim):
+                                    score += query[h, m, g, d] * token[d]
+                                scores[h, m, g, t] = score
+                        else:
+                            for g in range(num_shared):
+                                scores[h, m, g, t] = -np.inf
+            for h in range(num_kv_heads):
+                for m in range(num_new):
+                    for g in range(num_shared):
+                        highest = largest(scores[h, m, g], num_tokens, lanes)
+                        total = np.float32(0)
+                        for t in range(num_tokens):
+                            weight = exp(scores[h, m, g, t] - highest)
+                            scores[h, m, g, t] = weight
+                            total += weight
+                        share = np.float32(1) / total
+                        for t in range(num_tokens):
+                            scores[h, m, g, t] *= share
+            for t in range(num_tokens):
+                slot = req_to_token[row, t]
+                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + plane_bytes
+                for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
+                    prefetch(kv, ahead + offset)
+                for h in range(num_kv_heads):
+                    for d in range(head_dim):
+                        token[d] = read(kv[1, slot, h, d])
+                    for m in range(num_new):
+                        for g in range(num_shared):
+                            weight = scores[h, m, g, t]
+                            if weight != 0:
+                                for d in range(head_dim):
+                                    output[h, m, g, d] += weight * token[d]
+            for m in range(num_new):
+                for h in range(num_kv_heads):
+                    for g in range(num_shared):
+                        for d in range(head_dim):
+                            outputs[first + m, h * num_shared + g, d] = rounded(output[h, m, g, d], outputs)
+
+    numpy_dtype = number_format(dtype).numpy_dtype
+    heads = np.zeros((1, num_kv_heads * num_shared, head_dim), numpy_dtype)
+    token = np.zeros((1, num_kv_heads, head_dim), numpy_dtype)
+    kv = np.zeros((2, 1, num_kv_heads, head_dim), numpy_dtype)
+    index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
+    starts, attended = np.arange(2), np.ones((1, 1), np.bool_)
+    one = index + 1
+    arguments = heads, token, token, kv, index, table, index, one, starts, attended, one, 1, 1.0, heads.copy()
+    return compiled(attend, arguments, name=f"attention-{num_kv_heads}-{num_shared}-{head_dim}-{dtype}")

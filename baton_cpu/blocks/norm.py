@@ -1,0 +1,65 @@
+"""RMS normalisation on CPUs in one kernel; transformers' own takes eight."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from baton_cpu.compiler.jit import Kernel
+from baton_cpu.compiler.kernel_cache import compiled
+from baton_cpu.compiler.numbers import number_format, read, rounded
+from common.model.replace import replace_modules
+
+_KNOWN = (LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+"""Others go by similar names and add one to the weight, or round elsewhere."""
+
+
+class CpuRMSNorm(nn.Module):
+    """Computes what `norm` does, with its roundings: mean and root in float32, weight in the model's dtype."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        weight = norm.get_parameter("weight").detach()
+        self._numbers = number_format(weight.dtype)
+        self._weight = self._numbers.array(weight)
+        self._epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+        self._kernel = _compiled(weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = torch.empty(x.shape, dtype=x.dtype)
+        width = x.shape[-1]
+        array = self._numbers.array
+        self._kernel(array(x).reshape(-1, width), self._weight, self._epsilon, array(output).reshape(-1, width))
+        return output
+
+
+def replace_norms(model: nn.Module) -> int:
+    """Replace, in a model on a CPU, the norms of the classes known here. Returns how many."""
+    return replace_modules(model, lambda module: CpuRMSNorm(module) if type(module) in _KNOWN else None)
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> Kernel:
+    token = np.zeros((1, 1), number_format(dtype).numpy_dtype)
+    return compiled(_normalise, (token, token[0], 1.0, token.copy()), name=f"norm-{dtype}")
+
+
+def _normalise(x, weight, epsilon, output):  # type: ignore[no-untyped-def]
+    """Shapes: x, output [T, width]; weight [width]."""
+    for t in range(x.shape[0]):
+        total = np.float32(0)
+        for i in range(x.shape[1]):
+            number = read(x[t, i])
+            total += number * number
+        factor = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + np.float32(epsilon))
+        for i in range(x.shape[1]):
+            normalised = read(rounded(read(x[t, i]) * factor, output))
+            output[t, i] = rounded(read(weight[i]) * normalised, output)

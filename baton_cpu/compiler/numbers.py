@@ -1,0 +1,119 @@
+"""Numbers of a model's dtype in kernels for CPUs.
+
+numba knows no bfloat16 and, on CPUs, no float16: kernels are given the bits of such tensors, of a bfloat16 as uint16,
+of a float16 as int16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import llvmlite.binding
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from baton_cpu.compiler.jit import Kernel
+
+_HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+class NumberFormat(NamedTuple):
+    """How a kernel is given tensors of `dtype`."""
+
+    dtype: torch.dtype
+    bits_dtype: torch.dtype
+    numpy_dtype: DTypeLike
+
+    def array(self, tensor: Tensor) -> NDArray[Any]:
+        """The memory of `tensor`, made contiguous, as the kernel reads it. Its dtype must be this format's."""
+        assert tensor.dtype == self.dtype, f"a kernel for {self.dtype} was given {tensor.dtype}"
+        array: NDArray[Any] = tensor.contiguous().view(self.bits_dtype).numpy()
+        return array
+
+
+def number_format(dtype: torch.dtype) -> NumberFormat:
+    return _FORMATS[dtype]
+
+
+_FORMATS = {
+    torch.float32: NumberFormat(torch.float32, torch.float32, np.float32),
+    torch.bfloat16: NumberFormat(torch.bfloat16, torch.uint16, np.uint16),
+    torch.float16: NumberFormat(torch.float16, torch.int16, np.int16),
+}
+
+
+class Bfloat16(ir.Type):  # type: ignore[misc]
+    """llvmlite has no name for it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(Bfloat16)
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether the CPU multiplies pairs of bfloat16, and rounds to them."""
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+
+
+@intrinsic
+def _read(_context, number):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return widened(builder, number, arguments[0])
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def _rounded(_context, number, like):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return narrowed(builder, like.dtype, arguments[0])
+
+    return like.dtype(types.float32, like), generate
+
+
+read = cast("Kernel", _read)
+"""`read(element)` is its float32."""
+rounded = cast("Kernel", _rounded)
+"""`rounded(number, like)` is the element that an array like `like` keeps of a float32: the nearest, of two as near the
+even one, as PyTorch rounds; a NaN stays one.
+"""
+
+
+def widened(builder: Any, kind: types.Type, element: Any) -> Any:
+    """Code for the float32 of an element of numba's type `kind`."""
+    if kind == types.float32:
+        return element
+    if kind == types.uint16:
+        return builder.bitcast(builder.shl(builder.zext(element, _BITS), _BITS(16)), _FLOAT)
+    assert kind == types.int16, kind
+    return builder.fpext(builder.bitcast(element, ir.HalfType()), _FLOAT)
+
+
+def narrowed(builder: Any, kind: types.Type, number: Any) -> Any:
+    """Code for the element of numba's type `kind` of a float32."""
+    if kind == types.float32:
+        return number
+    if kind == types.uint16:
+        return _nearest_bfloat16(builder, number)
+    assert kind == types.int16, kind
+    return builder.bitcast(builder.fptrunc(number, ir.HalfType()), _HALF)
+
+
+def _nearest_bfloat16(builder: Any, number: Any) -> Any:
+    bits = builder.bitcast(number, _BITS)
+    last = builder.and_(builder.lshr(bits, _BITS(16)), _BITS(1))
+    nearest = builder.lshr(builder.add(builder.add(bits, _BITS(0x7FFF)), last), _BITS(16))
+    is_number = builder.fcmp_ordered("ord", number, number)
+    return builder.trunc(builder.select(is_number, nearest, _BITS(0x7FC0)), _HALF)

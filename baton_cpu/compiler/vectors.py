@@ -1,0 +1,126 @@
+"""Vector code that kernels of this package generate themselves: of LANES float32, as the CPU's registers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from baton_cpu.compiler.jit import Kernel
+
+HAS_WIDE_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+"""Whether there are 32 of 16 float32 each. Else of 8 there are 16, by AVX2's count, as with NEON's 32 of 4."""
+LANES = 16 if HAS_WIDE_REGISTERS else 8
+LINE_BYTES = 64
+FLOAT, INT, WORD = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+
+def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
+    """`once`: what is read there leaves the nearest cache past the others, which keep what they have."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    for_reading, locality, data_cache = INT(0), INT(0 if once else 3), INT(1)
+    builder.call(function, [builder.bitcast(address, pointer), for_reading, locality, data_cache])
+
+
+def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
+    """One number in every lane."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    lanes = ir.Constant(ir.VectorType(INT, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(builder.insert_element(undefined, number, INT(0)), undefined, lanes)
+
+
+def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
+    return builder.call(declared(builder, f"llvm.fmuladd.v{LANES}f32", kind), [left, right, total])
+
+
+def hidden(builder: Any, word: Any) -> Any:
+    """`word`, of which the compiler does not know that it is the same."""
+    return builder.asm(ir.FunctionType(WORD, [WORD]), "", "=r,0", [word], False)
+
+
+def load_floats(builder: Any, address: Any, num_vectors: int, element: types.Type) -> list[Any]:
+    """So many vectors, of the numbers from `address` on: float32, or the bits of bfloat16."""
+    vectors = []
+    for place in range(num_vectors):
+        if element == types.float32:
+            where = builder.inttoptr(builder.add(address, WORD(place * LANES * 4)), FLOATS.as_pointer())
+            vector = builder.load(where)
+            vector.align = 4
+        else:
+            where = builder.inttoptr(builder.add(address, WORD(place * LANES * 2)), _HALVES.as_pointer())
+            halves = builder.load(where)
+            halves.align = 2
+            bits = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
+            vector = builder.bitcast(bits, FLOATS)
+        vectors.append(vector)
+    return vectors
+
+
+def store_floats(builder: Any, vector: Any, address: Any) -> None:
+    builder.store(vector, builder.inttoptr(address, FLOATS.as_pointer())).align = 4
+
+
+def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """Of four vectors: a vector of their four sums."""
+
+    def shuffled(left: Any, right: Any, lanes: list[int]) -> Any:
+        return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
+
+    def folded(left: Any, right: Any, first: list[int], second: list[int]) -> Any:
+        return builder.fadd(
+            *(
+                shuffled(left, right, [quarter + lane for quarter in range(0, LANES, 4) for lane in lanes])
+                for lanes in (first, second)
+            )
+        )
+
+    a, b, c, d = vectors
+    ab = folded(a, b, [0, LANES, 1, LANES + 1], [2, LANES + 2, 3, LANES + 3])
+    cd = folded(c, d, [0, LANES, 1, LANES + 1], [2, LANES + 2, 3, LANES + 3])
+    sums = folded(ab, cd, [0, 1, LANES, LANES + 1], [2, 3, LANES + 2, LANES + 3])
+    length = LANES // 2
+    while length >= 4:
+        sums = builder.fadd(*(shuffled(sums, sums, list(range(start, start + length))) for start in (0, length)))
+        length //= 2
+    return sums
+
+
+def switch(builder: Any, number: Any, most: int, generate_for: Callable[[int], None]) -> None:
+    """Code for each number from 1 to `most`, of which one runs."""
+    cases = [builder.append_basic_block("case") for _ in range(most)]
+    after = builder.append_basic_block("after")
+    choice = builder.switch(number, cases[-1])
+    for num, case in enumerate(cases, 1):
+        choice.add_case(WORD(num), case)
+        builder.position_at_end(case)
+        generate_for(num)
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+@intrinsic
+def _fused(_context, left, right, total):  # type: ignore[no-untyped-def]
+    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(FLOAT, [FLOAT, FLOAT, FLOAT])
+        return builder.call(declared(builder, "llvm.fma.f32", kind), arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+fused_multiply_add = cast("Kernel", _fused)
+"""`fused_multiply_add(left, right, total)`, rounded once wherever it stands. (The compiler is free to round any other
+sum of a product once or twice, in one place so and in another not.)
+"""

@@ -1,0 +1,114 @@
+"""Copies of KV on the host. Large ones go past the caches: a plain store first reads what it overwrites, and takes from
+the caches what the forward that runs meanwhile needs.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from typing import cast
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from baton_cpu.compiler.jit import Kernel
+from baton_cpu.compiler.kernel_cache import compiled
+
+LINE_BYTES = 64
+MIN_BYTES = 4 << 20  # smaller ones may still be in a cache when they are first read
+
+_NUM_VECTORS = 2
+_WORD, _NUMBER = ir.IntType(64), ir.IntType(32)
+_VECTOR = ir.VectorType(_WORD, LINE_BYTES // _NUM_VECTORS // 8)
+_VECTOR_BYTES = LINE_BYTES // _NUM_VECTORS
+_BYTES_AHEAD = 512
+
+
+def copy_kv(target: Tensor, source: Tensor) -> None:
+    """Copy [layers, planes, tokens, ...] of one dtype on the host, whatever their strides. Shapes must be the same."""
+    assert target.shape == source.shape and target.dtype == source.dtype
+    num_bytes = target.numel() * target.itemsize
+    if num_bytes < MIN_BYTES or not source[0, 0].is_contiguous() or not _is_in_lines(target):
+        target.copy_(source)
+        return
+    num_layers, num_planes = target.shape[:2]
+    size = target.itemsize
+    strides = [stride * size for tensor in (target, source) for stride in tensor.stride()[:2]]
+    block_bytes = num_bytes // (num_layers * num_planes)
+    copy_blocks()(target.data_ptr(), source.data_ptr(), *strides, num_layers, num_planes, block_bytes)
+
+
+@cache
+def copy_blocks() -> Kernel:
+    """The kernel, compiled: addresses, their strides of layers and planes, numbers of layers and planes, bytes of a
+    block. The target's address and strides, and the bytes, are multiples of LINE_BYTES; others may be any.
+    """
+    lines = torch.zeros(3 * LINE_BYTES, dtype=torch.uint8)
+    source = lines.data_ptr() + -lines.data_ptr() % LINE_BYTES
+    return compiled(_copy_blocks, (source + LINE_BYTES, source, 0, 0, 0, 0, 1, 1, LINE_BYTES), name="copy")
+
+
+def _is_in_lines(tensor: Tensor) -> bool:
+    size, strides = tensor.itemsize, tensor.stride()
+    block = tensor[0, 0]
+    starts = (tensor.data_ptr(), block.numel() * size, strides[0] * size, strides[1] * size)
+    return block.is_contiguous() and all(start % LINE_BYTES == 0 for start in starts)
+
+
+def _copy_blocks(  # type: ignore[no-untyped-def]
+    target, source, target_layer, target_plane, source_layer, source_plane, num_layers, num_planes, block_bytes
+):
+    for layer in range(num_layers):
+        for plane in range(num_planes):
+            begin = source + layer * source_layer + plane * source_plane
+            away = target + layer * target_layer + plane * target_plane - begin
+            for line in range(begin, begin + block_bytes, LINE_BYTES):
+                copy_line(line + away, line, min(line + _BYTES_AHEAD, begin + block_bytes - LINE_BYTES))
+    await_stores()
+
+
+@intrinsic
+def _copy_line(_context, target, source, ahead):  # type: ignore[no-untyped-def]
+    def generate(target_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        to, line, following = arguments
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _NUMBER, _NUMBER, _NUMBER])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        for_reading, once, data_cache = _NUMBER(0), _NUMBER(0), _NUMBER(1)
+        builder.call(prefetch, [builder.inttoptr(following, pointer), for_reading, once, data_cache])
+        past_caches = builder.module.add_metadata([_NUMBER(1)])
+        offsets = [_WORD(place * _VECTOR_BYTES) for place in range(_NUM_VECTORS)]
+        vectors = []
+        for offset in offsets:
+            vector = builder.load(builder.inttoptr(builder.add(line, offset), _VECTOR.as_pointer()))
+            vector.align = 1
+            vectors.append(vector)
+        for offset, vector in zip(offsets, vectors, strict=True):
+            store = builder.store(vector, builder.inttoptr(builder.add(to, offset), _VECTOR.as_pointer()))
+            store.align = _VECTOR_BYTES
+            store.set_metadata("nontemporal", past_caches)
+        return target_context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _await_stores(_context):  # type: ignore[no-untyped-def]
+    def generate(target, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
+        if platform.machine() == "x86_64":  # its other fences need not wait for such stores
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), kind), [])
+        else:
+            builder.fence("seq_cst")
+        return target.get_dummy_value()
+
+    return types.void(), generate
+
+
+copy_line = cast("Kernel", _copy_line)
+"""`copy_line(target, source, ahead)`, in a kernel: LINE_BYTES from address to address; asks for those at `ahead`."""
+await_stores = cast("Kernel", _await_stores)
+"""What was stored past the caches, others see before what this thread stores from now on."""

@@ -1,0 +1,211 @@
+"""A program as it is written down: operations over named buffers, holding the packed weights they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton_cpu.program.kernel.dot_products import PANEL_WIDTH, packed
+from baton_cpu.program.kernel.numbers import input_dtype
+from baton_cpu.program.kernel.operations import Field, Kind, Store
+from baton_cpu.program.weight_memory import WeightMemory
+from common.model.capture import HiddenCapture
+from common.model.forward_program import AttentionSize, Program
+
+_LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND)
+"""As gates do: their target is a LINEAR's input."""
+
+
+def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: int) -> Program:
+    """The same, keeping the states of `capture`, side by side, of buffer `stream` in buffer `states`.
+
+    The program's layers begin with the operations that show it, and its last LINEAR norms what leaves the last.
+    """
+    width = program.widths[stream]
+    last = int(np.flatnonzero(program.operations[:, Field.KIND] == Kind.LINEAR)[-1])
+    begins = [*np.flatnonzero(program.operations[:, Field.SHOWS_LAYER]).tolist(), last]
+    copies: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+    for place, layer in enumerate((*capture.layers, *((len(begins) - 1,) if capture.final else ()))):
+        fields = np.zeros(len(Field), np.int64)
+        is_normed = place == len(capture.layers)
+        for field, value in {
+            Field.KIND: Kind.NORM,
+            Field.SOURCE: stream,
+            Field.TARGET: states,
+            Field.TARGET_OFFSET: place * width,
+            Field.WIDTH: width,
+            Field.NORM: program.operations[last, Field.NORM] if is_normed else 0,
+        }.items():
+            fields[field] = value
+        copies.setdefault(begins[layer], []).append((fields, program.numbers[last]))
+    operations, numbers = [], []
+    for place, (fields, constants) in enumerate(zip(program.operations, program.numbers, strict=True)):
+        for copied, copied_constants in copies.get(place, []):
+            operations.append(copied)
+            numbers.append(copied_constants)
+        operations.append(fields)
+        numbers.append(constants)
+    widths = tuple(capture.num_states * width if buffer == states else own for buffer, own in enumerate(program.widths))
+    return replace(program, operations=np.stack(operations), numbers=np.stack(numbers), widths=widths)
+
+
+class ProgramBuilder:
+    """Buffers are numbers; weights are [outputs, inputs] in `dtype`. `check` is called between parts of them, and may
+    raise.
+    """
+
+    def __init__(self, dtype: torch.dtype, check: Callable[[], None] = lambda: None) -> None:
+        self._dtype = dtype
+        self._check = check
+        self._memory = WeightMemory()
+        self._operations: list[list[int]] = []
+        self._numbers: list[tuple[float, float]] = []
+        self._widths: list[int] = []
+        self._float_buffers: set[int] = set()
+        self._inputs: set[int] = set()
+        self._kept: list[Tensor] = []
+        self._normed_width = 0
+        self._normed: dict[int, int] = {}  # buffers of normed inputs, by width
+        self._attention: AttentionSize | None = None
+
+    @property
+    def num_operations(self) -> int:
+        return len(self._operations)
+
+    def buffer(self, width: int, *, is_float: bool = False, is_input: bool = False) -> int:
+        """A buffer with a row of `width` for each token, in the model's dtype, float32, or as a LINEAR reads its input:
+        what ATTEND and a gate leave.
+        """
+        number = len(self._widths)
+        self._widths.append(width)
+        if is_input:
+            self._inputs.add(number)
+        if is_float or (is_input and input_dtype(self._dtype) == torch.float32):
+            self._float_buffers.add(number)
+        return number
+
+    def embed(self, weight: Tensor, target: int) -> None:
+        self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
+
+    def norm(self, source: int, target: int, weight: Tensor, *, epsilon: float, offset: int = 0) -> None:
+        """Rows of `source`, normed, to `target` from its element `offset` on."""
+        fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset}
+        fields |= {Field.NORM: self._address(weight), Field.WIDTH: weight.shape[0]}
+        self._add(Kind.NORM, fields, epsilon=epsilon)
+
+    def copy(self, source: int, target: int, *, width: int, offset: int = 0) -> None:
+        """Rows of `source`, the first `width` elements, likewise."""
+        fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset, Field.WIDTH: width}
+        self._add(Kind.NORM, fields)
+
+    def linear(
+        self,
+        source: int,
+        target: int,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        store: Store = Store.KEEP,
+        selected_rows: bool = False,
+        shows_layer: bool = False,
+    ) -> None:
+        num_outputs, width = weight.shape
+        num_panels = -(-num_outputs // PANEL_WIDTH)
+        normed = 0
+        is_copied = norm is not None or (source not in self._inputs and input_dtype(self._dtype) != self._dtype)
+        assert not (source in self._inputs and (is_copied or selected_rows)), "is read as it is"
+        if is_copied or selected_rows:
+            self._normed_width = max(self._normed_width, width)
+        if is_copied and not selected_rows:
+            normed = self._normed[width] = self._normed.get(width) or self.buffer(width, is_input=True)
+            norming = {Field.SOURCE: source, Field.TARGET: normed, Field.WIDTH: width}
+            self._add(Kind.INPUT_NORM, {**norming, Field.NORM: self._address(norm)}, epsilon=epsilon)
+        fields = {
+            Field.SOURCE: source,
+            Field.TARGET: target,
+            Field.WEIGHT: self._address(packed(weight, self._memory, self._check)),
+            Field.BIAS: self._address(bias),
+            Field.NORM: self._address(norm),
+            Field.WIDTH: width,
+            Field.NUM_OUTPUTS: num_outputs,
+            Field.NUM_PANELS: num_panels,
+            Field.STORE: store,
+            Field.SELECTED_ROWS: selected_rows,
+            Field.SHOWS_LAYER: shows_layer,
+            Field.NORMED: normed,
+            Field.COPIED: is_copied,
+        }
+        self._add(Kind.LINEAR, fields, epsilon=epsilon)
+
+    def largest(self, logits: int) -> None:
+        self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
+
+    def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
+        """silu(gate(x)) * up(x): each panel has half a panel of either."""
+        half = PANEL_WIDTH // 2
+        both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
+        self.linear(source, target, both.flatten(0, 2), norm=norm, epsilon=epsilon, store=Store.GATE)
+
+    def attend(
+        self,
+        source: int,
+        target: int,
+        size: AttentionSize,
+        *,
+        layer: int,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        epsilon: float = 0.0,
+    ) -> None:
+        assert self._attention in (None, size), "the layers' attention is of one size"
+        self._attention = size
+        fields = {
+            Field.SOURCE: source,
+            Field.TARGET: target,
+            Field.LAYER: layer,
+            Field.NUM_HEADS: size.num_heads,
+            Field.NUM_KV_HEADS: size.num_kv_heads,
+            Field.HEAD_DIM: size.head_dim,
+            Field.NORM: self._address(query_norm),
+            Field.KEY_NORM: self._address(key_norm),
+        }
+        for kind in (Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND):
+            self._add(kind, fields, epsilon=epsilon, scaling=size.scaling)
+
+    def program(self) -> Program:
+        assert self._attention is not None
+        return Program(
+            np.array(self._operations, np.int64),
+            np.array(self._numbers, np.float64),
+            tuple(self._widths),
+            frozenset(self._float_buffers),
+            self._normed_width,
+            self._attention,
+            self._dtype,
+            tuple(self._kept),
+        )
+
+    def _add(self, kind: Kind, fields: dict[Field, int], *, epsilon: float = 0.0, scaling: float = 0.0) -> None:
+        leaves_input = kind in _LEAVE_INPUT or fields.get(Field.STORE) == Store.GATE
+        assert kind == Kind.LINEAR or fields.get(Field.SOURCE) not in self._inputs, "only a LINEAR reads inputs"
+        assert Field.TARGET not in fields or (fields[Field.TARGET] in self._inputs) == leaves_input, "of another dtype"
+        row = [0] * len(Field)
+        row[Field.KIND] = int(kind)
+        for field, value in fields.items():
+            row[field] = int(value)
+        self._operations.append(row)
+        self._numbers.append((epsilon, scaling))
+
+    def _address(self, weight: Tensor | None) -> int:
+        if weight is None:
+            return 0
+        assert weight.dtype == self._dtype and weight.is_contiguous()
+        self._kept.append(weight)
+        return weight.data_ptr()

@@ -1,0 +1,257 @@
+"""Attention of chunks, of more new tokens than a decode step has: matrix products over keys and values in panels.
+
+PREPARE_CHUNKS   an item: the tokens of one panel of keys, of one request and all its KV heads
+                 new ones: (norm) ▸ rotate ▸ write KV      all: K and V from the pool to panels, for all queries
+ATTEND_CHUNKS    an item: one KV head of one request, some new tokens
+                 (norm) ▸ rotate queries ▸ for a block of keys at a time: scores ▸ weights ▸ sums of values
+
+    packed, of one request and KV head, with T its tokens in whole panels and D the head_dim in whole panels
+    keys     [T / PANEL_WIDTH, head_dim / step, PANEL_WIDTH, step]
+    values   [D / PANEL_WIDTH, T / step, PANEL_WIDTH, step]
+
+Softmax is in float32, its maximum and sum running over the blocks; weights are rounded to the model's dtype before
+they meet the values, and divided by their sum behind them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton_cpu.compiler.jit import exp, jit
+from baton_cpu.compiler.memory import pointer
+from baton_cpu.program.kernel.attending import rotate
+from baton_cpu.program.kernel.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products
+from baton_cpu.program.kernel.numbers import input_like, kept, rounded
+from baton_cpu.program.kernel.operations import Call, Field, array_at, buffer_row, copy_elements, elements, words
+
+QUERY_TOKENS = 64
+"""New tokens of an item: so many that the panels they read stay a small part of the work, so few that threads end
+together."""
+BLOCK_KEYS = 512
+"""Of an item's pass: their panels stay in a core's second cache for all its queries."""
+_BLOCK_PANELS = BLOCK_KEYS // PANEL_WIDTH
+
+
+def packed_tokens(num_tokens: int) -> int:
+    """Tokens that a request of so many takes in the packed panels."""
+    return -(-num_tokens // PANEL_WIDTH) * PANEL_WIDTH
+
+
+def packed_numbers(num_packed_tokens: int, num_kv_heads: int, head_dim: int) -> int:
+    """Of keys and values together."""
+    return num_packed_tokens * num_kv_heads * (head_dim + packed_tokens(head_dim))
+
+
+def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
+    """Of a thread that attends, for `num_shared` query heads a KV head."""
+    num_queries = num_shared * QUERY_TOKENS
+    width = packed_tokens(head_dim)
+    floats = num_queries * (width + 2) + MAX_ROWS * (BLOCK_KEYS + PANEL_WIDTH) + head_dim
+    return 4 * floats + input_itemsize * (num_queries * head_dim + MAX_ROWS * BLOCK_KEYS)
+
+
+@jit
+def _packed_head(call, fields, b, h, like):  # type: ignore[no-untyped-def]
+    """Address of a request's keys of a KV head, of its values, and its tokens in whole panels."""
+    num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
+    width = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH * PANEL_WIDTH
+    starts = words(call[Call.PACKED_STARTS], call[Call.NUM_ROWS] + 1)
+    num_packed = starts[b + 1] - starts[b]
+    head_bytes = num_packed * (head_dim + width) * like.itemsize
+    keys = call[Call.PACKED] + starts[b] * num_kv_heads * (head_dim + width) * like.itemsize + h * head_bytes
+    return keys, keys + num_packed * head_dim * like.itemsize, num_packed
+
+
+@jit
+def prepare_chunks(call, fields, epsilon, item, scratch, like):  # type: ignore[no-untyped-def]
+    num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
+    size = like.itemsize
+    step = 4 // size
+    part = words(call[Call.KEY_PARTS] + item * 16, 2)
+    b, begin = part[0], part[1]
+    starts = words(call[Call.STARTS], call[Call.NUM_ROWS] + 1)
+    num_tokens = words(call[Call.SEQ_LENS], call[Call.NUM_ROWS])[b]
+    prefix = num_tokens - (starts[b + 1] - starts[b])
+    stop = min(begin + PANEL_WIDTH, num_tokens)
+    row = words(call[Call.REQ_POOL_INDICES], call[Call.NUM_ROWS])[b]
+    slots = words(call[Call.TABLE] + row * call[Call.TABLE_WIDTH] * 8, call[Call.TABLE_WIDTH])
+    positions = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])
+    out_cache_loc = words(call[Call.OUT_CACHE_LOC], call[Call.NUM_TOKENS])
+    plane_bytes = call[Call.NUM_SLOTS] * num_kv_heads * head_dim * size
+    keys = call[Call.KV] + fields[Field.LAYER] * 2 * plane_bytes
+    values = keys + plane_bytes
+    token = array_at(pointer(scratch), (head_dim,), np.float32)
+    qkv_numbers = (fields[Field.NUM_HEADS] + 2 * num_kv_heads) * head_dim
+    for t in range(max(begin, prefix), stop):
+        m = starts[b] + t - prefix
+        qkv = buffer_row(call, fields[Field.SOURCE], m, qkv_numbers, 0, like)
+        angles = positions[m] * head_dim * size
+        cosines = elements(call[Call.COSINES] + angles, head_dim, like)
+        sines = elements(call[Call.SINES] + angles, head_dim, like)
+        for h in range(num_kv_heads):
+            place = (out_cache_loc[m] * num_kv_heads + h) * head_dim * size
+            pool_key, pool_value = elements(keys + place, head_dim, like), elements(values + place, head_dim, like)
+            start = (fields[Field.NUM_HEADS] + h) * head_dim
+            rotate(qkv[start : start + head_dim], fields[Field.KEY_NORM], epsilon, cosines, sines, token, like)
+            for d in range(head_dim):
+                pool_key[d] = rounded(token[d], like)
+            start += num_kv_heads * head_dim
+            copy_elements(qkv[start : start + head_dim], pool_value)
+    num_value_panels = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH
+    for h in range(num_kv_heads):
+        to_keys, to_values, num_packed = _packed_head(call, fields, b, h, like)
+        panel = elements(to_keys + begin * head_dim * size, PANEL_WIDTH * head_dim, like)
+        for t in range(begin, begin + PANEL_WIDTH):
+            j = t - begin
+            place = (slots[min(t, num_tokens - 1)] * num_kv_heads + h) * head_dim * size
+            key, value = elements(keys + place, head_dim, like), elements(values + place, head_dim, like)
+            in_step = (t // step) * PANEL_WIDTH * step + t % step
+            if t < stop:
+                for d in range(0, head_dim, step):
+                    for e in range(step):
+                        panel[(d * PANEL_WIDTH) + j * step + e] = key[d + e]
+            else:  # zeros: weights of 0 make 0 of them
+                for d in range(0, head_dim, step):
+                    for e in range(step):
+                        panel[(d * PANEL_WIDTH) + j * step + e] = 0
+            for p in range(num_value_panels):
+                first = p * PANEL_WIDTH
+                address = to_values + (p * num_packed * PANEL_WIDTH + in_step) * size
+                target = elements(address, PANEL_WIDTH * step, like)
+                num = min(PANEL_WIDTH, head_dim - first) if t < stop else 0
+                for d in range(num):
+                    target[d * step] = value[first + d]
+                for d in range(num, PANEL_WIDTH):
+                    target[d * step] = 0
+
+
+@jit
+def _mask(scores, num_panels, num_visible):  # type: ignore[no-untyped-def]
+    """Of a row's scores, `num_panels` panels with those of MAX_ROWS rows in each, the ones from `num_visible` on."""
+    for p in range(num_visible // PANEL_WIDTH, num_panels):
+        first = p * MAX_ROWS * PANEL_WIDTH
+        for i in range(max(0, num_visible - p * PANEL_WIDTH), PANEL_WIDTH):
+            scores[first + i] = -np.inf
+
+
+@jit
+def _highest(scores, num_panels, lanes):  # type: ignore[no-untyped-def]
+    """That is no NaN. `lanes` [PANEL_WIDTH]: as in attention_cpu.largest."""
+    for i in range(PANEL_WIDTH):
+        lanes[i] = -np.inf
+    for p in range(num_panels):
+        panel = scores[p * MAX_ROWS * PANEL_WIDTH : p * MAX_ROWS * PANEL_WIDTH + PANEL_WIDTH]
+        for i in range(PANEL_WIDTH):
+            lanes[i] = panel[i] if panel[i] > lanes[i] else lanes[i]
+    highest = np.float32(-np.inf)
+    for i in range(PANEL_WIDTH):
+        highest = lanes[i] if lanes[i] > highest else highest
+    return highest
+
+
+@jit
+def _weigh(scores, num_panels, highest, scaling, weights, like):  # type: ignore[no-untyped-def]
+    """Rounded to `weights`; returns their sum before that."""
+    total = np.float32(0)
+    for p in range(num_panels):
+        panel = scores[p * MAX_ROWS * PANEL_WIDTH : p * MAX_ROWS * PANEL_WIDTH + PANEL_WIDTH]
+        target = weights[p * PANEL_WIDTH : (p + 1) * PANEL_WIDTH]
+        for i in range(PANEL_WIDTH):
+            weight = exp((panel[i] - highest) * scaling)
+            target[i] = kept(weight, target, like)
+            total += weight
+    return total
+
+
+@jit
+def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type: ignore[no-untyped-def]
+    num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
+    num_shared = fields[Field.NUM_HEADS] // num_kv_heads
+    size, inputs = like.itemsize, input_like(like)
+    scale = np.float32(scaling)
+    part, h = words(call[Call.QUERY_PARTS] + item // num_kv_heads * 16, 2), item % num_kv_heads
+    b, begin = part[0], part[1]
+    starts = words(call[Call.STARTS], call[Call.NUM_ROWS] + 1)
+    first, num_new = starts[b] + begin, starts[b + 1] - starts[b]
+    num_queries = min(QUERY_TOKENS, num_new - begin)
+    num_before = words(call[Call.SEQ_LENS], call[Call.NUM_ROWS])[b] - num_new + begin
+    keys, values, num_packed = _packed_head(call, fields, b, h, like)
+    num_value_panels = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH
+    width = num_value_panels * PANEL_WIDTH
+    num_rows = num_shared * num_queries
+    products_address = scratch
+    scores_address = products_address + MAX_ROWS * PANEL_WIDTH * 4
+    outputs_address = scores_address + MAX_ROWS * BLOCK_KEYS * 4
+    highest_address = outputs_address + num_rows * width * 4
+    queries_address = highest_address + 2 * num_rows * 4 + head_dim * 4
+    weights_address = queries_address + num_rows * head_dim * inputs.itemsize
+    products = array_at(pointer(products_address), (MAX_ROWS * PANEL_WIDTH,), np.float32)
+    scores = array_at(pointer(scores_address), (MAX_ROWS * BLOCK_KEYS,), np.float32)
+    outputs = array_at(pointer(outputs_address), (num_rows, width), np.float32)
+    highest = array_at(pointer(highest_address), (num_rows,), np.float32)
+    totals = array_at(pointer(highest_address + num_rows * 4), (num_rows,), np.float32)
+    token = array_at(pointer(highest_address + 2 * num_rows * 4), (head_dim,), np.float32)
+    queries = elements(queries_address, num_rows * head_dim, inputs)
+    weights = elements(weights_address, MAX_ROWS * BLOCK_KEYS, inputs)
+    positions = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])
+    for m in range(num_queries):
+        angles = positions[first + m] * head_dim * size
+        cosines = elements(call[Call.COSINES] + angles, head_dim, like)
+        sines = elements(call[Call.SINES] + angles, head_dim, like)
+        for g in range(num_shared):
+            start = (h * num_shared + g) * head_dim
+            query = buffer_row(call, fields[Field.SOURCE], first + m, head_dim, start, like)
+            rotate(query, fields[Field.NORM], epsilon, cosines, sines, token, like)
+            q = g * num_queries + m
+            target = queries[q * head_dim : (q + 1) * head_dim]
+            for d in range(head_dim):
+                target[d] = kept(token[d], target, like)
+            outputs[q, :] = 0
+            highest[q] = -np.inf
+            totals[q] = 0
+    for block in range(0, num_before + num_queries, BLOCK_KEYS):
+        for start in range(0, num_rows, MAX_ROWS):  # rows of several heads may meet here
+            num_block_rows = min(MAX_ROWS, num_rows - start)
+            num_keys = 0
+            for r in range(num_block_rows):
+                num_keys = max(num_keys, num_before + (start + r) % num_queries + 1 - block)
+            num_panels = (min(num_keys, BLOCK_KEYS) + PANEL_WIDTH - 1) // PANEL_WIDTH
+            if num_keys <= 0:
+                continue
+            x, x_stride = queries_address + start * head_dim * inputs.itemsize, head_dim * inputs.itemsize
+            for p in range(num_panels):
+                panel = keys + (block + p * PANEL_WIDTH) * head_dim * size
+                out = scores_address + p * MAX_ROWS * PANEL_WIDTH * 4
+                panel_products(panel, x, x_stride, head_dim * size // 4, num_block_rows, out, like)
+            for r in range(num_block_rows):
+                q = start + r
+                num_visible = num_before + q % num_queries + 1 - block
+                row = scores[r * PANEL_WIDTH :]
+                row_weights = weights[r * BLOCK_KEYS : (r + 1) * BLOCK_KEYS]
+                if num_visible <= 0:
+                    row_weights[: num_panels * PANEL_WIDTH] = 0
+                    continue
+                _mask(row, num_panels, num_visible)
+                seen = _highest(row, num_panels, products)
+                if seen > highest[q]:
+                    decay = exp((highest[q] - seen) * scale)
+                    highest[q] = seen
+                    totals[q] *= decay
+                    for d in range(width):
+                        outputs[q, d] *= decay
+                totals[q] += _weigh(row, num_panels, highest[q], scale, row_weights, like)
+            num_steps, stride = num_panels * PANEL_WIDTH * size // 4, BLOCK_KEYS * inputs.itemsize
+            for p in range(num_value_panels):
+                panel = values + (p * num_packed + block) * PANEL_WIDTH * size
+                panel_products(panel, weights_address, stride, num_steps, num_block_rows, products_address, like)
+                for r in range(num_block_rows):
+                    output = outputs[start + r, p * PANEL_WIDTH : (p + 1) * PANEL_WIDTH]
+                    sums = products[r * PANEL_WIDTH : (r + 1) * PANEL_WIDTH]
+                    for d in range(PANEL_WIDTH):
+                        output[d] += sums[d]
+    for q in range(num_rows):
+        start = (h * num_shared + q // num_queries) * head_dim
+        target = buffer_row(call, fields[Field.TARGET], first + q % num_queries, head_dim, start, inputs)
+        share = np.float32(1) / totals[q]
+        for d in range(head_dim):
+            target[d] = kept(outputs[q, d] * share, target, like)

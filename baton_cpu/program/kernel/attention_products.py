@@ -1,0 +1,267 @@
+"""Products of a request's queries with the keys, and of their weights with the values, of a run of its tokens.
+
+A token's numbers are read where they lie in the pool, in vectors, once for a pass of a few queries; nothing is
+gathered. A pass takes as many numbers of each head as registers allow, or a vector of them where there are no more,
+and the rest of a head one by one.
+
+Of all functions: `plane` is the address of slot 0's numbers of one KV head, slots lie `token_bytes` apart; `slots` is
+the address of the tokens' slots (int64); other arrays are float32, of `stride` or `head_dim` a query.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from baton_cpu.compiler.jit import Kernel, jit
+from baton_cpu.compiler.memory import pointer
+from baton_cpu.compiler.numbers import read
+from baton_cpu.compiler.vectors import (
+    FLOAT,
+    FLOATS,
+    HAS_WIDE_REGISTERS,
+    LANES,
+    LINE_BYTES,
+    WORD,
+    load_floats,
+    multiply_add,
+    prefetch_line,
+    spread,
+    store_floats,
+    sums_of_lanes,
+    switch,
+)
+from baton_cpu.program.kernel.operations import array_at, elements, words
+
+_OF_SCORES = 64  # numbers of a head in a pass
+_OF_SUMS = 64 if HAS_WIDE_REGISTERS else 32
+_QUERIES = 4 if HAS_WIDE_REGISTERS else 3  # of a pass, at most
+_SCORES_TOGETHER = 4  # tokens; a query's scores have room for whole fours
+TOKENS_AHEAD = 16
+
+_FOUR = ir.VectorType(FLOAT, _SCORES_TOGETHER)
+_PLACE = types.int64
+
+
+@intrinsic
+def _prefetch(_context, address):  # type: ignore[no-untyped-def]
+    def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        prefetch_line(builder, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()))
+        return target.get_dummy_value()
+
+    return types.void(_PLACE), generate
+
+
+prefetch_at = cast("Kernel", _prefetch)
+"""`prefetch_at(address)`: ask for that cache line. Never faults."""
+
+
+@jit
+def ask_for_tokens(plane, token_bytes, slots, num_tokens):  # type: ignore[no-untyped-def]
+    """All heads of them, before they are needed: they lie anywhere, which hardware cannot foresee."""
+    places = words(slots, num_tokens)
+    for t in range(num_tokens):
+        for offset in range(0, token_bytes, LINE_BYTES):
+            prefetch_at(plane + places[t] * token_bytes + offset)
+
+
+def _scores_of(num_vectors: int) -> Any:
+    @intrinsic
+    def scores(  # type: ignore[no-untyped-def]
+        _context, plane, token_bytes, slots, num_tokens, num_near, x, head_dim, num_queries, out, stride, adds, like
+    ):
+        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+            def generate_for(num: int) -> None:
+                _generate_scores(builder, arguments[:7] + arguments[8:11], num_vectors, num, like.dtype)
+
+            switch(builder, arguments[7], _QUERIES, generate_for)
+            return target.get_dummy_value()
+
+        return types.void(*(_PLACE,) * 10, types.boolean, like), generate
+
+    return scores
+
+
+def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
+    """Four tokens at a time, the last of them again where there are no four."""
+    plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, out, stride, adds = arguments
+    starts = [builder.add(queries, builder.mul(head_dim, WORD(4 * query))) for query in range(num_queries)]
+    wanted = [load_floats(builder, start, num_vectors, types.float32) for start in starts]
+    last = builder.sub(num_tokens, WORD(1))
+    zeros = ir.Constant(_FOUR, [0.0] * _SCORES_TOGETHER)
+    first, loop, before = _begin_loop(builder)
+    addresses = []
+    for place in range(_SCORES_TOGETHER):
+        token = builder.add(first, WORD(place))
+        _ask_ahead(builder, plane, token_bytes, slots, token, num_near, num_vectors, element)
+        token = builder.select(builder.icmp_signed("<", token, last), token, last)
+        addresses.append(_token_address(builder, plane, token_bytes, slots, token))
+    products = [[ir.Constant(FLOATS, [0.0] * LANES)] * _SCORES_TOGETHER for _ in range(num_queries)]
+    for vector in range(num_vectors):  # of all tokens and queries in turn: what is loaded is soon done with
+        offset = WORD(vector * LANES * element.bitwidth // 8)
+        for place, address in enumerate(addresses):
+            (key,) = load_floats(builder, builder.add(address, offset), 1, element)
+            for query, numbers in enumerate(wanted):
+                products[query][place] = multiply_add(builder, key, numbers[vector], products[query][place])
+    for query, vectors in enumerate(products):
+        place = builder.add(builder.mul(stride, WORD(query)), first)
+        where = builder.inttoptr(builder.add(out, builder.mul(place, WORD(4))), _FOUR.as_pointer())
+        old = builder.load(where)
+        old.align = 4
+        base = builder.select(adds, old, zeros)
+        builder.store(builder.fadd(base, sums_of_lanes(builder, vectors)), where).align = 4
+    _end_loop(builder, first, loop, before, _SCORES_TOGETHER, num_tokens)
+
+
+def _sums_of(num_vectors: int) -> Any:
+    @intrinsic
+    def sums(  # type: ignore[no-untyped-def]
+        _context, plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like
+    ):
+        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+            def generate_for(num: int) -> None:
+                _generate_sums(builder, arguments[:7] + arguments[8:10], num_vectors, num, like.dtype)
+
+            switch(builder, arguments[7], _QUERIES, generate_for)
+            return target.get_dummy_value()
+
+        return types.void(*(_PLACE,) * 10, like), generate
+
+    return sums
+
+
+def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
+    """The sums of all tokens stay in registers."""
+    plane, token_bytes, slots, num_tokens, num_near, weights, stride, out, head_dim = arguments
+    token, loop, before = _begin_loop(builder)
+    totals = [builder.phi(FLOATS) for _ in range(num_queries * num_vectors)]
+    _ask_ahead(builder, plane, token_bytes, slots, token, num_near, num_vectors, element)
+    address = _token_address(builder, plane, token_bytes, slots, token)
+    own_weights = []
+    for query in range(num_queries):
+        place = builder.add(builder.mul(stride, WORD(query)), token)
+        weight = builder.load(builder.gep(builder.inttoptr(weights, FLOAT.as_pointer()), [place]))
+        own_weights.append(spread(builder, weight, FLOATS))
+    new = list(totals)
+    for vector in range(num_vectors):
+        offset = WORD(vector * LANES * element.bitwidth // 8)
+        (value,) = load_floats(builder, builder.add(address, offset), 1, element)
+        for place in range(vector, len(new), num_vectors):
+            new[place] = multiply_add(builder, value, own_weights[place // num_vectors], totals[place])
+    for total, number in zip(totals, new, strict=True):
+        total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
+        total.add_incoming(number, loop)
+    _end_loop(builder, token, loop, before, 1, num_tokens)
+    for place, number in enumerate(new):
+        query, vector = divmod(place, num_vectors)
+        offset = builder.add(builder.mul(head_dim, WORD(query)), WORD(vector * LANES))
+        store_floats(builder, number, builder.add(out, builder.mul(offset, WORD(4))))
+
+
+def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
+    before, loop = builder.block, builder.append_basic_block("tokens")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    return builder.phi(WORD), loop, before
+
+
+def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: Any) -> None:
+    """`place` from 0 on; at least once."""
+    after = builder.append_basic_block("after")
+    following = builder.add(place, WORD(step))
+    place.add_incoming(WORD(0), before)
+    place.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
+    builder.position_at_end(after)
+
+
+def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any, num_near: Any, *size: Any) -> None:
+    num_vectors, element = size
+    later, last = builder.add(token, WORD(TOKENS_AHEAD)), builder.sub(num_near, WORD(1))
+    later = builder.select(builder.icmp_signed("<", later, last), later, last)
+    address = _token_address(builder, plane, token_bytes, slots, later)
+    for offset in range(0, num_vectors * LANES * element.bitwidth // 8, LINE_BYTES):
+        where = builder.add(address, WORD(offset))
+        prefetch_line(builder, builder.inttoptr(where, ir.IntType(8).as_pointer()))
+
+
+def _token_address(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any) -> Any:
+    slot = builder.load(builder.gep(builder.inttoptr(slots, WORD.as_pointer()), [token]))
+    return builder.add(plane, builder.mul(slot, token_bytes))
+
+
+_wide_scores, _narrow_scores = _scores_of(_OF_SCORES // LANES), _scores_of(1)
+_wide_sums, _narrow_sums = _sums_of(_OF_SUMS // LANES), _sums_of(1)
+
+
+@jit
+def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, num_queries, out, stride, like):  # type: ignore[no-untyped-def]
+    """To `out`: of each query each token's score, and anything up to the next whole four."""
+    size = np.int64(like.itemsize)
+    for q in range(0, num_queries, _QUERIES):
+        num, y = min(_QUERIES, num_queries - q), out + q * stride * 4
+        d = np.int64(0)
+        while d < head_dim:
+            x, keys, adds = queries + (q * head_dim + d) * 4, plane + d * size, d > 0
+            if d + _OF_SCORES <= head_dim:
+                _wide_scores(keys, token_bytes, slots, num_tokens, num_near, x, head_dim, num, y, stride, adds, like)
+                d += _OF_SCORES
+            elif d + LANES <= head_dim:
+                _narrow_scores(keys, token_bytes, slots, num_tokens, num_near, x, head_dim, num, y, stride, adds, like)
+                d += LANES
+            else:
+                _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, d, like)
+                d = head_dim
+
+
+@jit
+def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, begin, like):  # type: ignore[no-untyped-def]
+    rest = head_dim - begin
+    places = words(slots, num_tokens)
+    for m in range(num):
+        query = array_at(pointer(x + m * head_dim * 4), (rest,), np.float32)
+        scores = array_at(pointer(y + m * stride * 4), (num_tokens,), np.float32)
+        for t in range(num_tokens):
+            key = elements(keys + places[t] * token_bytes, rest, like)
+            total = scores[t] if begin else np.float32(0)
+            for d in range(rest):
+                total += query[d] * read(key[d])
+            scores[t] = total
+
+
+@jit
+def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like):  # type: ignore[no-untyped-def]
+    """To `out`: of each query the tokens' values by its weights."""
+    size = np.int64(like.itemsize)
+    for q in range(0, num_queries, _QUERIES):
+        num, x = min(_QUERIES, num_queries - q), weights + q * stride * 4
+        d = np.int64(0)
+        while d < head_dim:
+            y, values = out + (q * head_dim + d) * 4, plane + d * size
+            if d + _OF_SUMS <= head_dim:
+                _wide_sums(values, token_bytes, slots, num_tokens, num_near, x, stride, num, y, head_dim, like)
+                d += _OF_SUMS
+            elif d + LANES <= head_dim:
+                _narrow_sums(values, token_bytes, slots, num_tokens, num_near, x, stride, num, y, head_dim, like)
+                d += LANES
+            else:
+                _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, d, like)
+                d = head_dim
+
+
+@jit
+def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, begin, like):  # type: ignore[no-untyped-def]
+    rest = head_dim - begin
+    places = words(slots, num_tokens)
+    for m in range(num):
+        weights = array_at(pointer(x + m * stride * 4), (num_tokens,), np.float32)
+        sums = array_at(pointer(y + m * head_dim * 4), (rest,), np.float32)
+        sums[:] = 0
+        for t in range(num_tokens):
+            value = elements(values + places[t] * token_bytes, rest, like)
+            for d in range(rest):
+                sums[d] += weights[t] * read(value[d])

@@ -1,0 +1,173 @@
+"""A program's one kernel: take items of each operation in turn until there is none, then go on together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton_cpu.compiler.jit import jit
+from baton_cpu.compiler.memory import pointer
+from baton_cpu.program.kernel.attending import attend
+from baton_cpu.program.kernel.attending_chunks import attend_chunks, prepare_chunks
+from baton_cpu.program.kernel.dot_products import MAX_ROWS, PANEL_WIDTH
+from baton_cpu.program.kernel.numbers import input_like
+from baton_cpu.program.kernel.operations import (
+    ITEM_ROWS,
+    ITEM_TOKENS,
+    MANY_TOKENS,
+    Call,
+    Field,
+    Kind,
+    array_at,
+    copy_elements,
+    embed,
+    largest,
+    linear,
+    norm,
+    normalise_input,
+    words,
+)
+from baton_cpu.program.kernel.team import (
+    STOP,
+    await_operation,
+    await_run,
+    close_items,
+    end_items,
+    is_run,
+    offer_core,
+    open_items,
+    share_of,
+    show_progress,
+    take_items,
+)
+
+NUM_FIELDS = len(Field)
+SUMS_BYTES = 4 * MAX_ROWS * PANEL_WIDTH
+"""Of a thread's scratch, for one block of a LINEAR's sums."""
+_TURNS_A_THREAD = 2  # in which the items that are left could be taken
+_MOST_BYTES = 1 << 20  # of weights that a thread takes at once, some 60 us
+_AHEAD_BYTES = 128 << 10  # of the following weights, asked for while a thread waits
+
+
+@jit
+def _num_rows(call, fields):  # type: ignore[no-untyped-def]
+    """Of a LINEAR."""
+    return call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
+
+
+@jit
+def _num_items(call, fields):  # type: ignore[no-untyped-def]
+    kind = fields[Field.KIND]
+    if kind == Kind.LINEAR:
+        return fields[Field.NUM_PANELS] * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
+    if kind == Kind.ATTEND:
+        return call[Call.NUM_ROWS] * call[Call.NUM_GROUPS]
+    if kind == Kind.PREPARE_CHUNKS:
+        return call[Call.NUM_KEY_PARTS]
+    if kind == Kind.ATTEND_CHUNKS:
+        return call[Call.NUM_QUERY_PARTS] * fields[Field.NUM_KV_HEADS]
+    if kind == Kind.LARGEST:
+        return call[Call.NUM_SELECTED]
+    if kind == Kind.INPUT_NORM and call[Call.NUM_TOKENS] < MANY_TOKENS:
+        return np.int64(0)
+    return (call[Call.NUM_TOKENS] + ITEM_TOKENS - 1) // ITEM_TOKENS
+
+
+@jit
+def _panel_bytes(fields, like):  # type: ignore[no-untyped-def]
+    return PANEL_WIDTH * fields[Field.WIDTH] * like.itemsize
+
+
+@jit
+def _most_items(call, fields, like):  # type: ignore[no-untyped-def]
+    """That a thread takes at once: of weights long runs of memory, of anything else one."""
+    if fields[Field.KIND] != Kind.LINEAR:
+        return np.int64(1)
+    num_passes = (min(_num_rows(call, fields), ITEM_ROWS) + MAX_ROWS - 1) // MAX_ROWS
+    return _MOST_BYTES // (_panel_bytes(fields, like) * max(np.int64(1), num_passes))
+
+
+@jit
+def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
+    num_operations = call[Call.NUM_OPERATIONS]
+    operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
+    numbers = array_at(pointer(call[Call.NUMBERS]), (num_operations * 2,), np.float64)
+    scratch = call[Call.SCRATCH] + thread * call[Call.SCRATCH_BYTES]
+    inputs = scratch + SUMS_BYTES
+    share, num_turns = _TURNS_A_THREAD * call[Call.NUM_THREADS], 0
+    for operation in range(num_operations):
+        fields = operations[operation * NUM_FIELDS : (operation + 1) * NUM_FIELDS]
+        epsilon, scaling = numbers[2 * operation], numbers[2 * operation + 1]
+        kind = fields[Field.KIND]
+        if thread == 0 and fields[Field.SHOWS_LAYER]:
+            show_progress(board)
+        num_items, most = _num_items(call, fields), _most_items(call, fields, like)
+        item, num_taken = take_items(board, run, operation, num_items, share, most)
+        width, num_rows, x, x_stride = fields[Field.WIDTH], np.int64(0), np.int64(0), np.int64(0)
+        if item >= 0 and kind == Kind.LINEAR:
+            num_rows = _num_rows(call, fields)
+            item_bytes = input_like(like).itemsize
+            is_normed = fields[Field.NORMED] and call[Call.NUM_TOKENS] >= MANY_TOKENS
+            source = fields[Field.NORMED] if is_normed else fields[Field.SOURCE]
+            x = call[Call.BUFFERS + 2 * source]
+            x_stride = call[Call.BUFFERS + 2 * source + 1] * item_bytes
+            is_chosen = fields[Field.SELECTED_ROWS] and call[Call.SELECTED]
+            if not is_normed and (fields[Field.COPIED] or is_chosen):
+                normalise_input(call, fields, epsilon, inputs, like)
+                x, x_stride = inputs, width * item_bytes
+        while item >= 0:
+            for place in range(item, item + num_taken):
+                if kind == Kind.LINEAR:
+                    linear(call, fields, place, x, x_stride, num_rows, scratch, like)
+                elif kind == Kind.ATTEND:
+                    attend(call, fields, epsilon, scaling, place, inputs, like)
+                elif kind == Kind.PREPARE_CHUNKS:
+                    prepare_chunks(call, fields, epsilon, place, inputs, like)
+                elif kind == Kind.ATTEND_CHUNKS:
+                    attend_chunks(call, fields, epsilon, scaling, place, inputs, like)
+                elif kind == Kind.EMBED:
+                    embed(call, fields, place, like)
+                elif kind == Kind.LARGEST:
+                    largest(call, fields, place)
+                elif kind == Kind.INPUT_NORM:
+                    norm(call, fields, epsilon, place, input_like(like), like)
+                else:
+                    norm(call, fields, epsilon, place, like, like)
+            end_items(board, operation, num_taken)
+            num_turns += 1
+            offer_core(num_turns)
+            item, num_taken = take_items(board, run, operation, num_items, share, most)
+        following = operations[(operation + 1) * NUM_FIELDS : (operation + 2) * NUM_FIELDS]
+        if following.shape[0] and following[Field.KIND] == Kind.INPUT_NORM:
+            following = operations[(operation + 2) * NUM_FIELDS : (operation + 3) * NUM_FIELDS]
+        ahead, ahead_bytes = call, np.int64(0)
+        if following.shape[0] and following[Field.KIND] == Kind.LINEAR:
+            first, num_panels, most = np.int64(0), following[Field.NUM_PANELS], _most_items(call, following, like)
+            for _ in range(thread):
+                first += share_of(num_panels - first, share, most)
+            start = min(first, num_panels) * _panel_bytes(following, like)
+            ahead, ahead_bytes = words(following[Field.WEIGHT] + start, 1), np.int64(_AHEAD_BYTES)
+        if not await_operation(board, run, operation, num_items, ahead, ahead_bytes):
+            return
+
+
+def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):  # type: ignore[no-untyped-def]
+    """Thread 0 leads: runs the program that `call` describes to its end, with the helpers. Another helps with every
+    program that is begun from now on, until the team stops; its `run` and `call` are scratch.
+
+    One function for both, so that it is compiled once; `load_kernels` does.
+    """
+    shared = words(shared_address, call.shape[0])
+    if thread == 0:
+        close_items(board, run, call[Call.NUM_OPERATIONS])
+        copy_elements(call, shared)
+        open_items(board, run, call[Call.NUM_OPERATIONS], wake_or_sleep_fd)
+    while True:
+        if thread != 0:
+            run = await_run(board, run, wake_or_sleep_fd)
+            if run == STOP:
+                return
+            copy_elements(shared, call)
+        if thread == 0 or is_run(board, run):
+            _run(board, run, call, thread, like)
+        if thread == 0:
+            return

@@ -1,0 +1,213 @@
+"""Attention of few new tokens by the kernel: of every size of head, in parts, whoever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton_cpu.program.builder import ProgramBuilder
+from baton_cpu.program.kernel.attending import PART_TOKENS
+from baton_cpu.program.start import new_forwards
+from common.model.attention import ForwardInput
+from common.model.forward_program import AttentionSize, ForwardProgram, FusedDecoder
+from common.model.loader import load_target
+from common.service.fused_forwards import fuse
+
+_VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS, _GUARD_BYTES = 90, 600, 4096, 1 << 20
+_SIZES = [
+    (16, 4, 2),
+    (24, 3, 1),
+    (64, 9, 3),
+    (64, 4, 4),
+    (80, 5, 1),
+    (128, 8, 2),
+    (144, 2, 2),
+    (8, 7, 1),
+    (20, 3, 1),
+    (12, 2, 2),
+]
+"""head_dim, heads, KV heads: passes of many numbers, of a vector and what is left; of one query to several."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    model = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
+    fuse(model, num_threads=1, max_tokens=1)
+    assert model._program is not None and model._program.close(5.0)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A program that attends in layer 0 and gives out what it made; a token's q, k and v are its row of `table`."""
+
+    size: AttentionSize
+    table: Tensor
+
+    @classmethod
+    def of(cls, head_dim: int, num_heads: int, num_kv_heads: int) -> Attention:
+        size = AttentionSize(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scaling=head_dim**-0.5)
+        generator = torch.Generator().manual_seed(head_dim)
+        table = torch.randn((_VOCAB_SIZE, (num_heads + 2 * num_kv_heads) * head_dim), generator=generator)
+        return cls(size, table)
+
+    @contextmanager
+    def program(self, num_threads: int = 2) -> Iterator[ForwardProgram]:
+        size, builder = self.size, ProgramBuilder(torch.float32)
+        _, states, _ = (
+            builder.buffer(1, is_float=True),
+            builder.buffer(size.num_heads * size.head_dim, is_input=True),
+            builder.buffer(1),
+        )
+        qkv = builder.buffer(self.table.shape[1])
+        builder.embed(self.table, qkv)
+        builder.attend(qkv, states, size, layer=0)
+        no_rotation = torch.ones((_MAX_POSITIONS, size.head_dim)), torch.zeros((_MAX_POSITIONS, size.head_dim))
+        decoder = FusedDecoder(builder.program(), *no_rotation)
+        (program,) = new_forwards([decoder], num_threads=num_threads, max_tokens=_MAX_TOKENS)
+        try:
+            yield program
+        finally:
+            assert program.close(5.0)
+
+    def batch(self, rows: list[tuple[int, int]], mask: Tensor | None = None) -> ForwardInput:
+        """Rows of so many tokens before and new ones, in slots at random places; all other slots hold NaN."""
+        generator = torch.Generator().manual_seed(sum(before for before, _ in rows))
+        size, seq_lens = self.size, [before + new for before, new in rows]
+        num_slots = 2 * sum(seq_lens) + 1
+        kv = torch.full((1, 2, num_slots, size.num_kv_heads, size.head_dim), float("nan"))
+        slots = (torch.randperm(num_slots - 1, generator=generator) + 1)[: sum(seq_lens)].split(seq_lens)
+        tables = torch.zeros((len(rows) + 1, max(seq_lens)), dtype=torch.int64)
+        for row, (own, (before, _)) in enumerate(zip(slots, rows, strict=True)):
+            tables[row + 1, : len(own)] = own
+            kv[:, :, own[:before]] = torch.randn((1, 2, before, *kv.shape[3:]), generator=generator)
+        num_new = tuple(new for _, new in rows)
+        is_decode = set(num_new) == {1} and mask is None
+        return ForwardInput(
+            input_ids=torch.arange(sum(num_new)) % _VOCAB_SIZE,
+            positions=torch.cat([torch.arange(before, before + new) for before, new in rows]),
+            out_cache_loc=torch.cat([own[before:] for own, (before, _) in zip(slots, rows, strict=True)]),
+            req_to_token=tables,
+            req_pool_indices=torch.arange(1, len(rows) + 1),
+            seq_lens=torch.tensor(seq_lens),
+            prefix_lens=None if is_decode else tuple(before for before, _ in rows),
+            extend_lens=None if is_decode else num_new,
+            max_seq_len=max(seq_lens),
+            kv=kv,
+            logits_rows=None,
+            tree_mask=mask,
+        )
+
+    def expected(self, batch: ForwardInput) -> Tensor:
+        """[tokens, heads * head_dim], a token at a time."""
+        size, outputs, first = self.size, [], 0
+        num_own = size.num_heads * size.head_dim
+        seq_lens = batch.seq_lens.tolist()
+        for row, new in enumerate(batch.extend_lens or (1,) * len(seq_lens)):
+            rows = self.table[batch.input_ids[first : first + new]]
+            slots = batch.req_to_token[row + 1, : seq_lens[row]]
+            k, v = batch.kv[0][:, slots].clone()
+            k[-new:], v[-new:] = rows[:, num_own:].unflatten(1, (2, size.num_kv_heads, size.head_dim)).unbind(1)
+            for m in range(new):
+                attended = torch.arange(seq_lens[row]) <= seq_lens[row] - new + m
+                if batch.tree_mask is not None:
+                    attended[-batch.tree_mask.shape[1] :] = batch.tree_mask[first + m]
+                keys, values = (
+                    each[attended].repeat_interleave(size.num_heads // size.num_kv_heads, 1) for each in (k, v)
+                )
+                query = rows[m, :num_own].unflatten(0, (size.num_heads, size.head_dim))
+                weights = torch.einsum("hd,thd->ht", query * size.scaling, keys).softmax(dim=1)
+                outputs.append(torch.einsum("ht,thd->hd", weights, values).flatten())
+            first += new
+        return torch.stack(outputs)
+
+
+_ROWS = {
+    "a step": [(2 * PART_TOKENS + 20, 1)],
+    "a first token": [(0, 1)],
+    "a window over two parts": [(PART_TOKENS - 2, 5)],
+    "windows of several lengths": [(PART_TOKENS - 1, 3), (5, 1), (3 * PART_TOKENS - 4, 9), (0, 2)],
+    "more rows than threads share": [(place * 15, 1) for place in range(12)],
+}
+
+
+@pytest.mark.parametrize("size", _SIZES, ids=str)
+def test_it_attends_as_written_down(size: tuple[int, int, int]) -> None:
+    attention = Attention.of(*size)
+    with attention.program() as program:
+        for rows in _ROWS.values():
+            batch = attention.batch(rows)
+            _, states, _ = program.forward(batch)
+            torch.testing.assert_close(states, attention.expected(batch), rtol=1e-5, atol=1e-5)
+            assert not batch.kv[0][:, batch.out_cache_loc].isnan().any(), "new tokens' KV is in the pool"
+
+
+@pytest.mark.parametrize("before", [0, 10, PART_TOKENS - 3], ids=lambda before: f"{before} before")
+def test_of_what_a_query_does_not_attend_nothing_is_read(before: int) -> None:
+    attention = Attention.of(64, 9, 3)
+    mask = torch.eye(6, dtype=torch.bool)
+    mask[:, 0] = True
+    mask[3, 1] = mask[4, 2] = True
+    sound = attention.batch([(before, 6)], mask)
+    table = attention.table.clone()
+    table[2] = float("nan")
+    with attention.program() as program, replace(attention, table=table).program() as broken:
+        _, expected, _ = program.forward(replace(sound, kv=sound.kv.clone()))
+        _, states, _ = broken.forward(replace(sound, kv=sound.kv.clone()))
+    assert expected is not None and states is not None
+    torch.testing.assert_close(expected, attention.expected(sound), rtol=1e-5, atol=1e-5)
+    attends_broken = torch.tensor([False, False, True, False, True, False])
+    assert torch.equal(states[~attends_broken], expected[~attends_broken])
+    assert states[attends_broken].isnan().all()
+
+
+def test_nothing_is_written_past_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that threads share beside chunks, which leave no parts."""
+    from baton_cpu.program import forward as forward_module  # its kernel is looked for where it is imported first
+
+    made: list[np.ndarray[Any, Any]] = []
+
+    class Guarded(forward_module._Memory):
+        def __init__(self, num_bytes: int) -> None:
+            super().__init__(num_bytes + _GUARD_BYTES)
+            self.num_bytes = num_bytes
+            start = self.address - self._bytes.ctypes.data + num_bytes
+            guard = self._bytes[start : start + _GUARD_BYTES]
+            guard[:] = 7
+            made.append(guard)
+
+    monkeypatch.setattr(forward_module, "_Memory", Guarded)
+    attention = Attention.of(64, 9, 3)
+    batch = attention.batch([(0, 200), (70, 3), (0, 100), (200, 2)])
+    with attention.program() as program:
+        _, states, _ = program.forward(batch)
+    assert states is not None
+    torch.testing.assert_close(states, attention.expected(batch), rtol=1e-5, atol=1e-5)
+    assert [(guard == 7).all() for guard in made] == [True] * len(made)
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_the_numbers_are_the_same_bits_whoever_computes_them(num_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = Attention.of(64, 9, 3)
+    rows = [(5 * PART_TOKENS + 7, num_new), *((place, num_new) for place in range(20))]
+    crowd, alone = attention.batch(rows), attention.batch(rows[:1])
+    slots = crowd.req_to_token[1, : rows[0][0]]
+    alone.kv[:, :, alone.req_to_token[1, : rows[0][0]]] = crowd.kv[:, :, slots]
+    seen = []
+    for num_threads in (1, 2, 3):
+        with attention.program(num_threads) as program:
+            for batch in (alone, crowd, alone):
+                _, states, _ = program.forward(batch)
+                assert states is not None
+                seen.append(states[:num_new])
+    monkeypatch.setattr("baton_cpu.program.forward._MAX_PARTS_BYTES", 0)
+    with attention.program() as program:
+        _, states, _ = program.forward(alone)
+    assert states is not None
+    assert all(torch.equal(each, states) for each in seen)

@@ -1,0 +1,134 @@
+"""Chunks of prompts by one kernel: in both dtypes, for head sizes as models have them, whatever is beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_cpu.attention import MAX_QUERIES
+from common.model.attention import ForwardInput
+from common.model.forward_program import ForwardProgram
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from common.service.fused_forwards import fuse
+from tests.support.models import save_tiny_model
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Of the whole difference, relative to what the model computes."""
+
+
+@pytest.fixture(
+    scope="module", params=[("float32", 16), ("float32", 128), ("bfloat16", 64), ("bfloat16", 128)], ids=str
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    dtype, head_dim = request.param
+    directory = save_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", head_dim=head_dim)
+    return load_target(directory, device="cpu", dtype=dtype, attention="torch", fuses=True)
+
+
+@pytest.fixture(scope="module")
+def program(model: TargetModel) -> Iterator[ForwardProgram]:
+    fuse(model, num_threads=2, max_tokens=1024)
+    assert model._program is not None
+    yield model._program
+    assert model._program.close(5.0), "a thread of the team did not end"
+
+
+def _batch(model: TargetModel, rows: list[tuple[int, int]]) -> ForwardInput:
+    """Rows of so many tokens before and new ones, in slots at random places; the last token's logits of each."""
+    generator = torch.Generator().manual_seed(len(rows))
+    group, seq_lens = model.layer_group, [before + new for before, new in rows]
+    kv = torch.randn((group.num_layers, 2, sum(seq_lens) + 1, group.num_heads, group.head_dim), generator=generator)
+    slots = (torch.randperm(sum(seq_lens), generator=generator) + 1).split(seq_lens)
+    tables = torch.zeros((len(rows) + 1, max(seq_lens)), dtype=torch.int64)
+    for row, own in enumerate(slots):
+        tables[row + 1, : len(own)] = own
+    num_new = [new for _, new in rows]
+    return ForwardInput(
+        input_ids=torch.randint(0, model.vocab_size, (sum(num_new),), generator=generator),
+        positions=torch.cat([torch.arange(before, before + new) for before, new in rows]),
+        out_cache_loc=torch.cat([own[before:] for own, (before, _) in zip(slots, rows, strict=True)]),
+        req_to_token=tables,
+        req_pool_indices=torch.arange(1, len(rows) + 1),
+        seq_lens=torch.tensor(seq_lens),
+        prefix_lens=tuple(before for before, _ in rows),
+        extend_lens=tuple(num_new),
+        max_seq_len=max(seq_lens),
+        kv=kv.to(model.dtype),
+        logits_rows=torch.tensor(num_new).cumsum(0) - 1,
+    )
+
+
+_ROWS = {
+    "one chunk": [(0, MAX_QUERIES + 1)],
+    "several items of queries": [(0, 150)],
+    "a later chunk": [(45, 70)],
+    "keys past one block of them": [(490, 100)],
+    "several prompts, and rows of few tokens between them": [(0, 70), (33, 1), (7, 40), (5, MAX_QUERIES)],
+    "rows that fill panels": [(64, 64), (0, 128)],
+}
+
+
+@pytest.mark.parametrize("rows", _ROWS.values(), ids=_ROWS)
+def test_logits_and_kv_are_the_models(model: TargetModel, program: ForwardProgram, rows: list[tuple[int, int]]) -> None:
+    batch = _batch(model, rows)
+    mine = replace(batch, kv=batch.kv.clone())
+    logits, *_ = program.forward(mine)
+    model._program = None
+    try:
+        expected = model.forward(batch).logits
+    finally:
+        model.run_program(program)
+    assert _apart(logits, expected) < _TOLERANCE[model.dtype]
+    assert _apart(mine.kv, batch.kv) < _TOLERANCE[model.dtype]
+
+
+def test_a_broken_request_breaks_no_other(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, [(40, 50), (40, 1), (40, 60), (40, 3)])
+    sound, *_ = program.forward(replace(batch, kv=batch.kv.clone()))
+    for row in range(4):
+        kv = batch.kv.clone()
+        kv[:, :, batch.req_to_token[row + 1, 20]] = float("nan")
+        logits, *_ = program.forward(replace(batch, kv=kv))
+        others = [other for other in range(4) if other != row]
+        assert logits[row].isnan().all()
+        assert torch.equal(logits[others], sound[others])
+
+
+def test_of_padding_behind_a_chunk_nothing_is_read(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, [(0, 45)])
+    before, *_ = program.forward(replace(batch, kv=batch.kv.clone()))
+    kv = batch.kv.clone()
+    kv[:, :, 0] = float("nan")
+    after, *_ = program.forward(replace(batch, kv=kv))
+    assert torch.equal(after, before)
+
+
+def test_layers_are_told_once_their_kv_is_there_and_before_later_ones_are(
+    model: TargetModel, program: ForwardProgram
+) -> None:
+    batch = _batch(model, [(10, 40)])
+    whole = replace(batch, kv=batch.kv.clone())
+    expected, *_ = program.forward(whole)
+    written: list[list[bool]] = []
+
+    def look() -> None:
+        written.append([torch.equal(mine, its) for mine, its in zip(batch.kv, whole.kv, strict=True)])
+
+    logits, *_ = program.forward(batch, on_layer_kv=dict.fromkeys(range(model.num_layers), look))
+    assert written == [[True, False], [True, True]]
+    assert torch.equal(logits, expected)
+
+
+def test_trees_of_more_tokens_than_a_step_has_are_the_models_own(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, [(4, MAX_QUERIES + 1)])
+    assert program.takes(batch)
+    assert not program.takes(replace(batch, tree_mask=torch.eye(MAX_QUERIES + 1, dtype=torch.bool)))
+
+
+def _apart(seen: Tensor, expected: Tensor) -> float:
+    return float((seen.float() - expected.float()).norm() / expected.float().norm())

@@ -1,0 +1,280 @@
+"""Forwards by one kernel compute what the model's own layers do, whatever the batch, and leave the pool as they do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from baton_cpu.program.kernel.attending import PART_TOKENS
+from baton_cpu.program.start import difference, new_forwards, with_capture
+from common.errors import StartupError
+from common.model.attention import ForwardInput
+from common.model.capture import HiddenCapture
+from common.model.forward_program import ForwardProgram, FusedDecoder
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from common.service.fused_forwards import fuse
+from common.service.work_beside import Stopped
+
+_NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 640, 200, 512
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+def model(request: pytest.FixtureRequest, tiny_model_dir) -> TargetModel:  # type: ignore[no-untyped-def]
+    return load_target(tiny_model_dir(request.param), device="cpu", dtype="float32", fuses=True)
+
+
+@pytest.fixture(scope="module")
+def program(model: TargetModel) -> Iterator[ForwardProgram]:
+    model.capture_hidden(HiddenCapture(layers=(0, model.num_layers), final=True))
+    new_decoder = model.new_decoder
+    fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
+    assert model._program is not None and model.new_decoder is None
+    model.new_decoder = new_decoder  # for tests that write it down once more
+    yield model._program
+    assert model._program.close(5.0), "a thread of the team did not end"
+
+
+def _batch(model: TargetModel, *, prefix_lens: list[int], num_new: list[int], tree: bool = False) -> ForwardInput:
+    """Rows in slots at random places."""
+    generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
+    group = model.layer_group
+    kv = torch.randn((group.num_layers, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator)
+    slots = torch.randperm(_NUM_SLOTS - 1, generator=generator) + 1
+    tables = torch.zeros((len(num_new) + 1, _NUM_TOKENS), dtype=torch.int64)
+    seq_lens = [before + new for before, new in zip(prefix_lens, num_new, strict=True)]
+    for row, (length, start) in enumerate(zip(seq_lens, torch.tensor([0, *seq_lens]).cumsum(0).tolist(), strict=False)):
+        tables[row + 1, :length] = slots[start : start + length]
+    windows = [(row, t) for row, new in enumerate(num_new) for t in range(seq_lens[row] - new, seq_lens[row])]
+    is_decode = set(num_new) == {1} and not tree
+    mask = None
+    if tree:
+        mask = torch.rand((len(windows), num_new[0]), generator=generator) > 0.5
+        mask |= torch.eye(num_new[0], dtype=torch.bool).repeat(len(num_new), 1)
+    return ForwardInput(
+        input_ids=torch.randint(0, model.vocab_size, (len(windows),), generator=generator),
+        positions=torch.tensor([t for _, t in windows]),
+        out_cache_loc=torch.stack([tables[row + 1, t] for row, t in windows]),
+        req_to_token=tables,
+        req_pool_indices=torch.arange(1, len(num_new) + 1),
+        seq_lens=torch.tensor(seq_lens),
+        prefix_lens=None if is_decode else tuple(prefix_lens),
+        extend_lens=None if is_decode else tuple(num_new),
+        max_seq_len=max(seq_lens),
+        kv=kv,
+        logits_rows=None,
+        tree_mask=mask,
+    )
+
+
+_SHAPES = {
+    "one row": ([6], [1]),
+    "three rows": ([6, 0, 11], [1, 1, 1]),
+    "more rows than the kernel takes at once": ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], [1] * 10),
+    "a chunk": ([0], [17]),
+    "rows of several lengths": ([4, 0, 9], [3, 1, 5]),
+    "windows": ([4, 2], [3, 3]),
+    "rows of several parts": ([150, 3, PART_TOKENS, PART_TOKENS - 1], [1] * 4),
+    "a row of several parts": ([PART_TOKENS + 1], [1]),
+    "windows over two parts": ([PART_TOKENS - 3, 2 * PART_TOKENS - 8, 10], [8, 8, 8]),
+    "a window over two parts": ([PART_TOKENS - 5], [20]),
+}
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_logits_states_and_kv_are_the_models(model: TargetModel, program: ForwardProgram, shape: str) -> None:
+    prefix_lens, num_new = _SHAPES[shape]
+    _assert_same(model, program, _batch(model, prefix_lens=prefix_lens, num_new=num_new))
+
+
+def test_a_tree_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
+    _assert_same(model, program, _batch(model, prefix_lens=[5, 2], num_new=[4, 4], tree=True))
+
+
+def test_a_tree_over_two_parts_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
+    """Of tokens that a query does not attend nothing is read."""
+    batch = _batch(model, prefix_lens=[PART_TOKENS - 3, 2 * PART_TOKENS - 1], num_new=[6, 6], tree=True)
+    _assert_same(model, program, batch)
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_what_a_request_computes_depends_on_no_other(model: TargetModel, program: ForwardProgram, num_new: int) -> None:
+    """To the last bit: threads share one request's parts where it is alone, and each takes whole ones of many."""
+    prefix_lens = [170, 20, 3, 64, 1, 2, 3, 4, 5, 6]
+    crowd = _batch(model, prefix_lens=prefix_lens, num_new=[num_new] * len(prefix_lens))
+    alone = replace(
+        crowd,
+        input_ids=crowd.input_ids[:num_new],
+        positions=crowd.positions[:num_new],
+        out_cache_loc=crowd.out_cache_loc[:num_new],
+        req_pool_indices=crowd.req_pool_indices[:1],
+        seq_lens=crowd.seq_lens[:1],
+        prefix_lens=None if crowd.prefix_lens is None else crowd.prefix_lens[:1],
+        extend_lens=None if crowd.extend_lens is None else crowd.extend_lens[:1],
+        kv=crowd.kv.clone(),
+    )
+    for _ in range(3):
+        assert torch.equal(program.forward(alone).logits, program.forward(crowd).logits[:num_new])
+
+
+def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetModel, program: ForwardProgram) -> None:
+    """And before its tokens are known; what the later one needs more of is not taken from the earlier."""
+    small = _batch(model, prefix_lens=[6], num_new=[1])
+    large = _batch(model, prefix_lens=[4, 1, 2, 0, 5], num_new=[3, 1, 2, 9, 4])
+    known = (small, large)
+    batches = [replace(batch, kv=batch.kv.clone(), input_ids=torch.zeros_like(batch.input_ids)) for batch in known]
+    expected = [program.forward(replace(batch, kv=batch.kv.clone())) for batch in known]
+    fresh = new_forwards([with_capture(_decoder(model), model.capture)], num_threads=2, max_tokens=_MAX_TOKENS)[0]
+    try:
+        computes = [fresh.prepare(batch) for batch in batches]
+        dropped = [fresh.prepare(replace(large, kv=large.kv.clone())) for _ in range(3)]
+        del dropped
+        gc.collect()
+        overwritten = [np.full(1 << size, 255, np.uint8) for size in range(8, 22)]
+        for batch, given in zip(batches, known, strict=True):
+            batch.input_ids.copy_(given.input_ids)
+        outputs = [compute() for compute in computes]
+    finally:
+        assert fresh.close(5.0)
+    del overwritten
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert torch.equal(output.logits, wanted.logits)
+
+
+def test_only_the_logits_that_are_wanted_are_computed(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, prefix_lens=[4, 0, 9], num_new=[3, 1, 5])
+    every, *_ = program.forward(batch)
+    logits, *_ = program.forward(replace(batch, logits_rows=torch.tensor([2, 8])))
+    assert torch.equal(logits, every[[2, 8]])
+
+
+def test_logits_that_are_no_numbers_are_told(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, prefix_lens=[6, 3], num_new=[1, 1])
+    batch.kv[:, :, batch.req_to_token[batch.req_pool_indices[1], :3]] = float("nan")
+    *_, largest = program.forward(batch)
+    assert largest is not None and largest.are_not_finite.tolist() == [False, True]
+
+
+def test_progress_is_shown_layer_by_layer(model: TargetModel, program: ForwardProgram) -> None:
+    before = model.num_layers_begun
+    program.forward(_batch(model, prefix_lens=[6], num_new=[1]))
+    assert model.num_layers_begun == before + model.num_layers
+
+
+def test_the_models_forwards_are_the_programs(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, prefix_lens=[6, 3], num_new=[1, 1])
+    expected, *_ = program.forward(replace(batch, kv=batch.kv.clone()))
+    before = program.num_layers_begun
+    assert torch.equal(model.forward(batch).logits, expected)
+    assert program.num_layers_begun == before + model.num_layers
+
+
+def test_comparing_the_two_shows_no_progress_of_the_model(model: TargetModel, program: ForwardProgram) -> None:
+    before = model.num_layers_begun - program.num_layers_begun
+    difference(model, program)
+    assert model.num_layers_begun - program.num_layers_begun == before
+
+
+def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = _decoder(model)
+    monkeypatch.setattr("baton_cpu.program.forward._MAX_BUFFERS", 0)
+    before = set(threading.enumerate())
+    with pytest.raises(AssertionError):
+        new_forwards([decoder], num_threads=2, max_tokens=1)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    model = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
+    decoder = _decoder(model)
+    decoder.program.numbers[:] *= 1.5
+    model.new_decoder = lambda check: decoder
+    before = threading.enumerate()
+    with pytest.raises(StartupError, match="differ from the model's"):
+        fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
+    assert model._program is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "forward-1" and thread not in before]
+
+
+def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> None:
+    empty = torch.zeros(0, dtype=torch.int64)
+    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    nothing = replace(
+        batch,
+        input_ids=empty,
+        positions=empty,
+        out_cache_loc=empty,
+        req_pool_indices=empty,
+        seq_lens=empty,
+        max_seq_len=0,
+    )
+    kv = batch.kv.clone()
+    logits, *_ = program.forward(nothing)
+    assert logits.shape == (0, model.vocab_size) and torch.equal(batch.kv, kv)
+
+
+def test_forwards_past_the_rotation_table_are_the_models_own(model: TargetModel, program: ForwardProgram) -> None:
+    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    assert program.takes(batch)
+    assert not program.takes(replace(batch, max_seq_len=_decoder(model).cosines.shape[0] + 1))
+    many = torch.zeros(_MAX_TOKENS + 1, dtype=torch.int64)
+    assert not program.takes(replace(batch, input_ids=many))
+
+
+def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    assert load_target(tiny_model_dir("phi3"), device="cpu", dtype="float32", fuses=True).new_decoder is None
+
+
+def test_it_is_written_down_when_asked_from_the_weights_there_were(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    """However operators keep theirs by then, who see nothing of it."""
+    directory = tiny_model_dir("llama")
+    kept, changed = (
+        load_target(directory, device="cpu", dtype="float32", fuses=True, optimizes_modules=is_changed)
+        for is_changed in (False, True)
+    )
+    assert set(map(type, changed._model.modules())) != set(map(type, kept._model.modules()))
+    expected, seen = _decoder(kept), _decoder(changed)
+    assert all(map(torch.equal, seen.program.kept, expected.program.kept)) and len(seen.program.kept) > 10
+    assert torch.equal(seen.cosines, expected.cosines)
+
+
+def test_writing_it_down_can_be_stopped_between_layers(model: TargetModel) -> None:
+    begun: list[int] = []
+
+    def stop() -> None:
+        begun.append(len(begun))
+        if len(begun) == 2:
+            raise Stopped
+
+    assert model.new_decoder is not None
+    with pytest.raises(Stopped):
+        model.new_decoder(stop)
+    assert len(begun) == 2
+    assert model.new_decoder(lambda: None).program.operations.size
+
+
+def _decoder(model: TargetModel) -> FusedDecoder:
+    assert model.new_decoder is not None
+    return model.new_decoder(lambda: None)
+
+
+def _assert_same(model: TargetModel, program: ForwardProgram, batch: ForwardInput) -> None:
+    mine = replace(batch, kv=batch.kv.clone())
+    logits, states, largest = program.forward(mine)
+    assert largest is not None and torch.equal(largest.token_ids, logits.argmax(dim=-1))
+    assert not largest.are_not_finite.any()
+    model._program = None
+    try:
+        expected = model.forward(batch)
+    finally:
+        model.run_program(program)
+    assert expected.hidden is not None and states is not None
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, expected.hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.kv, batch.kv, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,189 @@
+"""Fused forwards taken into use beside serving: what is compiled is replaced by what is not."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from baton_cpu.compiler import kernel_cache
+from baton_cpu.program import start, weight_memory
+from common.host import available_memory
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from common.service import fused_forwards
+from common.service.fused_forwards import new_fusing
+from common.service.work_beside import Work, WorkBeside
+
+BOUND_S = 20.0
+
+
+class NoForward:
+    """A ForwardProgram that is never run."""
+
+    is_closed = False
+
+    def close(self, timeout_s: float) -> bool:
+        self.is_closed = True
+        return True
+
+
+class Kernels:
+    """What compiling leaves on the disk, and how a process reads it. `on_compile` stands for the compiler's process."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self.on_compile: Callable[[Callable[[], None]], None] = lambda on_wait: None
+        self.forward = NoForward()
+        self.apart = 0.0
+
+    def run_python(self, arguments: list[str], *, on_wait: Callable[[], None]) -> str | None:
+        self.num_compiled += 1
+        self.on_compile(on_wait)
+        (Path(arguments[3]) / "kernel.nbc").write_bytes(pickle.dumps("kernel"))
+        return None
+
+    def load(self, directory: Path, dtype: torch.dtype) -> bool:
+        return bool(pickle.loads((directory / "kernel.nbc").read_bytes()) == "kernel")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
+    kernels = Kernels()
+    monkeypatch.setattr(kernel_cache._Cache, "directory", tmp_path)
+    monkeypatch.setattr(fused_forwards, "run_python", kernels.run_python)
+    monkeypatch.setattr(start, "load_kernels", kernels.load)
+    monkeypatch.setattr(start, "new_forwards", lambda *_, **__: [kernels.forward])
+    monkeypatch.setattr(start, "difference", lambda *_, **__: kernels.apart)
+    return kernels
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir: Callable[[str], Path]) -> Path:
+    return tiny_model_dir("llama")
+
+
+@pytest.fixture
+def model(model_dir: Path) -> TargetModel:
+    return load_target(model_dir, device="cpu", dtype="float32", fuses=True)
+
+
+def fuse_again(model_dir: Path) -> list[str]:
+    """As a process of its own would."""
+    return fuse_beside(load_target(model_dir, device="cpu", dtype="float32", fuses=True))
+
+
+def started(model: TargetModel, *then: Work) -> WorkBeside:
+    fusing, beside = new_fusing(model, None, num_threads=1, max_tokens=64), WorkBeside()
+    assert fusing is not None
+    beside.start(fusing, *then)
+    return beside
+
+
+def fuse_to_the_end(model: TargetModel) -> None:
+    has_ended = threading.Event()
+    beside = started(model, lambda check: has_ended.set())
+    assert has_ended.wait(BOUND_S) and beside.stop(BOUND_S)
+
+
+def fuse_beside(model: TargetModel) -> list[str]:
+    """The names of the log's lines."""
+    with capture_logs() as logs:
+        fuse_to_the_end(model)
+    return [str(line["event"]) for line in logs]
+
+
+def test_they_are_compiled_once_and_used(model_dir: Path, model: TargetModel, kernels: Kernels) -> None:
+    assert fuse_again(model_dir) == ["compiling_kernels", "fused_forward_ready"]
+    assert fuse_beside(model) == ["fused_forward_ready"]
+    assert model.runs_program and kernels.num_compiled == 1 and model.new_decoder is None
+
+
+def test_where_none_are_kept_every_start_compiles_them_and_leaves_nothing(
+    model_dir: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernel_cache._Cache, "directory", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert [fuse_again(model_dir) for _ in range(2)] == [["compiling_kernels", "fused_forward_ready"]] * 2
+    assert kernels.num_compiled == 2 and not list(tmp_path.iterdir())
+
+
+def test_what_computes_something_else_is_closed_and_never_used(model: TargetModel, kernels: Kernels) -> None:
+    kernels.apart = 1.0
+    assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
+    assert not model.runs_program and kernels.forward.is_closed and model.new_decoder is None
+
+
+def test_where_kernels_cannot_be_kept_they_are_compiled_for_this_process(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kernel_cache._Cache, "directory", tmp_path / "file" / "kernels")
+    assert fuse_beside(model) == ["kernels_not_kept", "compiling_kernels", "fused_forward_ready"]
+    assert model.runs_program
+
+
+def test_where_there_is_no_room_for_all_weights_none_are_packed(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(weight_memory, "untouched_zeros", lambda *_, **__: pytest.fail("took some of it"))
+    with capture_logs() as logs:
+        fuse_to_the_end(model)
+    assert [line["event"] for line in logs] == ["compiling_kernels", "fused_forward_failed"]
+    assert "are available" in logs[-1]["error"] and not logs[-1]["exc_info"]
+    assert not model.runs_program and model.new_decoder is None
+
+
+def test_a_defect_is_logged_with_where_it_is(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
+    with capture_logs() as logs:
+        fuse_to_the_end(model)
+    if not any(line["event"] == "fused_forward_failed" for line in logs):
+        pytest.fail(f"not logged: {logs}")
+    assert logs[-1]["exc_info"] is True
+
+
+def test_damaged_kernels_are_compiled_again(model_dir: Path, kernels: Kernels, tmp_path: Path) -> None:
+    fuse_again(model_dir)
+    (kept,) = tmp_path.rglob("kernel.nbc")
+    kept.write_bytes(kept.read_bytes()[:-3])
+    assert fuse_again(model_dir) == ["kernels_damaged", "compiling_kernels", "fused_forward_ready"]
+    assert fuse_again(model_dir) == ["fused_forward_ready"]
+
+
+def test_a_compiler_that_takes_too_long_is_given_up(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_forwards, "_COMPILE_TIMEOUT_S", 0.0)
+    kernels.on_compile = lambda on_wait: on_wait()
+    assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
+
+
+def test_it_ends_with_its_service(model: TargetModel, kernels: Kernels) -> None:
+    """In the middle of compiling: the compiler's process ends, and nothing is taken into use."""
+    is_compiling, has_ended = threading.Event(), threading.Event()
+
+    def compile_for_ever(on_wait: Callable[[], None]) -> None:
+        is_compiling.set()
+        try:
+            while not has_ended.wait(0.001):
+                on_wait()
+        finally:
+            has_ended.set()
+
+    kernels.on_compile = compile_for_ever
+    with capture_logs() as logs:
+        beside = started(model)
+        assert is_compiling.wait(BOUND_S)
+        assert beside.stop(BOUND_S)
+    assert has_ended.is_set() and not model.runs_program
+    assert [line["event"] for line in logs] == ["compiling_kernels"]

@@ -1,0 +1,112 @@
+"""Kernels that a process before has compiled are loaded, not compiled."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba.core.caching import InTreeCacheLocator
+
+from baton_cpu import attention
+from baton_cpu.blocks import norm, rotation
+from baton_cpu.compiler import kernel_cache
+from baton_cpu.compiler.jit import Kernel
+from baton_cpu.compiler.kernel_cache import compiled, keep_kernels
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    before = kernel_cache._Cache.directory
+    keep_kernels(tmp_path / "kernels")
+    yield tmp_path / "kernels"
+    kernel_cache._Cache.directory = before
+
+
+def adding(number: int) -> Kernel:
+    def add(numbers):  # type: ignore[no-untyped-def]
+        for i in range(numbers.shape[0]):
+            numbers[i] += number
+
+    return add
+
+
+def added(number: int) -> tuple[int, bool]:
+    """What the kernel makes of 0, and whether it was loaded."""
+    numbers = np.zeros(1, np.int64)
+    kernel: Any = compiled(adding(number), (np.zeros(1, np.int64),), name=f"add-{number}")
+    kernel(numbers)
+    assert kernel.stats.cache_hits.total() + kernel.stats.cache_misses.total() == 1
+    return int(numbers[0]), bool(kernel.stats.cache_hits)
+
+
+def check_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel works all the same, and nothing is left anywhere."""
+    numbers = np.zeros(1, np.int64)
+    with caplog.at_level(logging.WARNING):
+        kernel: Any = compiled(adding(3), (numbers.copy(),), name="add")
+    assert "not kept" in caplog.text and not kernel.stats.cache_path
+    kernel(numbers)
+    assert numbers[0] == 3
+
+
+def test_what_was_compiled_is_loaded(directory: Path) -> None:
+    assert added(3) == (3, False)
+    assert added(3) == (3, True)
+
+
+def test_names_tell_kernels_of_one_source_apart(directory: Path) -> None:
+    assert added(3) == (3, False)
+    assert added(4) == (4, False)
+    assert added(3) == (3, True) and added(4) == (4, True)
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_what_is_damaged_is_compiled_again(directory: Path, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
+    added(3)
+    (kept,) = directory.rglob(f"*.{suffix}")
+    kept.write_bytes(kept.read_bytes()[:-9])
+    with caplog.at_level(logging.WARNING):
+        assert added(3) == (3, False)
+    assert "compiled once more" in caplog.text
+    assert added(3) == (3, True)
+
+
+def test_where_nothing_can_be_kept_each_process_compiles(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory.write_text("in the way")
+    check_not_kept(caplog)
+
+
+def test_one_whose_disk_is_full_compiles_for_itself(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.os.replace", full)
+    check_not_kept(caplog)
+
+
+def test_numbas_other_directories_are_not_used(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it finds that it cannot write to ours, as on a disk that lets root write nothing."""
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [InTreeCacheLocator])
+    check_not_kept(caplog)
+
+
+def test_the_kernels_of_a_model_are_kept(directory: Path) -> None:
+    """Loaded in the next process: what they close over must not look new to the compiler's cache each time."""
+    for is_loaded in (False, True):
+        kernels: list[Any] = [
+            attention._compiled.__wrapped__(2, 2, 8, torch.bfloat16),
+            norm._compiled.__wrapped__(torch.bfloat16),
+            rotation._compiled.__wrapped__(torch.bfloat16),
+        ]
+        assert [bool(kernel.stats.cache_hits) for kernel in kernels] == [is_loaded] * 3
+        assert [bool(kernel.stats.cache_misses) for kernel in kernels] == [not is_loaded] * 3
