@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.bare_stream import MESSAGE_BYTES, StreamRates, at_best_size, stream_rates
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.handoff_peers import DecodePeer, HandoffShape, prefill_peer
-from common.config.settings import SWITCH_INTERVAL_S
 from common.host.host_memory import keep_freed_memory
+from common.host.scheduling_policy import switch_threads_early
 from common.kv.layer_group import LayerGroupSpec
 
 SHAPES = {
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     keep_freed_memory()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_threads_early()
     shape = HandoffShape(SHAPES[args.shape], args.prompt_tokens, num_prompts=4)
     sharing, nixl = replace(shape, kv_transport="shared_memory"), replace(shape, kv_transport="nixl")
     rates: dict[str, list[float]] = {"gRPC": [], "shared": [], "NIXL": [], "TCP": [], "copy": []}

@@ -143,13 +143,13 @@ def outside_prompts(path: Path, reference: Reference) -> list[tuple[str, list[in
 
 
 async def run(model_dir: Path, configuration: Configuration, prompts: list[tuple[str, list[int]]]) -> list[Completion]:
-    overlap = "--overlap" if configuration.overlap else "--no-overlap"
+    overlap = () if configuration.overlap else ("--disabled-fast-paths=overlap",)
     head = ("--draft=demo", *((TREE_TOPK,) if configuration.shape == "tree" else ())) if configuration.shape else ()
     with LocalPair(
         model=str(model_dir),
         dtype="float32",
         prefill_args=(f"--chunk-tokens={configuration.chunk_tokens}", "--max-kv-tokens=24576", *head),
-        decode_args=(overlap, "--max-kv-tokens=24576", "--max-rows=16", *head, *SHAPES.get(configuration.shape, ())),
+        decode_args=(*overlap, "--max-kv-tokens=24576", "--max-rows=16", *head, *SHAPES.get(configuration.shape, ())),
     ) as pair:
         async with AsyncClient(pair.decode_addresses[0]) as client:
             slots = asyncio.Semaphore(configuration.concurrency)

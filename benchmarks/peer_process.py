@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import structlog
 
-from common.config.settings import SWITCH_INTERVAL_S
 from common.host.host_memory import keep_freed_memory
+from common.host.scheduling_policy import switch_threads_early
 
 _START_TIMEOUT_S = 60.0
 
@@ -42,7 +41,7 @@ def peer_process(serve: Serve) -> Iterator[str]:
 def _run(serve: Serve, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     keep_freed_memory()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_threads_early()
     with suppress(KeyboardInterrupt):  # the benchmark's own process says so
         asyncio.run(serve(pipe))
 

@@ -34,19 +34,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=num_cores(), help="of the prefill forward, and of the peer's")
     parser.add_argument("--chunk-tokens", type=int, default=512)
     add_peer_argument(parser)
-    parser.add_argument("--no-fused-forward", action="store_true", help="prompts by operators")
+    parser.add_argument("--by-operators", action="store_true", help="prompts by operators")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     lengths = [int(length) for length in args.prompts.split(",")]
     tokens = ("--max-kv-tokens", str(2 * max(lengths) + 64))
-    forwards = ("--num-threads", str(args.threads), "--chunk-tokens", str(args.chunk_tokens), *prefill_flags(args))
+    forwards = ["--num-threads", str(args.threads), "--chunk-tokens", str(args.chunk_tokens)]
+    if args.by_operators:
+        forwards.append("--disabled-fast-paths=fused_forwards")
     rounds: list[list[dict[str, float]]] = []
     with full_speed_pair(
         model=str(demo_model_dir()),
         dtype=DTYPE,
         prefill_args=(*tokens, *forwards),
         decode_args=tokens,
-        fuses_prompts=not args.no_fused_forward,
+        fuses_prompts=not args.by_operators,
     ) as pair:
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
@@ -87,14 +89,12 @@ async def measure_round(
 
 def run_engine(lengths: list[int], args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.prefill_forward", "--prompts", ",".join(map(str, lengths))]
-    command += ["--threads", str(args.threads), "--chunk-tokens", str(args.chunk_tokens), *prefill_flags(args)]
+    command += ["--threads", str(args.threads), "--chunk-tokens", str(args.chunk_tokens)]
+    if args.by_operators:
+        command.append("--by-operators")
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
     measured: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return measured
-
-
-def prefill_flags(args: argparse.Namespace) -> list[str]:
-    return ["--no-fused-forward"] if args.no_fused_forward else []
 
 
 async def pair_rate(client: AsyncClient, length: int, seed: int) -> float:
@@ -114,7 +114,7 @@ def render(
         *run.heading(
             "Prefill",
             f"SmolLM2-135M-Instruct, {DTYPE}, one prompt at a time, {args.threads} threads, "
-            f"{'by operators' if args.no_fused_forward else 'fused'}, chunks of {args.chunk_tokens}; tokens/s, medians "
+            f"{'by operators' if args.by_operators else 'fused'}, chunks of {args.chunk_tokens}; tokens/s, medians "
             f"of {len(rounds)} rounds.",
         ),
         "",

@@ -1,7 +1,7 @@
 """The prefill engine alone: tokens/s of one prompt at a time, the bound, and which operators the time goes to.
 
 Run as a process of its own, beside services: `python -m benchmarks.prefill_forward --prompts 512,2048 --threads 2`
-prints one JSON object. `--no-fused-forward` computes by operators; with `--profile` it prints a table of them, of one
+prints one JSON object. `--by-operators` computes by operators; with `--profile` it prints a table of them, of one
 forward of each prompt, instead.
 """
 
@@ -39,16 +39,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--no-fused-forward", action="store_true")
+    parser.add_argument("--by-operators", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     lengths = [int(length) for length in args.prompts.split(",")]
     torch.set_num_threads(1)
     keep_kernels(kernels_cache_dir())
     model_dir = demo_model_dir()
-    model = load_target(model_dir, device="cpu", dtype="bfloat16", fuses=not args.no_fused_forward)
+    model = load_target(model_dir, device="cpu", dtype="bfloat16", fuses=not args.by_operators)
     max_batch_tokens = max(2048, args.chunk_tokens)
-    if not args.no_fused_forward:
+    if not args.by_operators:
         fuse(model, num_threads=args.threads, max_tokens=max_batch_tokens)
     device = open_device("cpu", num_threads=args.threads)
     engine = PrefillEngine(

@@ -30,10 +30,10 @@ from benchmarks.benchmark_run import BenchmarkRun  # noqa: E402
 from benchmarks.full_speed_pair import full_speed_pair  # noqa: E402
 from benchmarks.machine import demo_model_dir  # noqa: E402
 from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
-from common.config.settings import SWITCH_INTERVAL_S  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
 from common.host.host_memory import keep_freed_memory  # noqa: E402
 from common.host.openmp import num_compute_threads, set_own_num_threads  # noqa: E402
+from common.host.scheduling_policy import switch_threads_early  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
 from common.service.fused_forwards import fuse  # noqa: E402
@@ -71,7 +71,7 @@ def main() -> None:
     max_tokens = args.prompt_tokens + 64
     gc.freeze()  # this and what follows as the services do behind their imports
     keep_freed_memory()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_threads_early()
     torch.set_num_threads(1)
     keep_kernels(kernels_cache_dir())
     model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=True)
@@ -94,12 +94,12 @@ def main() -> None:
         ),
     )
     sizes = ("--max-kv-tokens", str(max_tokens))
-    sending = "--no-early-sending" if args.late_sending else "--early-sending"
+    sending = ("--disabled-fast-paths=early_sending",) if args.late_sending else ()
     try:
         with full_speed_pair(
             model=str(demo_model_dir()),
             dtype="bfloat16",
-            prefill_args=(*sizes, "--num-threads", str(num_threads), sending),
+            prefill_args=(*sizes, "--num-threads", str(num_threads), *sending),
             decode_args=sizes,
         ) as pair:
             rounds = asyncio.run(measure(pair.decode_addresses[0], one_process, args.rounds, args.prompt_tokens))

@@ -16,6 +16,7 @@ import structlog
 
 from baton.v1 import inference_pb2_grpc
 from common.addresses import is_loopback
+from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
 from common.errors import Draining, EngineLost, EngineStalled, StartupError
@@ -66,6 +67,7 @@ from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, s
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 1.0
 _CONNECTION_AGE_S = 30.0  # in which clients that balance over a name find a new replica behind it
+_NUM_CONNECTIONS = 2  # to each prefill replica; calls take turns on them
 
 _log = structlog.get_logger(__name__)
 
@@ -240,9 +242,9 @@ def _engine(
                 max_rows=size.max_rows,
                 max_kv_tokens=size.max_kv_tokens,
                 max_context_tokens=size.max_context_tokens,
-                overlap=settings.overlap,
-                replays_forwards=settings.cuda_graphs,
-                nontemporal_copies=settings.nontemporal_copies,
+                overlap=settings.uses(FastPath.OVERLAP),
+                replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
+                nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
                 max_handoff_attempts=settings.max_handoff_attempts,
                 prefill_timeout_s=settings.prefill_timeout_s,
                 on_step=on_step,
@@ -251,8 +253,8 @@ def _engine(
                 debug_checks=settings.debug_checks,
             )
     except PieceFailed as error:  # recording is all that has run so far
-        message = f"the model's forwards cannot be recorded, and run as they are with it off: {error}"
-        raise StartupError(f"cuda_graphs: {message}") from error
+        message = "the model's forwards cannot be recorded, and run as they are with it among disabled_fast_paths"
+        raise StartupError(f"{FastPath.CUDA_GRAPHS}: {message}: {error}") from error
 
 
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
@@ -264,7 +266,7 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
     num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
     each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + num_ahead)
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
-    records = settings.cuda_graphs and runtime.device.graphs is not None
+    records = settings.uses(FastPath.CUDA_GRAPHS) and runtime.device.graphs is not None
 
     def peak_bytes(num_rows: int) -> int:
         num_tokens = num_rows * max(map(num_step_tokens, levels))
@@ -303,5 +305,5 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         metadata=metadata,
         look_up=look_up,
         timeline=process.runtime.timeline,
-        num_channels_per_replica=settings.connections_per_prefill,
+        num_channels_per_replica=_NUM_CONNECTIONS if settings.uses(FastPath.PARALLEL_CONNECTIONS) else 1,
     )

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import structlog
 
+from common.config.fast_paths import FastPath
 from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.errors import EngineLost, EngineStalled, StartupError
@@ -179,15 +180,15 @@ def _engine(
             send_budget_bytes=settings.send_budget_bytes,
             max_segment_bytes=settings.max_segment_bytes,
             max_queued_rows=settings.max_queued_rows,
-            early_sending=settings.early_sending,
-            overlap=settings.overlap,
+            early_sending=settings.uses(FastPath.EARLY_SENDING),
+            overlap=settings.uses(FastPath.OVERLAP),
             on_step=on_step,
             deliver=deliver,
             returned=returned,
             timeline=runtime.timeline,
             debug_checks=settings.debug_checks,
             shared_pool=shared_pool,
-            new_payload=FramedPayload.new if settings.framed_payloads else None,
+            new_payload=FramedPayload.new if settings.uses(FastPath.FRAMED_PAYLOADS) else None,
         )
 
 

@@ -24,7 +24,7 @@ from baton.local_pair import LocalPair
 from common.text.chat_messages import ChatMessage
 
 _FULL_SPEED_TIMEOUT_S = 180.0
-_NO_FUSING = "--no-fused-forward"
+_FUSED = "fused_forwards"  # among the disabled fast paths of a service that computes by operators
 _PARITY_DTYPE = "float32"  # in it the greedy answer is the same on every machine
 _SPEED_DTYPE = "bfloat16"  # in it services compute unless they are told otherwise
 _OPTIONS = ("--max-rows=4", "--max-kv-tokens=4096")  # short answers take little memory
@@ -141,7 +141,9 @@ def _reach_full_speed(
     why, where their metrics do not tell.
     """
     fusing = [
-        address for address, given in zip(pair.metrics_addresses, arguments, strict=True) if _NO_FUSING not in given
+        address
+        for address, given in zip(pair.metrics_addresses, arguments, strict=True)
+        if not any(_FUSED in argument for argument in given)
     ]
     try:
         if are_fused(fusing):

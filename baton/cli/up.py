@@ -51,12 +51,6 @@ def up(
     num_threads: Annotated[
         int | None, typer.Option(help="CPU threads of a forward; by cores.", rich_help_panel=_TUNING)
     ] = None,
-    overlap: Annotated[
-        bool | None,
-        typer.Option(
-            "--overlap/--no-overlap", help="Prepare a decode step while one runs; on.", rich_help_panel=_TUNING
-        ),
-    ] = None,
     prefill_args: options.PrefillArgs = None,
     decode_args: options.DecodeArgs = None,
     prefill_config: Annotated[Path | None, typer.Option(help="YAML file for prefill services.")] = None,
@@ -77,7 +71,6 @@ def up(
 ) -> None:
     """Start prefill and decode services here, and keep them until Ctrl-C."""
     shared = _flags(max_rows=max_rows, max_kv_tokens=max_kv_tokens, num_threads=num_threads)
-    overlap_flag = [] if overlap is None else ["--overlap" if overlap else "--no-overlap"]
     told = _Told(as_json, keeps_logs=log_dir is not None)
     try:
         with reported_errors(as_json), ExitStack() as keeping:
@@ -90,7 +83,7 @@ def up(
                     device=device,
                     dtype=dtype,
                     prefill_args=[*shared, *_flags(chunk_tokens=chunk_tokens), *(prefill_args or ())],
-                    decode_args=[*shared, *overlap_flag, *(decode_args or ())],
+                    decode_args=[*shared, *(decode_args or ())],
                     prefill_config=prefill_config,
                     decode_config=decode_config,
                     log_dir=log_dir,

@@ -39,7 +39,7 @@ def _origin(value: str) -> str:
     return value.lower()
 
 
-def _split_on_commas(value: Any) -> Any:
+def split_on_commas(value: Any) -> Any:
     """ "a,b", ["a,b", "c"] and ["a", "b", "c"] all name a list."""
     if not isinstance(value, str | list | tuple):
         return value
@@ -57,9 +57,9 @@ DeviceName = Annotated[str, AfterValidator(_device)]
 Address = Annotated[str, AfterValidator(_address)]
 OptionalAddress = Annotated[str, AfterValidator(lambda value: _address(value) if value else value)]
 OptionalEndpoint = Annotated[str, AfterValidator(lambda value: _endpoint(value) if value else value)]
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_on_commas)]
-Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_split_on_commas)]
-Targets = Annotated[tuple[Annotated[str, AfterValidator(_target)], ...], NoDecode, BeforeValidator(_split_on_commas)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_on_commas)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(split_on_commas)]
+Targets = Annotated[tuple[Annotated[str, AfterValidator(_target)], ...], NoDecode, BeforeValidator(split_on_commas)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from common.config.fast_paths import FastPath, FastPaths
 from common.config.fields import (
     Address,
     DeviceName,
@@ -22,7 +23,6 @@ from common.wire.grpc_options import MAX_SEGMENT_BYTES
 
 KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
 
-SWITCH_INTERVAL_S = 0.0005
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
@@ -41,10 +41,14 @@ class ServiceSettings(ProcessSettings):
         """Most tokens of a forward that one compiled kernel computes as a whole."""
         raise NotImplementedError
 
+    def uses(self, path: FastPath) -> bool:
+        """Whether an optimisation is left on."""
+        return path not in self.disabled_fast_paths
+
     @property
     def fuses_forwards(self) -> bool:
         """Whether one kernel may compute a whole forward; it attends by itself."""
-        return self.fused_forward and self.attention == "kernels"
+        return self.uses(FastPath.FUSED_FORWARDS) and self.attention == "kernels"
 
     @property
     def device_key(self) -> str:
@@ -71,20 +75,6 @@ class ServiceSettings(ProcessSettings):
     """Lets float32 products on CUDA use TF32."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of a forward; 0: by the cores there are."""
-    fused_forward: bool = True
-    """On a CPU, computes a forward as one kernel where the model is known to it."""
-    optimized_modules: bool = True
-    """On a CPU, replaces modules of the model by faster ones."""
-    keep_kernels: bool = True
-    """Keeps compiled kernels on disk for the next start."""
-    populate_pool: bool = True
-    """On a CPU, takes the KV pool's memory from the system beside serving."""
-    keep_freed_memory: bool = True
-    """Keeps up to 512 MiB of freed memory for the next KV segments."""
-    forwards_first: bool = True
-    """On a CPU, keeps other threads from interrupting a forward."""
-    switch_interval_s: Annotated[float, Field(gt=0, le=0.1)] = SWITCH_INTERVAL_S
-    """How long one thread may keep the interpreter from another."""
     max_rows: Positive | None = None
     """Requests that hold KV at a time; unset: by the memory there is."""
     max_kv_tokens: Positive | None = None
@@ -95,8 +85,8 @@ class ServiceSettings(ProcessSettings):
     """Caps prompt plus output below what the model allows."""
     engine_stall_timeout_s: Seconds = 60.0
     """An engine that does not move for so long ends the process."""
-    overlap: bool = True
-    """Prepares a step while the one before it runs."""
+    disabled_fast_paths: FastPaths = ()
+    """Optimisations to do without, with commas; docs/configuration.md lists their names."""
     debug_checks: bool = False
     """Checks invariants at every step; slow."""
     tls_ca: Path | None = None
@@ -138,10 +128,6 @@ class PrefillSettings(ServiceSettings):
     """How KV reaches decode services; auto: through shared memory on one host, else over gRPC."""
     max_queued_rows: Positive = 1024
     """Prompts that may wait for a row."""
-    early_sending: bool = True
-    """Sends KV of a chunk's first layers while its later ones compute."""
-    framed_payloads: bool = True
-    """Gathers KV that goes over gRPC into the memory of its frame."""
     stall_timeout_s: Seconds = 30.0
     """A receiver that takes nothing for so long loses its call."""
 
@@ -169,14 +155,8 @@ class DecodeSettings(ServiceSettings):
     """With draft_topk above 1: levels of the tree."""
     adaptive_depth: bool = True
     """Drafts less deep, or not at all, where that is faster."""
-    cuda_graphs: bool = True
-    """On CUDA, records decode forwards at start and replays them."""
-    nontemporal_copies: bool = True
-    """On a CPU, copies large KV past the caches."""
     receive_budget_bytes: Positive = 128 << 20
     """KV received and not yet in the pool."""
-    connections_per_prefill: Annotated[int, Field(ge=1, le=16)] = 2
-    """Connections to each prefill service."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     """Requests that may wait beyond max_rows; more are refused."""
     max_handoff_attempts: Positive = 3

@@ -13,6 +13,8 @@ import os
 import sys
 from contextlib import suppress
 
+_SWITCH_INTERVAL_S = 0.0005  # Python's own, 0.005, is as long as a kernel may take whose thread then waits
+
 _ours: set[str] = set()
 """Whether this process's threads wait by what it was told itself."""
 
@@ -33,6 +35,11 @@ def leave_service() -> None:
     """A process that the service began computes for itself, as any other: by the system's policy, not its service's."""
     if sys.platform == "linux":
         _change(os.SCHED_BATCH, os.SCHED_OTHER)
+
+
+def switch_threads_early() -> None:
+    """A thread that waits for the interpreter's lock gets it after half a millisecond."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def _change(before: int, after: int) -> bool:

@@ -17,6 +17,7 @@ from common.checkpoints.cache import kernels_cache_dir
 from common.checkpoints.digest import LoadedDraft, compute_fingerprint
 from common.checkpoints.draft_source import resolve_draft
 from common.checkpoints.source import resolve_model
+from common.config.fast_paths import FastPath
 from common.config.settings import ServiceSettings
 from common.device.factory import open_device
 from common.device.stream import Device
@@ -121,7 +122,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     if device.torch_device.type == "cpu":
         from baton_cpu.compiler.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
 
-        keep_kernels(kernels_cache_dir() if settings.keep_kernels else None)
+        keep_kernels(kernels_cache_dir() if settings.uses(FastPath.KERNEL_CACHE) else None)
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     with model_faults(settings.model):
@@ -131,7 +132,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             dtype=settings.dtype,
             attention=settings.attention,
             fuses=settings.fuses_forwards,
-            optimizes_modules=settings.optimized_modules,
+            optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
         )
     with model_faults(settings.draft):
         head, draft = _load_draft(settings, model) if settings.draft else (None, None)
@@ -154,7 +155,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         timeline=timeline,
         fingerprint=fingerprint,
         architecture=model.architecture,
-        populates=settings.populate_pool,
+        populates=settings.uses(FastPath.PREFAULTED_POOL),
         fusing=fusing,
         beside=WorkBeside(),
         context_tokens=min(bound for bound in bounds if bound is not None),

@@ -18,13 +18,14 @@ from prometheus_client import CollectorRegistry
 
 from common.checkpoints.draft_source import check_draft
 from common.checkpoints.source import check_model
+from common.config.fast_paths import FastPath
 from common.config.load import load_settings, log_format_asked
 from common.config.settings import ServiceSettings
 from common.errors import EngineLost
 from common.host.descriptors import raise_descriptor_limit
 from common.host.host_memory import keep_freed_memory
 from common.host.openmp import spin_briefly
-from common.host.scheduling_policy import wait_for_computing
+from common.host.scheduling_policy import switch_threads_early, wait_for_computing
 from common.service.process_exit import EXIT_ENGINE_LOST, EXIT_OK, exit_on_termination, exit_status_of
 from common.telemetry.logs import configure_logs, only_log_lines
 from common.telemetry.tracing import NO_TRACER, process_tracer
@@ -72,11 +73,12 @@ def run_service(
                 check_draft(settings.draft)
             raise_descriptor_limit()
             spin_briefly()
-            if settings.keep_freed_memory:
+            if settings.uses(FastPath.KEPT_MEMORY):
                 keep_freed_memory()
-            if settings.forwards_first and settings.device == "cpu":
+            if settings.uses(FastPath.FORWARDS_FIRST) and settings.device == "cpu":
                 wait_for_computing()
-            sys.setswitchinterval(settings.switch_interval_s)
+            if settings.uses(FastPath.SHORT_SWITCH_INTERVAL):
+                switch_threads_early()
             with _all_kept():
                 from common.service.runtime import open_runtime
                 from common.telemetry.exposition import MetricsServer

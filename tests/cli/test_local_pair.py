@@ -28,7 +28,9 @@ def test_a_pair_is_entered_ready_and_left_ended() -> None:
 
 
 def test_every_decode_service_knows_every_prefill_service() -> None:
-    with LocalPair(num_prefill=2, num_decode=2, dtype="float32", draft="none", decode_args=["--no-overlap"]) as pair:
+    with LocalPair(
+        num_prefill=2, num_decode=2, dtype="float32", draft="none", decode_args=["--no-adaptive-depth"]
+    ) as pair:
         assert len({*pair.prefill_addresses, *pair.decode_addresses}) == 4
         for address in pair.decode_addresses:
             with Client(address) as client:
@@ -40,7 +42,7 @@ def test_every_decode_service_knows_every_prefill_service() -> None:
                 "--draft=none",
                 "--log-format=json",
                 "--dtype=float32",
-                "--no-overlap",
+                "--no-adaptive-depth",
                 "--metrics-listen=",
             } <= set(arguments)
             assert not any(argument.startswith(("--device", "--config")) for argument in arguments)

@@ -1,4 +1,4 @@
-"""What makes forwards and starts fast on either service, and that one setting each switches it off."""
+"""What makes forwards and starts fast on either service, and that each has a name that switches it off."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from baton_cpu.compiler import kernel_cache
 from baton_cpu.compiler.kernel_cache import kernels_dir
 from baton_cpu.kv_copy import copy_kv
 from common.checkpoints.cache import kernels_cache_dir
+from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
@@ -53,17 +54,17 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("disabled", "expected"),
     [
-        ({}, ["populate", "fuse"]),
-        ({"fused_forward": False}, ["populate"]),
-        ({"populate_pool": False}, ["fuse"]),
-        ({"populate_pool": False, "fused_forward": False}, []),
+        ((), ["populate", "fuse"]),
+        ((FastPath.FUSED_FORWARDS,), ["populate"]),
+        ((FastPath.PREFAULTED_POOL,), ["fuse"]),
+        ((FastPath.PREFAULTED_POOL, FastPath.FUSED_FORWARDS), []),
     ],
     ids=str,
 )
 def test_the_pool_is_populated_beside_serving_before_forwards_are_fused(
-    options: dict[str, bool],
+    disabled: tuple[FastPath, ...],
     expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tiny_model_dir: Callable[[str], Path],
@@ -79,7 +80,8 @@ def test_the_pool_is_populated_beside_serving_before_forwards_are_fused(
         return run
 
     monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: work("fuse"))
-    settings = DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, **options)
+    model = str(tiny_model_dir("llama"))
+    settings = DecodeSettings(model=model, dtype="float32", num_threads=1, disabled_fast_paths=disabled)
     opened = runtime.open_runtime(settings)
     assert done == []
     opened.start_beside(work("populate"))
@@ -109,7 +111,9 @@ def test_a_pool_that_cannot_be_populated_is_told_and_forwards_are_fused(
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("options", [{"fused_forward": False}, {"attention": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"disabled_fast_paths": (FastPath.FUSED_FORWARDS,)}, {"attention": "torch"}], ids=str
+)
 def test_forwards_are_not_fused_where_a_setting_says_so(
     kind: type[ServiceSettings], options: dict[str, Any], begun: list[int], tiny_model_dir: Callable[[str], Path]
 ) -> None:
@@ -141,7 +145,9 @@ def test_kernels_are_kept_in_the_users_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernel_cache._Cache, "directory", None)
-    settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, keep_kernels=keeps)
+    disabled = () if keeps else (FastPath.KERNEL_CACHE,)
+    model = str(tiny_model_dir("llama"))
+    settings = kind(model=model, dtype="float32", num_threads=1, disabled_fast_paths=disabled)
     runtime.open_runtime(settings).device.close(5.0)
     assert kernels_dir() == (kernels_cache_dir() if keeps else None)
 
@@ -151,7 +157,9 @@ def test_kernels_are_kept_in_the_users_cache(
 def test_modules_are_optimized(
     kind: type[ServiceSettings], optimized: bool, begun: list[int], tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, optimized_modules=optimized)
+    disabled = () if optimized else (FastPath.OPTIMIZED_MODULES,)
+    model = str(tiny_model_dir("llama"))
+    settings = kind(model=model, dtype="float32", num_threads=1, disabled_fast_paths=disabled)
     opened = runtime.open_runtime(settings)
     opened.device.close(5.0)
     assert any(isinstance(module, CpuRMSNorm) for module in opened.model._model.modules()) == optimized
@@ -182,18 +190,30 @@ class Made(Exception):
     """With what something was to be made."""
 
 
+def _without(path: FastPath) -> dict[str, Any]:
+    return {"disabled_fast_paths": (path,)}
+
+
 OPTIONS: list[tuple[ModuleType, type[ServiceSettings], str, dict[str, Any], str, Any, Any]] = [
-    (decode_main, DecodeSettings, "DecodeEngine", {"overlap": False}, "overlap", True, False),
-    (decode_main, DecodeSettings, "DecodeEngine", {"cuda_graphs": False}, "replays_forwards", True, False),
+    (decode_main, DecodeSettings, "DecodeEngine", _without(FastPath.OVERLAP), "overlap", True, False),
+    (decode_main, DecodeSettings, "DecodeEngine", _without(FastPath.CUDA_GRAPHS), "replays_forwards", True, False),
     (decode_main, DecodeSettings, "DecodeEngine", {"adaptive_depth": False}, "adapts_depth", True, False),
-    (decode_main, DecodeSettings, "GrpcTransport", {"connections_per_prefill": 1}, "num_channels_per_replica", 2, 1),
-    (prefill_main, PrefillSettings, "PrefillEngine", {"overlap": False}, "overlap", True, False),
-    (prefill_main, PrefillSettings, "PrefillEngine", {"early_sending": False}, "early_sending", True, False),
+    (
+        decode_main,
+        DecodeSettings,
+        "GrpcTransport",
+        _without(FastPath.PARALLEL_CONNECTIONS),
+        "num_channels_per_replica",
+        2,
+        1,
+    ),
+    (prefill_main, PrefillSettings, "PrefillEngine", _without(FastPath.OVERLAP), "overlap", True, False),
+    (prefill_main, PrefillSettings, "PrefillEngine", _without(FastPath.EARLY_SENDING), "early_sending", True, False),
     (
         prefill_main,
         PrefillSettings,
         "PrefillEngine",
-        {"framed_payloads": False},
+        _without(FastPath.FRAMED_PAYLOADS),
         "new_payload",
         FramedPayload.new,
         None,
@@ -202,7 +222,7 @@ OPTIONS: list[tuple[ModuleType, type[ServiceSettings], str, dict[str, Any], str,
 
 
 @pytest.mark.parametrize(("main", "kind", "name", "options", "argument", "on", "off"), OPTIONS)
-def test_one_setting_each_reaches_what_it_switches(
+def test_each_name_reaches_what_it_switches_off(
     main: Any,
     kind: Any,
     name: str,
@@ -255,14 +275,14 @@ def test_a_service_keeps_freed_memory(keeps: bool, monkeypatch: pytest.MonkeyPat
         raise StartupError("far enough")
 
     monkeypatch.setattr(service_main, "keep_freed_memory", lambda: done.append("kept"))
-    arguments = [] if keeps else ["--no-keep-freed-memory"]
+    arguments = [] if keeps else ["--disabled-fast-paths=kept_memory"]
     assert run_service("decode_service", DecodeSettings, import_serve, arguments) == EXIT_STARTUP
     assert done == ["kept"] * keeps
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [([], ["waits"]), (["--no-forwards-first"], []), (["--device=cuda"], [])],
+    [([], ["waits"]), (["--disabled-fast-paths=forwards_first"], []), (["--device=cuda"], [])],
     ids=["on", "off", "on a GPU"],
 )
 def test_a_services_threads_wait_for_those_that_compute(
@@ -282,9 +302,9 @@ def test_a_services_threads_wait_for_those_that_compute(
 def test_large_kv_lands_past_the_caches(
     nontemporal: bool, begun: list[int], tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    settings = DecodeSettings(
-        model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, nontemporal_copies=nontemporal
-    )
+    disabled = () if nontemporal else (FastPath.NONTEMPORAL_COPIES,)
+    model = str(tiny_model_dir("llama"))
+    settings = DecodeSettings(model=model, dtype="float32", num_threads=1, disabled_fast_paths=disabled)
     process = Process(instance_id="a", runtime=runtime.open_runtime(settings), registry=CollectorRegistry())
     engine = _engine(settings, process, SIZE, on_step=lambda stats: None)
     engine.close()

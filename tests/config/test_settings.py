@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from common.config.fast_paths import FastPath
 from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings, log_format_asked
 from common.config.process_settings import ProcessSettings
@@ -46,7 +47,12 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path, monk
 
     settings = decode(file, "--max-rows=3")
 
-    assert (settings.max_rows, settings.max_kv_tokens, settings.log_level, settings.overlap) == (3, 2, "debug", True)
+    assert (settings.max_rows, settings.max_kv_tokens, settings.log_level, settings.adaptive_depth) == (
+        3,
+        2,
+        "debug",
+        True,
+    )
 
 
 def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +80,39 @@ def test_prefill_replicas_from_environment_and_file(tmp_path: Path, monkeypatch:
     assert decode().prefill == ("c:1", "d:2")
 
 
-def test_overlap_can_be_switched_off() -> None:
-    assert decode().overlap
-    assert not decode("--no-overlap").overlap
+def test_a_switch_has_a_negative() -> None:
+    assert decode().adaptive_depth
+    assert not decode("--no-adaptive-depth").adaptive_depth
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--disabled-fast-paths=overlap,cuda_graphs",),
+        ("--disabled-fast-paths", "overlap, cuda_graphs"),
+        ("--disabled-fast-paths=overlap", "--disabled-fast-paths=cuda_graphs", "--disabled-fast-paths=overlap"),
+    ],
+)
+def test_fast_paths_are_switched_off_by_name_and_all_others_are_used(argv: tuple[str, ...]) -> None:
+    assert all(map(decode().uses, FastPath))
+    settings = decode(*argv)
+    assert [path for path in FastPath if not settings.uses(path)] == [FastPath.OVERLAP, FastPath.CUDA_GRAPHS]
+
+
+def test_fast_paths_are_named_in_the_environment_and_in_a_file_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One environment serves both services, so each takes the names that only the other has a use for."""
+    assert not prefill(written(tmp_path / "a.yaml", "disabled_fast_paths: [cuda_graphs]")).uses(FastPath.CUDA_GRAPHS)
+    monkeypatch.setenv("BATON_DISABLED_FAST_PATHS", "early_sending")
+    assert decode().disabled_fast_paths == prefill().disabled_fast_paths == (FastPath.EARLY_SENDING,)
+
+
+def test_an_unknown_fast_path_is_refused_by_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as error:
+        decode("--disabled-fast-paths=overlap,speed")
+    assert str(error.value).startswith("disabled_fast_paths: there is no fast path 'speed', only overlap, ")
+    assert all(path in str(error.value) for path in FastPath)
 
 
 def test_an_unknown_key_of_the_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def pair(
     if request.param:
         yield plain_pair
         return
-    with running_pair(tiny_model_dir("llama"), kind=forked, decode_args=["--no-overlap"]) as running:
+    with running_pair(tiny_model_dir("llama"), kind=forked, decode_args=["--disabled-fast-paths=overlap"]) as running:
         yield running
 
 

@@ -115,7 +115,7 @@ def test_logits_that_recorded_forwards_keep_are_counted() -> None:
     assert recorded_bytes(9, levels, vocab_size=VOCAB, state_bytes=7) == kept
     assert recorded_bytes(9, [None], vocab_size=VOCAB, state_bytes=0) == (1 + 2 + 4 + 8 + 9) * VOCAB * 4
 
-    records, replays_nothing = beside(DecodeSettings), beside(DecodeSettings, cuda_graphs=False)
+    records, replays_nothing = beside(DecodeSettings), beside(DecodeSettings, disabled_fast_paths="cuda_graphs")
     assert records.peak_bytes(256) - replays_nothing.peak_bytes(256) == 511 * VOCAB * 4
     assert sized(CARD, beside=records).max_kv_tokens < sized(CARD, beside=replays_nothing).max_kv_tokens
 
@@ -237,7 +237,9 @@ class SmallHost(CpuDevice):
 def test_a_service_says_what_it_takes_and_why(
     kind: type[PrefillSettings | DecodeSettings], tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, fused_forward=False)
+    settings = kind(
+        model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, disabled_fast_paths="fused_forwards"
+    )
     opened = open_runtime(settings)
     opened.device.close(5.0)
     runtime = replace(opened, device=SmallHost(num_threads=1))

@@ -10,6 +10,7 @@ import pytest
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+from common.config.fast_paths import FastPath
 from tests.platform.pages import DOCS, ROOT, code_spans, module_name, table_rows
 
 PAGE = DOCS / "configuration.md"
@@ -38,6 +39,10 @@ def documented() -> dict[str, list[str]]:
 def test_every_setting_is_there_and_no_other() -> None:
     fields = {name for kind in settings_classes() for name in kind.model_fields}
     assert set(documented()) == fields
+
+
+def test_every_fast_path_is_there_with_what_the_code_says_of_it_and_no_other() -> None:
+    assert table_rows(PAGE, "fast path") == [[f"`{path}`", path.meaning] for path in FastPath]
 
 
 @pytest.mark.parametrize("kind", settings_classes(), ids=lambda kind: kind.__name__)

@@ -71,8 +71,8 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
         forked(
             model=str(model_dir),
             dtype="float32",
-            prefill_args=("--chunk-tokens=512", "--no-fused-forward", *ONE_THREAD),
-            decode_args=("--no-overlap", "--no-fused-forward", *ONE_THREAD),
+            prefill_args=("--chunk-tokens=512", "--disabled-fast-paths=fused_forwards", *ONE_THREAD),
+            decode_args=("--disabled-fast-paths=overlap,fused_forwards", *ONE_THREAD),
             exposes_metrics=True,
         ) as pair,
     ):
@@ -113,7 +113,7 @@ def test_a_chain_over_grpc_alone_without_overlap(
                 for name, ids in prompts
             }
 
-    chain = ("--draft=demo", "--num-draft-tokens=4", "--no-adaptive-depth", "--no-overlap")
+    chain = ("--draft=demo", "--num-draft-tokens=4", "--no-adaptive-depth", "--disabled-fast-paths=overlap")
     with (
         forked(
             model=str(model_dir),

@@ -88,7 +88,9 @@ async def _never_served(settings: ServiceSettings, process: Process) -> None:
     raise AssertionError("it was served")
 
 
-@pytest.mark.parametrize(("argv", "interval_s"), [([], 0.0005), (["--switch-interval-s=0.002"], 0.002)])
+@pytest.mark.parametrize(
+    ("argv", "interval_s"), [([], 0.0005), (["--disabled-fast-paths=short_switch_interval"], 0.005)]
+)
 def test_threads_hand_the_interpreters_lock_over_early(argv: list[str], interval_s: float) -> None:
     seen: list[float] = []
     before = sys.getswitchinterval()

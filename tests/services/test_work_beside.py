@@ -86,7 +86,7 @@ async def test_both_services_populate_their_pools_once_they_are_ready_and_not_be
         "model": str(tiny_model_dir("llama")),
         "dtype": "float32",
         "num_threads": 1,
-        "fused_forward": False,
+        "disabled_fast_paths": "fused_forwards",
     }
     prefill = PrefillSettings(listen=free_address(), max_kv_tokens=512, **common)
     decode = DecodeSettings(listen=free_address(), prefill=(prefill.listen,), max_kv_tokens=1024, **common)

@@ -123,7 +123,7 @@ def running_services(models: Models, setting: Setting, seed: int, directory: Pat
             "--max-kv-tokens=512",
             "--max-handoff-attempts=20",
             "--prefill-timeout-s=30",
-            *([] if setting.overlap else ["--no-overlap"]),
+            *([] if setting.overlap else ["--disabled-fast-paths=overlap"]),
             *(["--num-draft-tokens=3", "--no-adaptive-depth"] if setting.speculates else []),
         ),
         log_dir=directory / "logs",

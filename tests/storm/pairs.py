@@ -131,7 +131,7 @@ def disturbed_pair(
     path = plan.write(directory / "faults.json")
     decode_args = [f"--max-kv-tokens={KV_TOKENS}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]
     if not setting.overlap:
-        decode_args.append("--no-overlap")
+        decode_args.append("--disabled-fast-paths=overlap")
     if setting.speculates:
         decode_args += ["--num-draft-tokens=3", "--no-adaptive-depth"]
     with running_pair(

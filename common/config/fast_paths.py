@@ -1,0 +1,104 @@
+"""Optimisations that can be switched off one by one. All are on by default; without them tokens are the same."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+from pydantic_settings import NoDecode
+
+from common.config.fields import split_on_commas
+
+
+class FastPath(StrEnum):
+    """A name that `disabled_fast_paths` takes, with what the path does and when to switch it off."""
+
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str) -> FastPath:
+        path = str.__new__(cls, name)
+        path._value_ = name
+        path.meaning = meaning
+        return path
+
+    OVERLAP = (
+        "overlap",
+        "The next step is scheduled, and the next prompt's forward launched, while a forward runs. "
+        "Switch it off to see whether a fault needs two steps at once.",
+    )
+    CUDA_GRAPHS = (
+        "cuda_graphs",
+        "On CUDA, decode forwards are recorded at start and replayed. "
+        "Switch it off for a model that cannot be recorded, or to save the memory that the recordings take.",
+    )
+    FUSED_FORWARDS = (
+        "fused_forwards",
+        "On a CPU, one kernel computes a whole forward. "
+        "Switch it off to save memory: the kernel has a second copy of the weights.",
+    )
+    OPTIMIZED_MODULES = (
+        "optimized_modules",
+        "On a CPU, forwards that are not fused run on faster modules in place of the model's own. "
+        "Switch it off to compare with transformers.",
+    )
+    KERNEL_CACHE = (
+        "kernel_cache",
+        "On a CPU, compiled kernels are kept in the user's cache for the next start. "
+        "Switch it off where that cache must not be written.",
+    )
+    PREFAULTED_POOL = (
+        "prefaulted_pool",
+        "On a CPU, the KV pool takes its memory from the system once the service serves. "
+        "Switch it off where memory that is not needed yet must stay free.",
+    )
+    KEPT_MEMORY = (
+        "kept_memory",
+        "Up to 512 MiB of freed memory stay with the process for the next KV segments. "
+        "Switch it off where other processes need that memory.",
+    )
+    FORWARDS_FIRST = (
+        "forwards_first",
+        "On a CPU with Linux, threads that wake up do not interrupt those that compute a forward. "
+        "Switch it off where another program on the same cores must come first.",
+    )
+    SHORT_SWITCH_INTERVAL = (
+        "short_switch_interval",
+        "Python hands its lock from thread to thread after 0.5 ms, not after 5 ms. "
+        "Switch it off to profile the interpreter.",
+    )
+    EARLY_SENDING = (
+        "early_sending",
+        "Prefill sends the KV of a chunk's first layers while it computes the later ones. "
+        "Switch it off to tell the time of computing from that of sending.",
+    )
+    FRAMED_PAYLOADS = (
+        "framed_payloads",
+        "Prefill gathers KV that goes over gRPC straight into the memory of its frame. "
+        "Switch it off when frames arrive damaged.",
+    )
+    NONTEMPORAL_COPIES = (
+        "nontemporal_copies",
+        "On a CPU, decode copies large KV into its pool past the CPU's caches. "
+        "Switch it off on a CPU whose caches hold the KV as well as the weights.",
+    )
+    PARALLEL_CONNECTIONS = (
+        "parallel_connections",
+        "Decode spreads its calls over two connections to each prefill service. "
+        "Switch it off where connections are counted.",
+    )
+
+
+def _known(name: str) -> FastPath:
+    for path in FastPath:
+        if path == name:
+            return path
+    raise ValueError(f"there is no fast path {name!r}, only {', '.join(FastPath)}")
+
+
+def _fast_paths(value: Any) -> Any:
+    names = split_on_commas(value)
+    return tuple(dict.fromkeys(map(_known, names))) if isinstance(names, tuple) else names
+
+
+FastPaths = Annotated[tuple[FastPath, ...], NoDecode, BeforeValidator(_fast_paths)]
