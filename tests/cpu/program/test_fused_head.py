@@ -50,6 +50,11 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def target(target_dir: Path) -> TargetModel:
+    return load_target(target_dir, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
 def new(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> New:
     def make(case: str, dtype: str = "float32") -> tuple[TargetModel, PagedHead]:
         directory = BY_NAME[f"eagle3-{case}"].save(tmp_path_factory.mktemp(case) / "head", target_dir=target_dir)
