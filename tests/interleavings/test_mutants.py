@@ -21,7 +21,7 @@ from tests.interleavings.catalogue import (
 from tests.interleavings.explorer import explore, replay, sample, shorten
 from tests.interleavings.shown import mutant_names, shown_by_checks
 
-PAGE = Path(__file__).parents[2] / "docs" / "interleavings.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "orders.md"
 
 
 @pytest.mark.parametrize(
