@@ -27,6 +27,8 @@ from common.errors import ConfigError
 SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 AnyT = TypeVar("AnyT", bound=BaseSettings)
 
+_HELP = {"-h", "--help"}
+
 # The client's own variables: one environment may serve services and clients.
 _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
 
@@ -39,7 +41,7 @@ def load_settings(
     A variable of the environment may belong to another of Baton's processes; those in `without` are not read. `--help`
     prints every setting and ends the process with status 0.
     """
-    if not {"-h", "--help"}.isdisjoint(argv):
+    if not _HELP.isdisjoint(argv):
         print(help_text(kind, program))
         raise SystemExit(0)
     _check_environment()
@@ -54,8 +56,9 @@ def load_settings(
 
 def log_format_asked(argv: Sequence[str]) -> LogFormat:
     """How to say what is wrong with the settings: as they ask, where that can be read, else as JSON."""
+    flags = [flag for flag in argv if flag not in _HELP]  # its parser would answer them, with its own two settings
     try:
-        return _sources(_LogSettings, list(argv), "", frozenset(), ignores_others=True)().log_format
+        return _sources(_LogSettings, flags, "", frozenset(), ignores_others=True)().log_format
     except (ValidationError, SettingsError, ConfigError):
         return "json"
 

@@ -245,6 +245,7 @@ def test_the_format_to_say_mistakes_in_comes_from_every_source(tmp_path: Path, m
     assert log_format_asked(["--no-such-flag", "x", "--log-format", "console", "--max-rows=0"]) == "console"
     assert log_format_asked([file]) == "console"
     assert log_format_asked([file, "--log-format=json"]) == "json"
+    assert log_format_asked(["--help"]) == log_format_asked(["-h"]) == "json", "the settings' own help follows"
     for unreadable in (["--log-format=xml"], ["--log-format"], ["--config=absent.yaml"]):
         assert log_format_asked(unreadable) == "json"
     monkeypatch.setenv("BATON_LOG_FORMAT", "console")
