@@ -9,19 +9,17 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import cast
 
 import torch
 
 from benchmarks.peer_process import peer_process, until_closed
 from common.config.settings import DecodeSettings, KvTransport
-from common.device.factory import open_device
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
-from common.model.target import TargetModel, TargetOutput
+from common.model.target import TargetOutput
 from common.service.engine_thread import EngineThread
 from common.wire.fingerprint import Fingerprint
 from common.wire.framed_payload import FramedPayload
@@ -30,13 +28,13 @@ from common.wire.handoff import KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PrefillServer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command, Event
 from prefill_service.schedule.scheduler import PrefillEngine
+from tests.support.engines import new_decode_engine, new_prefill_engine
 
 _VOCAB_SIZE = 128
 _BOUND_S = 120.0
@@ -143,15 +141,15 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
 
 
 def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
-    engine = PrefillEngine(
-        model=cast(TargetModel, NothingModel(shape)),
-        device=open_device("cpu", num_threads=1),
+    engine = new_prefill_engine(
+        NothingModel(shape),
         max_rows=shape.num_prompts,
         max_kv_tokens=shape.num_slots,
         max_context_tokens=shape.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
         shared_pool=lent.pool,
         new_payload=FramedPayload.new,
+        debug_checks=False,
     )
     for buffer in engine.pool.buffers.values():
         buffer.view(torch.uint8).random_()
@@ -170,12 +168,12 @@ class DecodePeer:
         self._error: BaseException | None = None
         self.lent_bytes = 0
         """Of KV that came otherwise than in frames."""
-        engine = DecodeEngine(
-            model=cast(TargetModel, NothingModel(shape)),
-            device=open_device("cpu", num_threads=1),
+        engine = new_decode_engine(
+            NothingModel(shape),
             max_rows=shape.num_prompts,
             max_kv_tokens=shape.num_slots,
             max_context_tokens=shape.max_context_tokens,
+            debug_checks=False,
         )
         for buffer in engine.pool.buffers.values():
             buffer.view(torch.uint8).random_()  # its pages are there

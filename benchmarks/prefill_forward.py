@@ -31,6 +31,7 @@ from common.service.fused_forwards import fuse  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
 from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
 from prefill_service.schedule.scheduler import PrefillEngine  # noqa: E402
+from tests.support.engines import new_prefill_engine  # noqa: E402
 
 
 def main() -> None:
@@ -51,14 +52,15 @@ def main() -> None:
     if not args.by_operators:
         fuse(model, num_threads=args.threads, max_tokens=max_batch_tokens)
     device = open_device("cpu", num_threads=args.threads)
-    engine = PrefillEngine(
-        model=model,
-        device=device,
+    engine = new_prefill_engine(
+        model,
+        device,
         max_rows=2,
         max_kv_tokens=2 * max(lengths),
         max_context_tokens=max(lengths),
         chunk_tokens=args.chunk_tokens,
         max_batch_tokens=max_batch_tokens,
+        debug_checks=False,
     )
     try:
         compute_prompt(engine, "warm-up", max(lengths))

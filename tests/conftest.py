@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,17 +13,13 @@ import torch
 
 import tests.support.triton_interpreter  # noqa: F401 -- first: what follows imports triton
 from common.checkpoints.cache import kernels_cache_dir
-from common.device.factory import open_device
-from common.draft.head import DraftHead
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.support.models import save_last_token_model, save_tiny_model
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import MakePair, pairs_that_keep_all
 
 if TYPE_CHECKING:  # where only tests/gpu runs, what it needs is not installed
     from baton.local_pair import LocalPair
-
-MakePair = Callable[..., InProcessPair]
 
 
 def pytest_configure() -> None:
@@ -91,41 +85,6 @@ def forked() -> Iterator[Callable[..., LocalPair]]:
 
     with ForkServer() as server:
         yield forked_pairs(server)
-
-
-@contextmanager
-def pairs_that_keep_all() -> Iterator[MakePair]:
-    """Pairs of engines on CPU threads. At the end every row and slot must be back (A6): AssertionError otherwise."""
-    made: list[InProcessPair] = []
-
-    def make(
-        model: TargetModel,
-        options: PairOptions | None = None,
-        *,
-        draft: DraftHead | None = None,
-        prefill_model: TargetModel | None = None,
-        prefill_draft: DraftHead | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> InProcessPair:
-        pair = InProcessPair(
-            model,
-            new_device=lambda: open_device("cpu", num_threads=1),
-            draft=draft,
-            prefill_model=prefill_model,
-            prefill_draft=prefill_draft,
-            options=options,
-            clock=clock,
-        )
-        made.append(pair)
-        return pair
-
-    try:
-        yield make
-        for pair in made:
-            pair.settle()
-    finally:
-        for pair in made:
-            pair.close()
 
 
 @pytest.fixture

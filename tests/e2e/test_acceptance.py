@@ -14,10 +14,9 @@ from baton.events import Completion, SpeculationCounts
 from baton.local_pair import LocalPair
 from common.model.sampling_params import ResolvedSampling
 from decode_service.messages import SpeculationCounts as EngineCounts
-from tests.conftest import pairs_that_keep_all
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
-from tests.support.pair import PairOptions
+from tests.support.pair import PairOptions, pairs_that_keep_all
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
 NUM_REQUESTS = 12

@@ -14,8 +14,7 @@ from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
-from tests.conftest import MakePair
-from tests.support.pair import Outcome, PairOptions
+from tests.support.pair import MakePair, Outcome, PairOptions
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
 NUM_REQUESTS = 12

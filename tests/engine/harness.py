@@ -14,7 +14,6 @@ from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
 from common.errors import BatonError, RowFailure
 from common.model.sampling_params import ResolvedSampling
-from common.model.target import TargetModel
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import (
     Abort,
@@ -30,10 +29,10 @@ from decode_service.messages import (
     Submit,
     Tokens,
 )
-from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
+from tests.support.engines import new_decode_engine
 
 REPLICA = "replica"
 
@@ -139,9 +138,9 @@ class ScriptedEngine:
         self.head = (head or TagHead()) if spec_info else None
         self._spec_info = spec_info
         ticks = itertools.count()
-        self.engine = DecodeEngine(
-            model=cast(TargetModel, self.model),
-            device=self.device,
+        self.engine = new_decode_engine(
+            self.model,
+            self.device,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
             max_context_tokens=CONTEXT_TOKENS,

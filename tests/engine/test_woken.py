@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from common.device.factory import open_device
 from common.device.scripted import ScriptedDevice
 from common.load import EngineLoad, PoolCounts
 from common.model.attention import ForwardInput
@@ -19,10 +18,10 @@ from common.model.target import TargetModel, TargetOutput
 from common.service.engine_thread import EngineThread
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
-from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.messages import Command, FrameReady, OpenCall
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.harness import ScriptedEngine
+from tests.support.engines import new_decode_engine, new_prefill_engine
 
 BOUND_S = 30.0
 OFTEN_S = 0.001
@@ -32,14 +31,7 @@ SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
 
 def woken_prefill(tiny_target: Callable[[str], TargetModel]) -> tuple[PrefillEngine, threading.Event]:
     """Of one row, and what is set when it is woken."""
-    engine = PrefillEngine(
-        model=tiny_target("llama"),
-        device=open_device("cpu", num_threads=1),
-        max_rows=1,
-        max_kv_tokens=64,
-        max_context_tokens=64,
-        early_sending=False,
-    )
+    engine = new_prefill_engine(tiny_target("llama"), max_rows=1, early_sending=False)
     is_woken = threading.Event()
     engine.be_woken_by(is_woken.set)
     return engine, is_woken
@@ -142,9 +134,7 @@ def test_prefill_is_woken_when_a_forward_ends_and_when_its_kv_is_copied(
 
 def test_decode_is_woken_when_kv_has_landed(tiny_target: Callable[[str], TargetModel]) -> None:
     target = tiny_target("llama")
-    engine = DecodeEngine(
-        model=target, device=open_device("cpu", num_threads=1), max_rows=1, max_kv_tokens=64, max_context_tokens=64
-    )
+    engine = new_decode_engine(target, max_rows=1)
     is_woken = threading.Event()
     engine.be_woken_by(is_woken.set)
     events = engine.step(

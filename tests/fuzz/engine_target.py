@@ -12,7 +12,6 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from baton.v1 import prefill_pb2
-from common.device.factory import open_device
 from common.draft.head import DraftHead
 from common.draft.seed import seed_columns
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
@@ -31,6 +30,7 @@ from tests.fuzz.target import Run, Target, join, split
 from tests.fuzz.wire_strategies import hostile_messages
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.drafted import load_drafted
+from tests.support.engines import new_decode_engine
 from tests.support.models import save_tiny_model
 
 REPLICA = "replica"
@@ -124,17 +124,14 @@ def fingerprint_of(model: TargetModel, head: DraftHead | None) -> Fingerprint:
 
 def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
     clock = _Clock()
-    engine = DecodeEngine(
-        model=model,
-        device=open_device("cpu", num_threads=1),
-        max_rows=4,
+    engine = new_decode_engine(
+        model,
         max_kv_tokens=128,
         max_context_tokens=32,
         draft=head,
         spec_info=TREE if head else None,
         prefill_timeout_s=1.0,
         clock=clock,
-        debug_checks=True,
     )
     codec = FrameCodec(fingerprint=fingerprint_of(model, head), vocab_size=model.vocab_size)
     return EngineUnderFire(engine, codec, clock)

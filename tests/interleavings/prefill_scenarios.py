@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import numpy as np
 
 from common.model.sampling_params import ResolvedSampling
-from common.model.target import TargetModel
-from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.handoff import KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall, SegmentBytesSent
-from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import INBOX, shared_by
+from tests.support.engines import handoff_rows, new_prefill_engine
 
 Body = Callable[["ExploredPrefill"], None]
 _MAX_STEPS = 400
@@ -38,9 +36,9 @@ class ExploredPrefill:
     """One call. What its transport takes, and cancellations, come when the explorer lets them: "wire" and "client"."""
 
     def __init__(self, device: ExploredDevice, *, max_rows: int, max_kv_tokens: int, budget_tokens: int) -> None:
-        self.engine = PrefillEngine(
-            model=cast(TargetModel, TagModel()),
-            device=device,
+        self.engine = new_prefill_engine(
+            TagModel(),
+            device,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
             max_context_tokens=CONTEXT_TOKENS,
@@ -49,6 +47,7 @@ class ExploredPrefill:
             send_budget_bytes=budget_tokens * GROUP.token_bytes,
             max_segment_bytes=2 * GROUP.token_bytes,
             clock=lambda: 0.0,
+            debug_checks=False,
         )
         self._device = device
         self._wire = device.new_outside_stream("wire")
@@ -60,8 +59,7 @@ class ExploredPrefill:
 
     def open(self, *prompts: tuple[int, ...]) -> None:
         self.rows = [_Row(prompt) for prompt in prompts]
-        rows = [HandoffRow(str(i), 0, prompt, len(prompt), self._sampling) for i, prompt in enumerate(prompts)]
-        self._posted.append(OpenCall("call", tuple(rows)))
+        self._posted.append(OpenCall("call", handoff_rows(prompts, self._sampling)))
 
     def cancel_some_time(self, row: int) -> None:
         self._client.enqueue(partial(self._deliver, CancelCallRows("call", (row,))))

@@ -12,8 +12,7 @@ from common.load import EngineLoad
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from decode_service.messages import Abort
-from tests.conftest import MakePair
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 LONG_PROMPT = [20 + token % 200 for token in range(7, 7 + 3 * 160, 3)]
 SHORT_PROMPT = [40, 90, 140]

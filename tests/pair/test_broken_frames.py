@@ -12,8 +12,7 @@ from common.errors import EngineFault
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch
-from tests.conftest import MakePair
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 Tiny = Callable[[str], TargetModel]
 Corrupt = Callable[[KvSegment], Sequence[KvSegment]]

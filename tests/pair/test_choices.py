@@ -9,9 +9,8 @@ import pytest
 from common.draft.head import DraftHead
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from tests.conftest import MakePair
 from tests.support.drafted import SHAPES, Counts, Drafted
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 PROMPT = (9, 33, 17, 60, 21, 42)
 NUM_CHOICES = 6

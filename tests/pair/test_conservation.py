@@ -9,8 +9,7 @@ import pytest
 from common.kv.pool import KvPool, RowLease
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from tests.conftest import pairs_that_keep_all
-from tests.support.pair import InProcessPair
+from tests.support.pair import InProcessPair, pairs_that_keep_all
 
 Leak = Callable[[KvPool, RowLease], None]
 SAMPLING = ResolvedSampling(seed=1, max_tokens=4)

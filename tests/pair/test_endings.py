@@ -15,8 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from decode_service.messages import FinishAtStop, Finished, FinishReason
-from tests.conftest import MakePair
-from tests.support.pair import InProcessPair, Outcome, PairOptions
+from tests.support.pair import InProcessPair, MakePair, Outcome, PairOptions
 from tests.support.reference import Reference, generate_greedily
 
 PROMPT = [31, 77, 150, 203, 48, 99, 121, 64, 180, 15, 220, 36, 142, 88, 59, 101, 240, 17, 73, 195]

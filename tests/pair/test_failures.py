@@ -18,9 +18,8 @@ from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from decode_service.schedule.landing import LandingZone
 from prefill_service import messages as prefill
 from prefill_service.handoff.sender import KvSender
-from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, ForwardFailed, is_decode
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 Tiny = Callable[[str], TargetModel]
 NAMES = ("a", "b", "c", "d")

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.model.target import TargetModel
-from tests.conftest import MakePair
 from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import ARCHITECTURES
-from tests.support.pair import PairOptions
+from tests.support.pair import MakePair, PairOptions
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 64, 512])

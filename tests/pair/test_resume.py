@@ -9,8 +9,7 @@ import pytest
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from decode_service.messages import FinishReason
-from tests.conftest import MakePair
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 PROMPT = [31, 77, 150, 203, 48, 99, 121, 64, 180, 15, 220, 36]
 NEW_TOKENS = 32

@@ -10,9 +10,8 @@ import pytest
 from common.errors import InvalidRequest
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from tests.conftest import MakePair
 from tests.support.drafted import assert_same
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 NUM_REQUESTS = 8
 NEW_TOKENS = 48

@@ -21,13 +21,12 @@ import common.model.sampling
 from common.model.noise import row_keys
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from tests.conftest import MakePair, pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SHAPES, Counts, Drafted
 from tests.support.goodness_of_fit import chi_square_p_value
 from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions, pairs_that_keep_all
 
 NUM_REQUESTS = 320
 NEW_TOKENS = 64

@@ -17,14 +17,13 @@ from common.draft.head import DraftHead
 from common.draft.paged_head import PagedHead
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from tests.conftest import MakePair, pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import CHAINS, SAMPLED, SHAPES, Counts, Drafted, assert_same, load_drafted, tokens_per_step
 from tests.support.fused import fused
 from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import SMALL_VOCAB_SIZE
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions, pairs_that_keep_all
 
 Engines = tuple[tuple[TargetModel, PagedHead | None], ...]
 MAX_TOKENS = 4096

@@ -24,12 +24,11 @@ from common.model.attention import ForwardInput
 from common.model.sampling_params import ResolvedSampling
 from decode_service.forward import speculative_worker
 from decode_service.speculate.draft_tree import Accepted, DraftTree
-from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SHAPES, Drafted
 from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
-from tests.support.pair import PairOptions
+from tests.support.pair import PairOptions, pairs_that_keep_all
 
 NUM_REQUESTS = 120
 NUM_FOR_A_MUTANT = 50

@@ -12,9 +12,8 @@ from common.draft.load import load_draft
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from prefill_service.forward.chunk_batch import Chunk
-from tests.conftest import MakePair
 from tests.support.draft_heads import save_eagle3_head
-from tests.support.pair import PairOptions
+from tests.support.pair import MakePair, PairOptions
 
 NUM_REQUESTS = 16
 NEW_TOKENS = 32

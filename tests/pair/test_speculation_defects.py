@@ -15,9 +15,8 @@ from common.draft.head import DraftOutput, output_of
 from common.model.attention import ForwardInput
 from common.model.sampling_params import ResolvedSampling
 from common.wire.handoff import Frame, PrebuiltBatch
-from tests.conftest import MakePair
 from tests.support.drafted import SHAPES, Drafted, assert_same
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 WIDE_TREE: dict[str, int] = {"draft_topk": 8, "num_draft_steps": 8, "num_draft_tokens": 15}
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from common.model.sampling_params import ResolvedSampling
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
-from tests.conftest import MakePair
 from tests.support.drafted import SHAPES, Counts, Drafted, assert_same
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 NUM_REQUESTS = 12
 NEW_TOKENS = 40

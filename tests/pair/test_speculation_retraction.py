@@ -6,9 +6,8 @@ import pytest
 
 from common.draft.head import DraftHead
 from common.model.sampling_params import ResolvedSampling
-from tests.conftest import MakePair
 from tests.support.drafted import SAMPLED, SHAPES, Counts, Drafted, assert_same
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 NEW_TOKENS = 48
 SAMPLINGS = [

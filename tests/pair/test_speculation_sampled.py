@@ -15,12 +15,11 @@ import pytest
 
 from common.draft.head import DraftHead
 from common.model.sampling_params import ResolvedSampling
-from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SAMPLED, SHAPES, Counts, Drafted, assert_same
 from tests.support.models import SMALL_VOCAB_SIZE
-from tests.support.pair import Outcome, PairOptions
+from tests.support.pair import Outcome, PairOptions, pairs_that_keep_all
 
 NUM_REQUESTS = 200
 NUM_FOR_A_MUTANT = 60

@@ -28,12 +28,11 @@ from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
 from prefill_service.forward import worker as prefill
-from tests.conftest import pairs_that_keep_all
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.drafted import SHAPES, Drafted, load_drafted
-from tests.support.pair import PairOptions
+from tests.support.pair import PairOptions, pairs_that_keep_all
 
 NUM_REQUESTS = 5
 NEW_TOKENS = 20

@@ -10,9 +10,8 @@ import pytest
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from decode_service.messages import FinishAtStop, Stage, StageBegan
-from tests.conftest import MakePair
 from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
-from tests.support.pair import PairOptions
+from tests.support.pair import MakePair, PairOptions
 
 PREFILLED = [Stage.PREFILL, Stage.TRANSFER, Stage.BOOTSTRAP]
 DECODED = [Stage.FIRST_DECODE, Stage.DECODE, Stage.DELIVERY]

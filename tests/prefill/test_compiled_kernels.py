@@ -10,7 +10,7 @@ from common.device.scripted import ScriptedDevice
 from common.model.attention import ForwardInput, KernelShape
 from common.model.attention_torch import TorchAttention
 from common.model.target import TargetModel
-from prefill_service.schedule.scheduler import PrefillEngine
+from tests.support.engines import new_prefill_engine
 from tests.support.faulty_target import FaultyTarget
 
 SHAPES = (KernelShape(3, 3), KernelShape(2, 40))
@@ -28,10 +28,7 @@ def test_each_shape_runs_over_what_is_nobodys(tiny_target: Callable[[str], Targe
     target = FaultyTarget(tiny_target("llama"))
     target.attention = CompilingAttention()
     target.fails = lambda batch: bool(seen.append(batch))  # type: ignore[func-returns-value]
-    device = ScriptedDevice()
-    engine = PrefillEngine(
-        model=target, device=device, max_rows=2, max_kv_tokens=64, max_context_tokens=64, debug_checks=True
-    )
+    engine = new_prefill_engine(target, ScriptedDevice(), max_rows=2)
     assert [(batch.extend_lens, batch.max_seq_len) for batch in seen] == [((3,), 3), ((2,), 40)]
     for batch in seen:
         assert not batch.req_pool_indices.any() and not batch.out_cache_loc.any()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from common.device.errors import DeviceLost
-from common.device.factory import open_device
 from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
@@ -22,9 +21,7 @@ class TargetOnALostDevice(FaultyTarget):
 
 
 def test_the_engine_ends_and_fails_no_row_by_itself(tiny_target: Callable[[str], TargetModel]) -> None:
-    pair = InProcessPair(
-        TargetOnALostDevice(tiny_target("llama")), new_device=lambda: open_device("cpu", num_threads=1)
-    )
+    pair = InProcessPair(TargetOnALostDevice(tiny_target("llama")))
     outcome = pair.submit("a", [10, 11, 12], ResolvedSampling(seed=0, max_tokens=4))
     try:
         with pytest.raises(DeviceLost):
@@ -38,7 +35,7 @@ def test_the_engine_ends_and_fails_no_row_by_itself(tiny_target: Callable[[str],
 def test_a_fault_that_the_engines_own_thread_meets_is_named(
     tiny_target: Callable[[str], TargetModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = InProcessPair(tiny_target("llama"), new_device=lambda: open_device("cpu", num_threads=1))
+    pair = InProcessPair(tiny_target("llama"))
     engine = pair.replicas[0].engine
 
     def reclaim() -> int:

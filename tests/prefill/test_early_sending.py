@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import numpy as np
 import pytest
@@ -15,13 +13,12 @@ from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
-from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
-from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
-from prefill_service.schedule.scheduler import PrefillEngine
+from common.wire.handoff import KvSegment
+from prefill_service.messages import OpenCall, SegmentBytesSent
 from tests.engine.tag_head import TagHead
 from tests.engine.tags import TagModel
+from tests.support.engines import PrefillHalf, handoff_rows
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
 
 PROMPTS = ((11, 12, 13, 14, 15, 16, 17), (21, 22, 23))
@@ -65,28 +62,30 @@ class TagTarget(TagModel):
         return output
 
 
-@dataclass
-class Prefill:
+class Prefill(PrefillHalf):
     """An engine whose copies run as soon as they may, inside the forward where that is possible."""
 
-    engine: PrefillEngine
-    device: ScriptedDevice
-    target: WatchedTarget
-    journal: list[str]
-    frames: list[KvSegment | PrebuiltBatch | RowFailed] = field(default_factory=list)
-    is_done: bool = False
+    def __init__(self, sound: TargetModel, *, early_sending: bool, has_head: bool, chunk_tokens: int) -> None:
+        self.journal: list[str] = []
+        self.target = WatchedTarget(sound, self.journal)
+        self.device = ScriptedDevice(on_host_call=self.run_copies)
+        model = TagTarget(self.journal) if has_head else self.target
+        super().__init__(
+            model,
+            self.device,
+            draft=TagHead() if has_head else None,
+            chunk_tokens=chunk_tokens,
+            max_batch_tokens=max(chunk_tokens, 2 * CHUNK_TOKENS),
+            max_segment_bytes=model.layer_group.layer_token_bytes * CHUNK_TOKENS,
+            early_sending=early_sending,
+        )
 
     def run(self, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> None:
-        rows = [
-            HandoffRow(str(i), 0, ids, len(ids), ResolvedSampling(seed=1, max_tokens=4))
-            for i, ids in enumerate(prompts)
-        ]
-        self._take(self.engine.step([OpenCall("call", tuple(rows))]))
+        self.open("call", prompts)
         for _ in range(100):
-            load = self.engine.load()
-            if self.is_done and load.rows.free == load.rows.total and not load.unsent_bytes:
+            if self.ended_calls and self.is_empty:
                 return
-            self._take(self.engine.step(self._sent()))
+            self.step(*self._sent())
             for stream in self.device.ready_streams():
                 if stream.is_ready:
                     stream.run_next()
@@ -97,10 +96,6 @@ class Prefill:
         while sending.is_ready:
             sending.run_next()
             self.journal.append("layers left")
-
-    @property
-    def segments(self) -> list[KvSegment]:
-        return [frame for frame in self.frames if isinstance(frame, KvSegment)]
 
     def kv(self, row: int) -> NDArray[np.float32]:
         """What the receiver has of a row: [layers, planes, tokens, heads, head_dim], NaN where nothing came."""
@@ -114,15 +109,6 @@ class Prefill:
                 assert np.isnan(kv[layers, :, tokens]).all(), "sent twice"
                 kv[layers, :, tokens] = np.frombuffer(segment.payload, np.float32).reshape(kv[layers, :, tokens].shape)
         return kv
-
-    def _take(self, events: Sequence[Event]) -> None:
-        for event in events:
-            assert not self.is_done, f"after the call's end came {event}"
-            match event:
-                case FrameReady(_, (KvSegment() | PrebuiltBatch() | RowFailed()) as frame):
-                    self.frames.append(frame)
-                case CallDone():
-                    self.is_done = True
 
     def _sent(self) -> list[SegmentBytesSent]:
         unsent_bytes = self.engine.load().unsent_bytes
@@ -138,31 +124,14 @@ def make_prefill(tiny_target: Callable[[str], TargetModel]) -> Iterator[MakePref
     made: list[Prefill] = []
 
     def make(*, early_sending: bool = True, has_head: bool = False, chunk_tokens: int = CHUNK_TOKENS) -> Prefill:
-        journal: list[str] = []
-        target = WatchedTarget(tiny_target("llama"), journal)
-        device = ScriptedDevice()
-        model = cast(TargetModel, TagTarget(journal)) if has_head else target
-        engine = PrefillEngine(
-            model=model,
-            draft=TagHead() if has_head else None,
-            device=device,
-            max_rows=4,
-            max_kv_tokens=64,
-            max_context_tokens=64,
-            chunk_tokens=chunk_tokens,
-            max_batch_tokens=max(chunk_tokens, 2 * CHUNK_TOKENS),
-            max_segment_bytes=model.layer_group.layer_token_bytes * CHUNK_TOKENS,
-            early_sending=early_sending,
-            debug_checks=True,
+        made.append(
+            Prefill(tiny_target("llama"), early_sending=early_sending, has_head=has_head, chunk_tokens=chunk_tokens)
         )
-        prefill = Prefill(engine, device, target, journal)
-        device.on_host_call = prefill.run_copies
-        made.append(prefill)
-        return prefill
+        return made[-1]
 
     yield make
     for prefill in made:
-        prefill.engine.close()
+        prefill.close()
 
 
 def test_the_first_layers_leave_before_their_forward_has_ended(make_prefill: MakePrefill) -> None:
@@ -184,23 +153,18 @@ def test_what_is_written_waits_for_no_later_forward_of_another_call(make_prefill
     prefill = make_prefill(chunk_tokens=16)
     prefill.device.on_host_call = lambda device: None
     forward, sending = (prefill.device.stream(name) for name in ("forward", "sending"))
-    rows = {call: (HandoffRow(call, 0, tuple(range(16)), 16, ResolvedSampling(seed=1, max_tokens=4)),) for call in "xy"}
-    prefill.engine.step([OpenCall(call, rows[call]) for call in rows])
-    assert len(prefill.engine._in_flight) == 2
-    forward.run_until(prefill.engine._in_flight[0].end)
-    sent: list[str] = []
+    prefill.step(*(OpenCall(call, handoff_rows([range(16)])) for call in "xy"))
+    assert forward.pending().count("forward") == 2
+    while prefill.target.num_forwards == 0:
+        forward.run_next()
     for _ in range(4):
         while sending.is_ready:
             sending.run_next()
-        events = prefill.engine.step(())
-        sent += [event.call_id for event in events if isinstance(event, FrameReady) and _is_segment(event)]
+        prefill.step()
     assert prefill.target.num_forwards == 1
+    sent = [ready.call_id for ready in prefill.frames if isinstance(ready.frame, KvSegment)]
     assert sent == ["x"] * (NUM_LAYERS * 16 // CHUNK_TOKENS)
     prefill.device.on_host_call = prefill.run_copies
-
-
-def _is_segment(event: FrameReady) -> bool:
-    return isinstance(event.frame, KvSegment)
 
 
 def test_one_setting_sends_all_layers_behind_their_forward(make_prefill: MakePrefill) -> None:
@@ -216,15 +180,7 @@ def test_what_arrives_is_the_same_either_way(make_prefill: MakePrefill) -> None:
     for row in range(len(PROMPTS)):
         assert not np.isnan(early.kv(row)).any(), "something was never sent"
         assert np.array_equal(early.kv(row), late.kv(row))
-    first_tokens = [
-        [
-            (frame.rows.tolist(), frame.first_token_ids.tolist())
-            for frame in run.frames
-            if isinstance(frame, PrebuiltBatch)
-        ]
-        for run in (early, late)
-    ]
-    assert first_tokens[0] == first_tokens[1]
+    assert early.first_tokens == late.first_tokens
 
 
 @pytest.mark.parametrize("forward", [0, 1])
@@ -235,11 +191,11 @@ def test_a_forward_that_fails_midway_fails_its_rows_although_layers_have_left(
     prefill.target.fails_behind = (forward, 0)
     prefill.run(PROMPTS[:1])
     assert prefill.journal.count("layers left") > forward * NUM_LAYERS, "the first layers did leave"
-    (failed,) = [frame for frame in prefill.frames if isinstance(frame, RowFailed)]
+    (failed,) = prefill.failures
     assert (failed.row, failed.reason, failed.retryable) == (0, RowFailure.COMPUTE, True)
     assert "planted" in failed.message
-    assert prefill.frames[-1] is failed, "nothing follows a row's failure"
-    assert not any(isinstance(frame, PrebuiltBatch) for frame in prefill.frames)
+    assert prefill.frames[-1].frame is failed, "nothing follows a row's failure"
+    assert not prefill.first_tokens
     written = {(s.layer_start, s.token_start) for s in prefill.segments}
     whole = {(layer, chunk * CHUNK_TOKENS) for chunk in range(forward) for layer in range(NUM_LAYERS)}
     assert written - whole <= {(0, forward * CHUNK_TOKENS)}, "what was never written was sent"

@@ -14,10 +14,9 @@ from common.model.forward_program import OnLayerKv
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput
-from tests.conftest import MakePair
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.faulty_target import FaultyTarget
-from tests.support.pair import PairOptions
+from tests.support.pair import MakePair, PairOptions
 
 LENGTHS = (40, 3, 17, 1)
 CHUNK_TOKENS, BATCH_TOKENS = 16, 32

@@ -23,12 +23,12 @@ from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
-from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.handoff import HandoffRow, KvSegment
 from prefill_service.forward.chunk_batch import Chunk
 from prefill_service.handoff.sender import KvSender
-from prefill_service.messages import CallDone, Event, FrameReady, OpenCall, SegmentBytesSent
+from prefill_service.messages import Event, FrameReady, OpenCall, SegmentBytesSent
 from prefill_service.prompt import Prompt
-from prefill_service.schedule.scheduler import PrefillEngine
+from tests.support.engines import PrefillHalf, handoff_rows
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
 
 NUM_LAYERS = 2
@@ -85,7 +85,7 @@ class LaunchedTarget(FaultyTarget):
         return super().forward(batch, on_layer_kv={layer: partial(tell, layer) for layer in range(NUM_LAYERS)})
 
 
-class Rig:
+class Rig(PrefillHalf):
     """`num_unsent`: how many segments may be on their way at a time."""
 
     def __init__(self, target: TargetModel, *, early_sending: bool = True, num_unsent: int = 64) -> None:
@@ -93,15 +93,10 @@ class Rig:
         self.queue = LaunchQueue()
         self.device = ScriptedDevice(runs_pieces_beside=False, observer=self.queue)
         self.target = LaunchedTarget(target, self.queue)
-        self.frames: list[FrameReady] = []
         self._sent: list[SegmentBytesSent] = []
-        self._done: set[str] = set()
-        self.engine = PrefillEngine(
-            model=self.target,
-            device=self.device,
-            max_rows=4,
-            max_kv_tokens=64,
-            max_context_tokens=64,
+        super().__init__(
+            self.target,
+            self.device,
             chunk_tokens=PROMPT_TOKENS,
             max_batch_tokens=PROMPT_TOKENS,  # so each forward is of one prompt
             max_segment_bytes=self.segment_bytes,
@@ -109,22 +104,17 @@ class Rig:
             early_sending=early_sending,
             deliver=self.take,
             returned=self.returned,
-            debug_checks=True,
         )
 
-    def open(self, *names: str, num_tokens: int = PROMPT_TOKENS) -> None:
+    def open_each(self, *names: str, num_tokens: int = PROMPT_TOKENS) -> None:
+        """Step with one call after the other, of one prompt each."""
         for name in names:
-            ids = tuple(range(5, 5 + num_tokens))
-            rows = (HandoffRow(name, 0, ids, len(ids), ResolvedSampling(seed=1, max_tokens=4)),)
-            self.take(self.engine.step([OpenCall(name, rows)]))
+            self.open(name, [range(5, 5 + num_tokens)])
 
     def take(self, events: Sequence[Event]) -> None:
+        super().take(events)
         for event in events:
-            if isinstance(event, CallDone):
-                self._done.add(event.call_id)
-            elif isinstance(event, FrameReady):
-                assert event.call_id not in self._done, f"the call is done, and then came {event.frame}"
-                self.frames.append(event)
+            if isinstance(event, FrameReady):
                 self.queue.note(f"{type(event.frame).__name__} of {event.call_id}")
                 if isinstance(event.frame, KvSegment):
                     self._sent.append(SegmentBytesSent(event.call_id, event.frame.num_bytes))
@@ -136,11 +126,10 @@ class Rig:
 
     def run(self) -> None:
         for _ in range(50):
-            load = self.engine.load()
-            if load.rows.free == load.rows.total and not load.unsent_bytes and not load.num_queued:
+            if self.is_empty:
                 return
             self.device.run_all()
-            self.take(self.engine.step(self.returned()))
+            self.step(*self.returned())
         raise AssertionError(f"not over: {self.engine.load()}")
 
 
@@ -154,16 +143,13 @@ def make_rig(tiny_target: Callable[[str], TargetModel]) -> Iterator[Callable[...
 
     yield make
     for rig in made:
-        rig.engine.close()
+        rig.close()
 
 
 def open_two(rig: Rig) -> None:
     """Both forwards are launched in one step, on a device that has gone as far as it may whenever it is looked at."""
-    rig.engine._max_in_flight = 0
-    rig.open("x", "y")
-    rig.engine._max_in_flight = 2
     rig.device.on_host_call = ScriptedDevice.run_all
-    rig.take(rig.engine.step([]))
+    rig.step(*(OpenCall(name, handoff_rows([range(5, 5 + PROMPT_TOKENS)])) for name in ("x", "y")))
 
 
 def test_a_layers_copy_starts_once_the_layer_is_launched(make_rig: Callable[..., Rig]) -> None:
@@ -214,8 +200,8 @@ def test_without_early_sending_a_forwards_kv_leaves_behind_it_and_during_the_nex
 def test_all_kv_is_sent_once(early_sending: bool, make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(early_sending=early_sending)
     rig.device.on_host_call = ScriptedDevice.run_all
-    rig.open("x", num_tokens=2 * PROMPT_TOKENS)
-    rig.open("y")
+    rig.open_each("x", num_tokens=2 * PROMPT_TOKENS)
+    rig.open_each("y")
     rig.run()
     for call, num_tokens in (("x", 2 * PROMPT_TOKENS), ("y", PROMPT_TOKENS)):
         times = np.zeros((NUM_LAYERS, num_tokens), dtype=np.int64)
@@ -224,7 +210,7 @@ def test_all_kv_is_sent_once(early_sending: bool, make_rig: Callable[..., Rig]) 
                 layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
                 times[layers, segment.token_start : segment.token_start + segment.num_tokens] += 1
         assert (times == 1).all()
-    assert sum(isinstance(event.frame, PrebuiltBatch) for event in rig.frames) == 2
+    assert len(rig.first_tokens) == 2
 
 
 def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_that(
@@ -234,9 +220,9 @@ def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_th
     rig = make_rig()
     rig.target.fails_in = 0
     rig.device.on_host_call = ScriptedDevice.run_all
-    rig.open("x", num_tokens=2 * PROMPT_TOKENS)
+    rig.open_each("x", num_tokens=2 * PROMPT_TOKENS)
     rig.run()
-    (failed,) = [event.frame for event in rig.frames if isinstance(event.frame, RowFailed)]
+    (failed,) = rig.failures
     assert failed.reason is RowFailure.COMPUTE and failed.retryable
 
 
@@ -304,4 +290,4 @@ def test_a_device_that_is_lost_meanwhile_ends_the_engine(make_rig: Callable[...,
 
     rig.engine._sender.start_copies = lose  # type: ignore[method-assign]
     with pytest.raises((DeviceLost, PieceFailed)):
-        rig.open("x")
+        rig.open_each("x")

@@ -20,12 +20,11 @@ from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
-from tests.conftest import MakePair
 from tests.parity.reference import Reference
 from tests.real.conftest import MAX_TOKENS, NEW_TOKENS, ONE_THREAD, SIZES, Prompts, check
 from tests.support.drafted import Counts, Drafted
 from tests.support.fused import assert_all_fused, forwards, fused
-from tests.support.pair import PairOptions
+from tests.support.pair import MakePair, PairOptions
 
 MIN_TOKENS_PER_FORWARD = 1.5
 FUSED_BOUND_S = 180.0

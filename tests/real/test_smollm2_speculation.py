@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from common.model.sampling_params import ResolvedSampling
-from tests.conftest import MakePair
 from tests.real.conftest import MAX_TOKENS, SIZES, Prompts
 from tests.support.drafted import Counts, Drafted, assert_same
 from tests.support.fused import fused
-from tests.support.pair import InProcessPair, PairOptions
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 NUM_SAMPLED = 20
 

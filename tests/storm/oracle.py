@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.requests import SamplingOptions
-from common.device.factory import open_device
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from tests.support.pair import InProcessPair, PairOptions
@@ -67,7 +66,6 @@ def make_cases(
     longest = prompt_lens[-1] + output_lens[-1]
     pair = InProcessPair(
         target,
-        new_device=lambda: open_device("cpu", num_threads=1),
         options=PairOptions(overlap=False, context_tokens=longest),
     )
     cases: list[Case] = []

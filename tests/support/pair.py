@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.device.stream import Device
 from common.draft.head import DraftHead
@@ -28,6 +29,7 @@ from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.schedule.scheduler import PrefillEngine
+from tests.support.engines import cpu_device, new_decode_engine, new_prefill_engine
 
 if TYPE_CHECKING:
     from common.model.sampling_triton import TritonDraws
@@ -122,14 +124,15 @@ class InProcessPair:
     `prefill_model` and `prefill_draft`, unless all share one: a fused one is for one engine only. `draw_kernels` and
     `prefill_draw_kernels` draw tokens; where they are not given, what draws on such a device.
 
-    `tamper` replaces frames between the engines, by none where it holds one back. `clock` is every engine's.
+    `new_device` makes each engine's device. `tamper` replaces frames between the engines, by none where it holds one
+    back. `clock` is every engine's.
     """
 
     def __init__(
         self,
         model: TargetModel,
         *,
-        new_device: Callable[[], Device],
+        new_device: Callable[[], Device] = cpu_device,
         draft: DraftHead | None = None,
         prefill_model: TargetModel | None = None,
         prefill_draft: DraftHead | None = None,
@@ -150,9 +153,9 @@ class InProcessPair:
         self._to_decode: list[decode.Command] = []
         self._reported: dict[str, decode.Replica] = {}
         self._replica_of_call: dict[str, PrefillReplica] = {}
-        self.decode = DecodeEngine(
-            model=model,
-            device=device,
+        self.decode = new_decode_engine(
+            model,
+            device,
             draw_kernels=draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.decode_rows,
             max_kv_tokens=options.decode_tokens,
@@ -176,9 +179,9 @@ class InProcessPair:
         self, address: str, model: TargetModel, device: Device, clock: Callable[[], float]
     ) -> PrefillReplica:
         options = self._options
-        engine = PrefillEngine(
-            model=model,
-            device=device,
+        engine = new_prefill_engine(
+            model,
+            device,
             draw_kernels=self._prefill_draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.prefill_rows,
             max_kv_tokens=options.prefill_tokens,
@@ -380,3 +383,26 @@ class InProcessPair:
             case decode.Failed():
                 assert not self.outcomes[event.request_id].has_ended, "a second terminal event"
                 self.outcomes[event.request_id].error = event.error
+
+
+MakePair = Callable[..., InProcessPair]
+
+
+@contextmanager
+def pairs_that_keep_all() -> Iterator[MakePair]:
+    """Makes pairs, as InProcessPair does but with its options second. At the end every row and slot must be back (A6):
+    AssertionError otherwise.
+    """
+    made: list[InProcessPair] = []
+
+    def make(model: TargetModel, options: PairOptions | None = None, **others: Any) -> InProcessPair:
+        made.append(InProcessPair(model, options=options, **others))
+        return made[-1]
+
+    try:
+        yield make
+        for pair in made:
+            pair.settle()
+    finally:
+        for pair in made:
+            pair.close()

@@ -1,0 +1,107 @@
+"""The engines of all suites: each half is built here, small by default, and stepped by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+from common.device.factory import open_device
+from common.device.stream import Device
+from common.model.sampling_params import ResolvedSampling
+from common.model.target import TargetModel
+from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from decode_service.schedule.scheduler import DecodeEngine
+from prefill_service.messages import CallDone, Command, Event, FrameReady, OpenCall
+from prefill_service.schedule.scheduler import PrefillEngine
+
+SMALL: dict[str, Any] = {"max_rows": 4, "max_kv_tokens": 64, "max_context_tokens": 64, "debug_checks": True}
+"""Sizes of an engine whose limits a test can meet."""
+
+
+def cpu_device() -> Device:
+    """A device whose streams are threads. The engine that is given it closes it."""
+    return open_device("cpu", num_threads=1)
+
+
+def new_decode_engine(model: object, device: Device | None = None, **options: Any) -> DecodeEngine:
+    """A decode engine of `SMALL` sizes, except for what `options` say; on a CPU device of its own where none is given.
+
+    `model` is a TargetModel, or stands in for one.
+    """
+    return DecodeEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
+
+
+def new_prefill_engine(model: object, device: Device | None = None, **options: Any) -> PrefillEngine:
+    """A prefill engine, as `new_decode_engine` makes decode engines."""
+    return PrefillEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
+
+
+class PrefillHalf:
+    """A prefill engine without a decode side: the test opens its calls, steps it and keeps what it sends.
+
+    An event of a call that has ended is an AssertionError.
+    """
+
+    def __init__(self, model: object, device: Device | None = None, **options: Any) -> None:
+        self.engine = new_prefill_engine(model, device, **options)
+        self.frames: list[FrameReady] = []
+        self.ended_calls: set[str] = set()
+
+    def open(
+        self,
+        call_id: str,
+        prompts: Collection[Sequence[int]],
+        sampling: ResolvedSampling | None = None,
+        *,
+        shares_memory: bool = False,
+    ) -> None:
+        """Step with a new call of one row for each prompt."""
+        self.step(OpenCall(call_id, handoff_rows(prompts, sampling), shares_memory=shares_memory))
+
+    def step(self, *commands: Command) -> None:
+        self.take(self.engine.step(commands))
+
+    def take(self, events: Sequence[Event]) -> None:
+        """Keep what the engine says in a step, or while it launches one."""
+        for event in events:
+            assert event.call_id not in self.ended_calls, f"the call has ended, and then came {event}"
+            if isinstance(event, FrameReady):
+                self.frames.append(event)
+            elif isinstance(event, CallDone):
+                self.ended_calls.add(event.call_id)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is queued or held, and no byte is on its way."""
+        load = self.engine.load()
+        has_rows = load.num_queued or load.rows.free < load.rows.total or load.slots.free < load.slots.total
+        return not (has_rows or load.unsent_bytes)
+
+    @property
+    def segments(self) -> list[KvSegment]:
+        return [ready.frame for ready in self.frames if isinstance(ready.frame, KvSegment)]
+
+    @property
+    def first_tokens(self) -> list[tuple[int, int]]:
+        """(row, token) of each row that has one, in the order in which they came."""
+        return [
+            (row, token)
+            for ready in self.frames
+            if isinstance(ready.frame, PrebuiltBatch)
+            for row, token in zip(ready.frame.rows.tolist(), ready.frame.first_token_ids.tolist(), strict=True)
+        ]
+
+    @property
+    def failures(self) -> list[RowFailed]:
+        return [ready.frame for ready in self.frames if isinstance(ready.frame, RowFailed)]
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def handoff_rows(
+    prompts: Collection[Sequence[int]], sampling: ResolvedSampling | None = None
+) -> tuple[HandoffRow, ...]:
+    """A row for each prompt, named by its number."""
+    sampling = sampling or ResolvedSampling(seed=1, max_tokens=4)
+    return tuple(HandoffRow(str(i), 0, tuple(ids), len(ids), sampling) for i, ids in enumerate(prompts))
