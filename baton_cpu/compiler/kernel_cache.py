@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import llvmlite
 import llvmlite.binding
@@ -17,19 +16,25 @@ import numba
 
 from baton_cpu.compiler.jit import Kernel, jit
 
-_log = logging.getLogger(__name__)
 _choosing = threading.Lock()  # numba has one directory a process
+
+
+class Log(Protocol):
+    """What a process logs with. This package has no logging library of its own."""
+
+    def warning(self, event: str, *values: object) -> object: ...
 
 
 class _Cache:
     directory: Path | None = None  # of this process
+    log: Log | None = None
 
 
-def keep_kernels(directory: Path | None) -> None:
+def keep_kernels(directory: Path | None, log: Log | None = None) -> None:
     """Keep in `directory` what `compiled` compiles from now on. Until then, with None, and where it cannot be written,
-    each process compiles for itself.
+    each process compiles for itself. `log` is told of what cannot be read or written.
     """
-    _Cache.directory = directory
+    _Cache.directory, _Cache.log = directory, log
 
 
 def kernels_dir() -> Path | None:
@@ -72,11 +77,13 @@ def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel
         except OSError:
             raise
         except Exception as error:  # whatever the reader of what is damaged says
-            _log.warning("kernels are compiled once more: %r", error)
+            if (log := _Cache.log) is not None:
+                log.warning("kernels are compiled once more: %r", error)
             _remove(directory)
             return _called(kept_in(directory, function), arguments)
     except OSError as error:  # it cannot be written, the disk is full, another process removes what is damaged
-        _log.warning("kernels are not kept: %s", error)
+        if (log := _Cache.log) is not None:
+            log.warning("kernels are not kept: %s", error)
         return _called(jit(function), arguments)
 
 

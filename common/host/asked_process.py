@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -12,11 +11,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
+import structlog
+
 from common.host import answering as protocol
 
 _END_TIMEOUT_S = 10.0
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class ChildFailed(Exception):

@@ -109,7 +109,7 @@ _NUM_NAMED = 3
 @contextmanager
 def model_faults(place: str) -> Iterator[None]:
     """Within it the files at `place` are read: what the libraries that read them raise, whatever it is, becomes
-    UnsupportedModel with `place` and one line. Its traceback is logged where the log's level is debug.
+    UnsupportedModel with `place` and one line; its cause is what they raised.
     """
     try:
         yield
@@ -118,7 +118,6 @@ def model_faults(place: str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise StartupError(f"{place}: not enough memory: {one_line(error)}") from error
     except Exception as error:
-        logging.getLogger(__name__).debug("%s", place, exc_info=True)
         says = _OWN_CODE if "trust_remote_code" in str(error) else one_line(error)
         raise UnsupportedModel(f"{place}: {says}") from error
 

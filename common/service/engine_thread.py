@@ -9,13 +9,14 @@ The edge sees an engine only as an `EnginePort`; a test can call `Engine.step` d
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar
+
+import structlog
 
 from common.host.openmp import set_own_num_threads
 from common.load import EngineLoad
@@ -27,7 +28,7 @@ TakenT = TypeVar("TakenT")
 _CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
 _EventT_co = TypeVar("_EventT_co", covariant=True)
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class Engine(Protocol[_CommandT_contra, _EventT_co]):

@@ -18,6 +18,7 @@ _log = structlog.get_logger(__name__)
 def exit_status_of(error: Exception) -> int:
     """Logs why a process cannot start or go on, in one line, and with a traceback what nobody foresaw."""
     if isinstance(error, StartupError):
+        _log.debug("cannot_start_because", exc_info=error)
         _log.critical("cannot_start", error=str(error))
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_STARTUP
     _log.critical("crashed", error=f"{type(error).__name__}: {error}", exc_info=error)

@@ -122,7 +122,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     if device.torch_device.type == "cpu":
         from baton_cpu.compiler.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
 
-        keep_kernels(kernels_cache_dir() if settings.uses(FastPath.KERNEL_CACHE) else None)
+        keep_kernels(kernels_cache_dir() if settings.uses(FastPath.KERNEL_CACHE) else None, _log)
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     with model_faults(settings.model):

@@ -67,10 +67,11 @@ def configure_logs(
             ],
         )
     )
-    root = logging.getLogger()
+    root = logging.getLogger()  # noqa: TID251 - libraries log to it
     root.handlers = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of every request that the status page makes
+    # It tells of every request that the status page makes.
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # noqa: TID251 - it is not ours
 
 
 def _bound(_logger: WrappedLogger, _method: str, line: EventDict) -> EventDict:

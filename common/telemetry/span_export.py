@@ -42,7 +42,7 @@ class SpanExport:
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
     ) -> None:
         # It says the same about each batch that it tries again; what matters is said here, once.
-        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # noqa: TID251 - it is not ours
         self._flush_timeout_s = flush_timeout_s
         self._exporter = LoggedExporter(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S), endpoint)
         self._provider = TracerProvider(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from itertools import cycle
 
 import grpc
+import structlog
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
@@ -34,7 +34,7 @@ _MAX_ANSWER_FIELDS = 1024
 _MAX_DOUBLINGS = 7
 """Of the time until a pool that was lost is tried again: each loss costs the calls under way an attempt."""
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class GrpcReplica:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+
+import structlog
 
 from common.addresses import DnsName, is_dns_name, numeric_form
 from common.errors import BatonError, PrefillUnavailable
@@ -19,7 +20,7 @@ from decode_service.messages import Replica, ReplicasChanged
 Connect = Callable[[str, str | None], GrpcReplica]
 """(address, the name it was found behind) to the replica."""
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)

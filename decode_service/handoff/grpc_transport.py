@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from functools import partial
 
 import grpc
+import structlog
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.rpc.name_lookup import LookUp, look_up
@@ -29,7 +29,7 @@ from decode_service.messages import (
     StartHandoff,
 )
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class GrpcTransport:

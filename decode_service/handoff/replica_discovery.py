@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
+
+import structlog
 
 from common.addresses import DnsName
 from common.rpc.name_lookup import LookedUpName, LookUp
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class NameWatch:

@@ -8,7 +8,6 @@ receiver ◀──Accepted, frames in order── servicer ◀──────
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from hmac import compare_digest
 from itertools import count
 
 import grpc
+import structlog
 from opentelemetry.trace import Tracer
 
 from baton.v1 import prefill_pb2, types_pb2
@@ -54,7 +54,7 @@ from prefill_service.messages import (
 
 HandoffContext = grpc.aio.ServicerContext[bytes, bytes]
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

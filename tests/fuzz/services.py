@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 from prometheus_client import CollectorRegistry
+from structlog.processors import format_exc_info
+from structlog.typing import EventDict
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.device.factory import open_device
@@ -69,12 +72,21 @@ class _Errors(logging.Handler):
 
 @contextmanager
 def loop_under_watch() -> Iterator[WatchedLoop]:
+    """Errors of our code are logged with structlog, those of libraries as the standard library does."""
     loop = WatchedLoop()
-    handler = _Errors(loop.faults)
+
+    def remember(_logger: Any, method: str, line: EventDict) -> EventDict:
+        if method in ("error", "critical"):
+            loop.faults.append(str(format_exc_info(None, method, line)))
+        raise structlog.DropEvent
+
+    handler, processors = _Errors(loop.faults), structlog.get_config()["processors"]
     logging.getLogger().addHandler(handler)
+    structlog.configure(processors=[remember])
     try:
         yield loop
     finally:
+        structlog.configure(processors=processors)
         logging.getLogger().removeHandler(handler)
         loop.close()
 

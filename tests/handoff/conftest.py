@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.handoff.homes import NixlPeers
 from tests.handoff.nixl_pair import Pair, peers_over_tcp
@@ -15,6 +16,13 @@ def peers() -> Iterator[NixlPeers]:
     """For tests in which no process ends while it reads: over TCP that may end the lender's, too."""
     with peers_over_tcp() as peers:
         yield peers
+
+
+@pytest.fixture
+def logged() -> Iterator[Callable[[], str]]:
+    """The events that our code has logged since the test began, a line each."""
+    with capture_logs() as lines:
+        yield lambda: "\n".join(line["event"] for line in lines)
 
 
 @pytest.fixture

@@ -121,8 +121,7 @@ def test_the_details_of_a_status_are_cut_and_escaped(rig: Rig, code: grpc.Status
     assert_harmless(error)
 
 
-def test_what_a_replica_answers_to_a_look_is_harmless_in_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+def test_what_a_replica_answers_to_a_look_is_harmless_in_the_log(rig: Rig, logged: Callable[[], str]) -> None:
     replica = RawReplica(instance_id=HOSTILE[:100_000])
     answer = prefill_pb2.GetFingerprintResponse(
         fingerprint=encode_fingerprint(FINGERPRINT), instance_id=replica.instance_id, kv_pool=HOSTILE[:100_000]
@@ -130,7 +129,7 @@ def test_what_a_replica_answers_to_a_look_is_harmless_in_the_log(rig: Rig, caplo
     replica.answers = {"GetFingerprint": answer.SerializeToString()}
     rig.connect(rig.bring_up(replica))
     rig.decode.latest_replica(is_ready)
-    told = [record.message for record in caplog.records if "prefill replica" in record.message]
+    told = [line for line in logged().splitlines() if "prefill replica" in line]
     assert any("is instance" in line for line in told) and any("is not the name of a pool" in line for line in told)
     assert_harmless(*told)
 
@@ -265,7 +264,7 @@ def test_a_replica_that_listens_but_never_answers_is_not_ready(rig: Rig) -> None
 # ---- readiness ------------------------------------------------------------------------------------------------------
 
 
-def test_a_mismatched_replica_is_never_ready_and_the_field_is_named(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mismatched_replica_is_never_ready_and_the_field_is_named(rig: Rig, logged: Callable[[], str]) -> None:
     rig.connect(rig.bring_up(RawReplica(fingerprint=OTHER)))
     replica = rig.decode.latest_replica(lambda replica: isinstance(replica.error, FingerprintMismatch))
     assert not replica.is_ready
@@ -275,7 +274,7 @@ def test_a_mismatched_replica_is_never_ready_and_the_field_is_named(rig: Rig, ca
         "beef",
         "other",
     )
-    assert "fingerprints differ in target_weights_digest" in caplog.text
+    assert "fingerprints differ in target_weights_digest" in logged()
 
 
 def test_a_replica_that_names_no_instance_has_its_fingerprint_compared_too(rig: Rig) -> None:

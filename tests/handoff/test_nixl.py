@@ -72,7 +72,7 @@ def test_a_call_that_is_broken_while_it_is_read_leaves_the_next_one_its_own_byte
 
 @pytest.mark.parametrize("side", ["reader", "lender"])
 def test_a_process_killed_in_mid_read_costs_the_call_an_attempt_and_is_started_anew(
-    own_peers: NixlPeers, make_pair: Callable[..., Pair], side: str, caplog: pytest.LogCaptureFixture
+    own_peers: NixlPeers, make_pair: Callable[..., Pair], side: str, logged: Callable[[], str]
 ) -> None:
     peers = own_peers
     pair = make_pair(peers, retry_s=0.0)
@@ -88,13 +88,13 @@ def test_a_process_killed_in_mid_read_costs_the_call_an_attempt_and_is_started_a
         error = pair.decode.ended("call").error
     assert isinstance(error, PrefillUnavailable) and "NIXL" in str(error)
     pair.prefill.closed(call.call_id)
-    wait_until(lambda: "its KV comes over gRPC for 0.0 s: NIXL" in caplog.text)
+    wait_until(lambda: "its KV comes over gRPC for 0.0 s: NIXL" in logged())
     call_ids = (f"try {number}" for number in count())
     wait_until(lambda: pair.hand_over(next(call_ids)))
 
 
 def test_a_way_that_fails_again_and_again_is_tried_less_and_less_often(
-    peers: NixlPeers, make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
+    peers: NixlPeers, make_pair: Callable[..., Pair], logged: Callable[[], str]
 ) -> None:
     pair = make_pair(peers, retry_s=0.001)
 
@@ -104,9 +104,9 @@ def test_a_way_that_fails_again_and_again_is_tried_less_and_less_often(
     pair.reader._has_failed = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NixlPool, "opened", not_there)
-        wait_until(lambda: "gRPC for 0.008 s: NIXL" in caplog.text)
+        wait_until(lambda: "gRPC for 0.008 s: NIXL" in logged())
         assert not pair.start().shares_memory
-    waits = re.findall(r"comes over gRPC for (\S+) s: NIXL", caplog.text)
+    waits = re.findall(r"comes over gRPC for (\S+) s: NIXL", logged())
     assert waits[:4] == ["0.001", "0.002", "0.004", "0.008"]
 
 
@@ -144,7 +144,7 @@ def test_a_look_is_answered_while_the_way_is_opened_which_ends_with_its_instance
 
 @pytest.mark.parametrize("reason", ["not there now", "no way to it"])
 def test_what_cannot_be_had_at_first_is_asked_for_again(
-    peers: NixlPeers, make_pair: Callable[..., Pair], reason: str, caplog: pytest.LogCaptureFixture
+    peers: NixlPeers, make_pair: Callable[..., Pair], reason: str, logged: Callable[[], str]
 ) -> None:
     async def not_there(*_: object, **__: object) -> NixlPool:
         raise PoolUnusable("NIXL: no way to it")
@@ -156,7 +156,7 @@ def test_what_cannot_be_had_at_first_is_asked_for_again(
             patch.setattr(NixlPool, "opened", not_there)
         pair = make_pair(peers, retry_s=0.01)
         assert not pair.start("over gRPC").shares_memory
-        assert re.search(f"its KV comes over gRPC for 0.01 s: NIXL: .*{reason}", caplog.text)
+        assert re.search(f"its KV comes over gRPC for 0.01 s: NIXL: .*{reason}", logged())
     call_ids = (f"try {number}" for number in count())
     wait_until(lambda: pair.hand_over(next(call_ids)))
 
@@ -177,12 +177,12 @@ async def test_a_service_that_is_to_offer_it_and_cannot_does_not_start(bad_libra
 
 
 def test_a_receiver_without_it_gets_kv_over_grpc_and_says_so_and_when_it_tries_again(
-    peers: NixlPeers, bad_library: str, make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
+    peers: NixlPeers, bad_library: str, make_pair: Callable[..., Pair], logged: Callable[[], str]
 ) -> None:
     pair = make_pair(peers)
     assert not pair.start().shares_memory
     assert not pair.start("next").shares_memory
-    assert sum("its KV comes over gRPC for 600.0 s: NIXL: " in record.message for record in caplog.records) == 1
+    assert logged().count("its KV comes over gRPC for 600.0 s: NIXL: ") == 1
 
 
 @pytest.mark.parametrize(

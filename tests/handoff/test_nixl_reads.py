@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -187,7 +187,7 @@ class StuckProcess:
 
 
 async def test_a_process_that_does_not_end_when_it_is_killed_is_named_and_its_pool_lost(
-    caplog: pytest.LogCaptureFixture,
+    logged: Callable[[], str],
 ) -> None:
     process = TransferProcess(cast(Process, StuckProcess()), timeout_s=0.01, end_timeout_s=0.01)
     header = bytes(SECRET_BYTES) + (64).to_bytes(NUMBER_BYTES, "little")
@@ -201,7 +201,7 @@ async def test_a_process_that_does_not_end_when_it_is_killed_is_named_and_its_po
         with pytest.raises(NixlError, match="let go of"):
             await pool.fetch(kv)
         await pool.close()
-    assert f"the process {1 << 30} was killed and has not ended" in caplog.text
+    assert f"the process {1 << 30} was killed and has not ended" in logged()
 
 
 async def test_a_library_that_hangs_is_ended_by_an_alarm(tmp_path: Path) -> None:

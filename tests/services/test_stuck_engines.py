@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from baton import errors
 from baton.events import Delta
@@ -78,7 +79,7 @@ async def decode_runs(decode: ServiceHere) -> None:
 
 
 async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_calls_and_then_its_service(
-    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
         prefill.hang.arm()
@@ -94,14 +95,15 @@ async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_ca
         assert prefill.threads[0].num_steps_begun > num_steps, "its steps do not go on: another test's case"
         assert prefill.threads[0].load.num_steps == 0, "a replica whose forward hangs seems to get on"
         assert not request.done()
-        with pytest.raises(errors.Unavailable) as ended:
-            async with asyncio.timeout(BOUND_S):
-                await request
-        assert ended.value.reason == "NO_PREFILL"
-        lost = await prefill.lost()
+        with capture_logs() as logs:
+            with pytest.raises(errors.Unavailable) as ended:
+                async with asyncio.timeout(BOUND_S):
+                    await request
+            assert ended.value.reason == "NO_PREFILL"
+            lost = await prefill.lost()
         assert isinstance(lost, EngineStalled)
         assert str(lost) == f"stream forward has not moved for {STALL_TIMEOUT_S} s"
-        assert f"a handoff call failed: {lost}" in caplog.text
+        assert f"a handoff call failed: {lost}" in [line["event"] for line in logs]
         assert not decode.serving.done()
 
 
@@ -175,7 +177,7 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
 LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
     import sys, threading
     from types import SimpleNamespace
-    from common import runtime, service_main
+    from common.service import runtime, service_main
     from common.config.settings import DecodeSettings
     from common.errors import EngineStalled
 
