@@ -20,7 +20,8 @@ from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput
-from common.service.engine_thread import EngineThread
+from common.service.engine_thread import EngineInbox, EngineThread
+from common.service.serving import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.framed_payload import FramedPayload
 from common.wire.grpc_options import MAX_SEGMENT_BYTES
@@ -29,10 +30,10 @@ from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from prefill_service.edge.row_checks import ModelLimits
-from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
-from prefill_service.messages import Command, Event
+from prefill_service.messages import Command
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.engines import new_decode_engine, new_prefill_engine
 
@@ -106,22 +107,9 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
             shape.kv_transport, groups=[shape.layer_group], num_slots=shape.num_slots, is_on_host=True
         )
         stack.push_async_callback(lent.close)
-        engine = _prefill_engine(shape, lent)
-
-        def deliver(events: Sequence[Event]) -> None:
-            servicer.deliver(events)
-
-        def on_death(error: BaseException) -> None:
-            servicer.engine_died(error)
-
-        thread: EngineThread[Command] = EngineThread(
-            engine=engine,
-            deliver=deliver,
-            on_death=on_death,
-            name="prefill-engine",
-        )
+        inbox: EngineInbox[Command] = EngineInbox()
         servicer = PrefillServicer(
-            engine=thread,
+            engine=inbox,
             fingerprint=shape.fingerprint,
             model_limits=ModelLimits(vocab_size=_VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
             instance_id="benchmark",
@@ -129,7 +117,15 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
             shared_pool=lent.pool,
             nixl_offer=lent.nixl_offer,
         )
-        server = PrefillServer(servicer=servicer)
+        thread = EngineThread(
+            inbox=inbox,
+            engine=_prefill_engine(shape, lent),
+            deliver=servicer.deliver,
+            on_death=servicer.engine_died,
+            name="prefill-engine",
+        )
+        server = ServiceServer(service_name=PREFILL_SERVICE)
+        add_prefill_servicer(servicer, server)
         thread.start()
         stack.callback(thread.stop, 10.0)
         lent.follow(lambda: servicer.num_calls > 0)
@@ -177,8 +173,13 @@ class DecodePeer:
         )
         for buffer in engine.pool.buffers.values():
             buffer.view(torch.uint8).random_()  # its pages are there
-        self._thread: EngineThread[decode.Command] = EngineThread(
-            engine=engine, deliver=self._deliver, on_death=self._on_death, name="decode-engine"
+        self._inbox: EngineInbox[decode.Command] = EngineInbox()
+        self._thread = EngineThread(
+            inbox=self._inbox,
+            engine=engine,
+            deliver=self._deliver,
+            on_death=self._on_death,
+            name="decode-engine",
         )
         self._transport = GrpcTransport(
             post=self._post,
@@ -202,7 +203,7 @@ class DecodePeer:
         begun_s = time.perf_counter()
         for number in range(num_prompts):
             sampling = ResolvedSampling(seed=0, max_tokens=1, temperature=0.0)
-            self._thread.post(decode.Submit(f"{begun_s} {number}", prompt, len(prompt), sampling))
+            self._inbox.post(decode.Submit(f"{begun_s} {number}", prompt, len(prompt), sampling))
         await self._until(self._ended)
         return num_prompts * self._shape.prompt_bytes / (time.perf_counter() - begun_s)
 
@@ -225,7 +226,7 @@ class DecodePeer:
             and report.frame.shared is not None
         ):
             self.lent_bytes += report.frame.num_bytes
-        self._thread.post(report)
+        self._inbox.post(report)
 
     def _deliver(self, events: Sequence[decode.Event]) -> None:
         self._loop.call_soon_threadsafe(self._dispatch, tuple(events))

@@ -1,16 +1,16 @@
 """Puts the decode service together.
 
-gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EngineThread(DecodeEngine) ─deliver─▶ EventRouter
-                                        ▲                       ▲                                │  │
-                                        └──── requests' events ─┼────────────────────────────────┘  │
-                                                  reports ──────┴───── GrpcTransport ◀── handoffs ──┘
+gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EngineInbox ─▶ DecodeEngine ─deliver─▶ EventRouter
+                                        ▲                    ▲                                    │  │
+                                        └──────────── requests' events ───────────────────────────┘  │
+                                                  reports ───┴──── GrpcTransport ◀── handoffs ───────┘
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import structlog
 
@@ -19,53 +19,44 @@ from common.addresses import is_loopback
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
-from common.errors import Draining, EngineLost, EngineStalled, StartupError
+from common.errors import StartupError
 from common.host.descriptors import max_connections
 from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
 from common.model.attention import MAX_SPLIT_BYTES
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.rpc.name_lookup import look_up
-from common.service.engine_thread import EngineThread
+from common.rpc.tls import channel_credentials
+from common.service.engine_thread import EngineInbox, EngineThread
+from common.service.life import ServiceLife
 from common.service.runtime import Runtime
 from common.service.service_main import Process
-from common.service.serving import (
-    ServerLimits,
-    ServiceServer,
-    channel_credentials,
-    server_credentials,
-    server_tokens,
-    termination_signals,
-)
-from common.service.timeline_rpc import TimelineServicer
-from common.service.watchdog import Watchdog
+from common.service.serving import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
 from common.text.tokenizer import TextTokenizer
 from common.wire.grpc_options import Metadata
+from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.model_info import model_info
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.prompts import Prompts
-from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.forward.recording import num_step_tokens, recorded_bytes
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
-from decode_service.messages import Command, Drain, Event, FinishReason
+from decode_service.messages import Command, FinishReason
 from decode_service.schedule.outbox import Deliver
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
-_ENGINE_STOP_TIMEOUT_S = 10.0
-_CLOSE_GRACE_S = 1.0
 _CONNECTION_AGE_S = 30.0  # in which clients that balance over a name find a new replica behind it
 _NUM_CONNECTIONS = 2  # to each prefill replica; calls take turns on them
 
@@ -73,57 +64,46 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: DecodeSettings, process: Process) -> None:
-    """Serve until SIGTERM or SIGINT; then finish the requests there are, within the grace period.
+    """Serve until SIGTERM or SIGINT. Raises what `ServiceLife.run` does."""
+    async with assembled(settings, process) as life:
+        await life.run_until_signalled()
 
-    Raises EngineLost when the engine died or hangs: every request has then been failed.
+
+@asynccontextmanager
+async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator[ServiceLife]:
+    """The parts, each built with those above it: the inbox first, so that the edge can be before the engine that tells
+    it of events. Raises StartupError.
     """
     runtime = process.runtime
     tokenizer = TextTokenizer.from_directory(runtime.directory)
     if runtime.draft is None:
         _log.info("no_draft_head", model=settings.model)
-    engine_metrics = EngineMetrics(process.registry)
-    speculation_metrics = SpeculationMetrics(process.registry) if runtime.draft else None
+    metrics = EngineMetrics(process.registry)
     observer = RequestObserver(RequestMetrics(process.registry, finish_reasons=FinishReason))
-    replicas = ReplicaBoard()
-
-    def deliver(events: Sequence[Event]) -> None:
-        router.deliver(events)
-
-    def on_death(error: BaseException) -> None:
-        router.on_death(error)
-
-    def on_step(stats: StepStats) -> None:
-        engine_metrics.on_step(stats)
-        if speculation_metrics is not None:
-            speculation_metrics.on_step(stats)
-
     spec_info = speculation_of(settings, runtime.draft) if runtime.draft else None
     size = runtime.size_pool(
         settings,
         memory_beside_pool(settings, runtime, spec_info),
         tokens_ahead=0 if spec_info is None else spec_info.num_slots - 1,
     )
-    engine = _engine(settings, process, size, on_step, deliver)
-    thread: EngineThread[Command] = EngineThread(
-        engine=engine,
-        deliver=deliver,
-        on_death=on_death,
-        name="decode-engine",
-        enter=runtime.device.enter_thread,
-        timeline=runtime.timeline,
-    )
+    inbox: EngineInbox[Command] = EngineInbox()
+    replicas = ReplicaBoard()
 
     def post_report(report: TransportReport) -> None:
         replicas.on_report(report)
-        thread.post(report)
+        inbox.post(report)
 
     transport = _transport(settings, process, post_report)
     live_requests = LiveRequests(
-        engine=thread,
+        engine=inbox,
         max_live=size.max_rows + settings.max_queued_requests,
         observer=observer,
         timeline=runtime.timeline,
     )
+    router = EventRouter(
+        loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
+    )
+    engine = new_engine(settings, process, size, on_step=_on_step(metrics, process), deliver=router.deliver)
     if (recorded := engine.recorded) is not None:
         _log.info(
             "forwards_recorded",
@@ -131,42 +111,34 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             num_bytes=recorded.num_bytes,
             seconds=round(recorded.seconds, 3),
         )
-    router = EventRouter(
-        loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
+    thread = EngineThread(
+        inbox=inbox,
+        engine=engine,
+        deliver=router.deliver,
+        on_death=router.on_death,
+        name="decode-engine",
+        enter=runtime.device.enter_thread,
+        timeline=runtime.timeline,
     )
-    server = ServiceServer(
+    server = open_server(
+        settings,
+        process,
         service_name=INFERENCE_SERVICE,
-        credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
-        checks_certificates=settings.tls_ca is not None,
-        tokens=server_tokens(settings),
         limits=ServerLimits(
             max_message_bytes=settings.max_request_bytes,
             max_streams=settings.max_streams,
             max_connections=max_connections(),
             connection_age_s=_CONNECTION_AGE_S,
         ),
-        timeline=TimelineServicer(
-            timeline=runtime.timeline, service=INFERENCE_SERVICE, instance_id=process.instance_id
-        ),
-    )
-    watchdog = Watchdog(
-        engine=thread,
-        device=runtime.device,
-        num_layers_begun=lambda: runtime.model.num_layers_begun,
-        stall_timeout_s=settings.engine_stall_timeout_s,
     )
     limits = ModelLimits(
         vocab_size=runtime.model.vocab_size,
         max_context_tokens=size.max_context_tokens,
         eos_token_ids=runtime.model.eos_token_ids,
     )
-    async with AsyncExitStack() as stack:
-        prompts = await stack.enter_async_context(
-            Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline)
-        )
-        terminated = stack.enter_context(termination_signals())
+    async with Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline) as prompts:
         servicer = InferenceServicer(
-            engine=thread,
+            engine=inbox,
             live_requests=live_requests,
             prompts=prompts,
             decoder=tokenizer,
@@ -181,51 +153,31 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
             timeline=runtime.timeline,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
-        engine_metrics.watch(
-            lambda: thread.load,
-            is_ready=lambda: server.is_ready,
-            is_fused=lambda: runtime.model.runs_program,
-            forward_counts=runtime.forward_counts,
-        )
-        thread.start()
-        await transport.open()
-        port = await server.start(settings.listen)
-        _log.info("serving", port=port)
-        readiness = asyncio.create_task(
-            server.follow(
-                lambda: is_ready(is_engine_well=watchdog.is_well, replicas=replicas, live_requests=live_requests),
-                on_ready=lambda: runtime.start_beside(engine.pool.populate),
-            ),
-            name="readiness",
+        yield ServiceLife(
+            settings=settings,
+            runtime=runtime,
+            metrics=metrics,
+            thread=thread,
+            edge=DecodeEdge(engine=inbox, live_requests=live_requests, replicas=replicas, transport=transport),
+            server=server,
+            populate=engine.pool.populate,
         )
 
-        def on_lost(error: EngineLost) -> None:
-            live_requests.drain()
-            live_requests.fail_all(error)
-            terminated.set()
 
-        watching = asyncio.create_task(watchdog.follow(on_lost), name="watchdog")
-        await terminated.wait()
-        _log.info("draining", num_requests=len(live_requests))
-        live_requests.drain()
-        await server.set_ready(False)  # at once: balancers must not wait for the next look
-        with suppress(TimeoutError):
-            grace_s = settings.grace_period_s if watchdog.lost is None else _CLOSE_GRACE_S
-            await asyncio.wait_for(live_requests.wait_idle(), grace_s)
-        thread.post(Drain())
-        live_requests.fail_all(Draining("the service stopped before the request's end"))
-        readiness.cancel()
-        await server.stop(_CLOSE_GRACE_S)
-        await transport.close()
-        watching.cancel()
-        if watchdog.lost is not None:
-            raise watchdog.lost
-        if not await asyncio.to_thread(thread.stop, _ENGINE_STOP_TIMEOUT_S if watchdog.is_well else 0.0):
-            raise EngineStalled("the engine did not stop")
+def _on_step(metrics: EngineMetrics, process: Process) -> OnStep:
+    if process.runtime.draft is None:
+        return metrics.on_step
+    speculation_metrics = SpeculationMetrics(process.registry)
+
+    def on_step(stats: StepStats) -> None:
+        metrics.on_step(stats)
+        speculation_metrics.on_step(stats)
+
+    return on_step
 
 
-def _engine(
-    settings: DecodeSettings, process: Process, size: PoolSize, on_step: OnStep, deliver: Deliver | None = None
+def new_engine(
+    settings: DecodeSettings, process: Process, size: PoolSize, *, on_step: OnStep, deliver: Deliver | None = None
 ) -> DecodeEngine:
     runtime = process.runtime
     try:

@@ -12,8 +12,7 @@ from opentelemetry.trace import Tracer
 from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings, log_format_asked
 from common.host.descriptors import raise_descriptor_limit
-from common.service.process_exit import EXIT_OK, exit_on_termination, exit_status_of
-from common.service.serving import termination_signals
+from common.service.process_exit import EXIT_OK, exit_on_termination, exit_status_of, termination_signals
 from common.telemetry.logs import configure_logs
 from common.telemetry.tracing import process_tracer
 from gateway.server import GatewayServer

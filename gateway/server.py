@@ -19,7 +19,7 @@ from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError
 from common.host.descriptors import MAX_CONNECTIONS, max_connections
 from common.rpc.bearer_tokens import read_tokens
-from common.service.serving import server_tls
+from common.rpc.tls import server_tls
 from common.telemetry.tracing import NO_TRACER
 from gateway.api_keys import ApiKeys
 from gateway.app import build_app

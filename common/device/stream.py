@@ -27,6 +27,9 @@ from common.errors import EngineFault
 Work = Callable[[], object]
 """What it returns is dropped."""
 
+_LOOK_WAIT_S = 0.001
+_TOLD_WAIT_S = 0.05  # what nobody told of is seen all the same
+
 OnEvent = Callable[[], None]
 
 OnMilestone = Callable[[int, "Event"], None]
@@ -271,3 +274,24 @@ def naming_a_lost_device(device: Device) -> Iterator[None]:
         if (failure := device.failure_for(error)) is not error:
             raise failure from error
         raise
+
+
+class WakeUp:
+    """How an engine waits for what its streams do: told by those that tell, else by looking often.
+
+    The engine's thread sets `wake`, streams' threads call `told`, which do nothing before.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._tells = device.tells_of_events
+        self.wake: Callable[[], None] | None = None
+
+    def told(self) -> None:
+        """An OnEvent: a stream came to what the engine may wait for."""
+        if self.wake is not None:
+            self.wake()
+
+    @property
+    def wait_s(self) -> float:
+        """How long the engine may wait before it looks again."""
+        return _TOLD_WAIT_S if self._tells and self.wake is not None else _LOOK_WAIT_S

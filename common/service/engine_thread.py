@@ -1,6 +1,6 @@
 """The engine's home: one thread that is the only writer of engine state.
 
-    edge (asyncio, main thread) ──post(command)──▶ inbox ──▶ engine.step(commands) ──▶ deliver(events) ──▶ edge
+    edge (asyncio, main thread) ──post(command)──▶ EngineInbox ──▶ engine.step(commands) ──▶ deliver(events) ──▶ edge
 
 An engine may be given the same `deliver`, and tell the edge within a step what need not wait for its end.
 
@@ -13,13 +13,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 
 from common.host.openmp import set_own_num_threads
-from common.load import EngineLoad
+from common.load import EngineLoad, PoolCounts
 from common.telemetry.timeline import ENGINE, Timeline
 
 CommandT = TypeVar("CommandT")
@@ -27,6 +26,8 @@ EventT = TypeVar("EventT")
 TakenT = TypeVar("TakenT")
 _CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
 _EventT_co = TypeVar("_EventT_co", covariant=True)
+
+_NOTHING = EngineLoad(PoolCounts(0, 0), PoolCounts(0, 0), num_queued=0, num_running=0, num_steps=0)
 
 _log = structlog.get_logger(__name__)
 
@@ -67,7 +68,68 @@ class EnginePort(Protocol[_CommandT_contra]):
         """False before the engine runs and after it died: then nothing posted will be answered."""
 
 
-class EngineThread(EnginePort[CommandT]):
+class EngineInbox(EnginePort[CommandT]):
+    """The way to an engine, complete before there is an engine: an edge is built with it, and the engine then with the
+    edge that it delivers events to.
+
+        EngineInbox ◀─ edge ◀─ engine ◀─ EngineThread        each is built with those to its left
+
+    Commands that are posted before the thread starts are in its first step.
+    """
+
+    def __init__(self) -> None:
+        self._posted: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
+        self._left: list[CommandT | None] = []  # what `take` passed over
+        self._load = _NOTHING
+        self._is_alive = False
+
+    def post(self, command: CommandT) -> None:
+        self._posted.put(command)
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._load
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    def take(self, kind: type[TakenT]) -> list[TakenT]:
+        """The commands of this kind that were posted since the step began. All others are left for the next step. Only
+        the engine calls it, within a step, for a kind that may overtake the others.
+        """
+        self._left += self._waiting()
+        taken = [command for command in self._left if isinstance(command, kind)]
+        self._left = [command for command in self._left if not isinstance(command, kind)]
+        return taken
+
+    # ---- for the engine's thread ------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """End the wait for a command. Any thread."""
+        self._posted.put(None)
+
+    def drain(self, timeout_s: float) -> list[CommandT]:
+        """What was posted. Where nothing was, wait for it, or for `wake`."""
+        commands, self._left = self._left, []
+        if timeout_s > 0 and not commands:
+            with suppress(queue.Empty):
+                commands.append(self._posted.get(timeout=timeout_s))
+        commands += self._waiting()
+        return [command for command in commands if command is not None]
+
+    def tell_load(self, load: EngineLoad) -> None:
+        self._load = load
+
+    def tell_alive(self, is_alive: bool) -> None:
+        self._is_alive = is_alive
+
+    def _waiting(self) -> Iterator[CommandT | None]:
+        while not self._posted.empty():  # nobody else takes from it
+            yield self._posted.get_nowait()
+
+
+class EngineThread(Generic[CommandT]):
     """Runs an engine's loop on a thread of its own.
 
     `deliver` is called on that thread with the events that a step returns, behind those that the engine delivered
@@ -78,6 +140,7 @@ class EngineThread(EnginePort[CommandT]):
     def __init__(
         self,
         *,
+        inbox: EngineInbox[CommandT],
         engine: Engine[CommandT, EventT],
         deliver: Callable[[Sequence[EventT]], None],
         on_death: Callable[[BaseException], None],
@@ -85,42 +148,26 @@ class EngineThread(EnginePort[CommandT]):
         enter: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
     ) -> None:
-        self._engine = engine
+        self.inbox = inbox
         self._enter = enter
         self._death: BaseException | None = None
         self._track = (timeline or Timeline()).track(ENGINE)
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
-        self._left: list[CommandT | None] = []  # of the inbox, by `take`
-        self._load = engine.load()
         self._stopping = threading.Event()
         self._num_steps_begun = 0
         self._is_stepping = False
-        engine.be_woken_by(partial(self._inbox.put, None))
+        inbox.tell_load(engine.load())
+        engine.be_woken_by(inbox.wake)
         self._thread = threading.Thread(target=self._run, args=(engine, deliver), name=name, daemon=True)
 
     def start(self) -> None:
+        self.inbox.tell_alive(True)
         self._thread.start()
-
-    def post(self, command: CommandT) -> None:
-        self._inbox.put(command)
-
-    def take(self, kind: type[TakenT]) -> list[TakenT]:
-        """The commands of this kind that were posted since the step began. All others are left for the next step. Only
-        the engine calls it, within a step, for a kind that may overtake the others.
-        """
-        self._left += self._posted()
-        taken = [command for command in self._left if isinstance(command, kind)]
-        self._left = [command for command in self._left if not isinstance(command, kind)]
-        return taken
-
-    @property
-    def load(self) -> EngineLoad:
-        return self._load
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._stopping.is_set()
+        """As its inbox says."""
+        return self.inbox.is_alive
 
     @property
     def death(self) -> BaseException | None:
@@ -139,10 +186,14 @@ class EngineThread(EnginePort[CommandT]):
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop after the step in progress. False when it did not end within `timeout_s`."""
-        self._stopping.set()
-        self._inbox.put(None)
+        self._end()
+        self.inbox.wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _end(self) -> None:
+        self.inbox.tell_alive(False)
+        self._stopping.set()
 
     def _run(self, engine: Engine[CommandT, EventT], deliver: Callable[[Sequence[EventT]], None]) -> None:
         # Its own tensors are small: a thread pool beside the forward's would only take cores from that.
@@ -150,15 +201,16 @@ class EngineThread(EnginePort[CommandT]):
         try:
             self._enter()
             while not self._stopping.is_set():
-                commands = self._drain(engine.idle_timeout_s())
+                commands = self.inbox.drain(engine.idle_timeout_s())
                 self._num_steps_begun += 1
                 self._is_stepping = True
                 with self._track.span("step"):
                     events = engine.step(commands)
-                self._load, before = engine.load(), self._load
-                if self._track.ring is not None and self._load != before:
-                    self._track.count("rows", running=self._load.num_running, queued=self._load.num_queued)
-                    self._track.count("slots", free=self._load.slots.free)
+                load, before = engine.load(), self.inbox.load
+                self.inbox.tell_load(load)
+                if self._track.ring is not None and load != before:
+                    self._track.count("rows", running=load.num_running, queued=load.num_queued)
+                    self._track.count("slots", free=load.slots.free)
                 if events:
                     with self._track.span("deliver", events=len(events)):
                         deliver(events)
@@ -166,18 +218,6 @@ class EngineThread(EnginePort[CommandT]):
             engine.close()
         except BaseException as error:
             self._death = error
-            self._stopping.set()
+            self._end()
             _log.critical("the engine loop died", exc_info=error)
             self._on_death(error)
-
-    def _drain(self, timeout_s: float) -> list[CommandT]:
-        commands, self._left = self._left, []
-        if timeout_s > 0 and not commands:
-            with suppress(queue.Empty):
-                commands.append(self._inbox.get(timeout=timeout_s))
-        commands += self._posted()
-        return [command for command in commands if command is not None]
-
-    def _posted(self) -> Iterator[CommandT | None]:
-        while not self._inbox.empty():  # nobody else takes from it
-            yield self._inbox.get_nowait()

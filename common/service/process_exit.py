@@ -1,7 +1,8 @@
-"""What every process of ours exits with, and how a signal ends one that serves nothing yet."""
+"""How a process of ours ends: by what signals, and with what status."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import structlog
 
 from common.errors import ConfigError, StartupError
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_OK, EXIT_STARTUP, EXIT_ENGINE_LOST, EXIT_CONFIG = 0, 1, 1, 2
 
 _log = structlog.get_logger(__name__)
@@ -32,9 +34,29 @@ def exit_on_termination() -> Iterator[None]:
     def exit_now(_number: int, _frame: object) -> None:
         raise SystemExit(EXIT_OK)
 
-    previous = {number: signal.signal(number, exit_now) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, exit_now) for number in _SIGNALS}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def termination_signals() -> Iterator[asyncio.Event]:
+    """The event is set by the first SIGTERM or SIGINT; a further one ends the process as the system has it."""
+    loop = asyncio.get_running_loop()
+    received = asyncio.Event()
+
+    def on_signal() -> None:
+        received.set()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield received
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,14 +1,10 @@
-"""What both services' servers share: bounds, TLS, reflection, truthful health, signals."""
+"""What both services' servers share: bounds, reflection, truthful health."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import ssl
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,11 +19,13 @@ from common.config.settings import ServiceSettings
 from common.errors import ConfigError, NotServed
 from common.host.descriptors import MAX_CONNECTIONS
 from common.peer_text import peer_text
-from common.rpc.bearer_tokens import TokenCheck, read_tokens, warn_if_open
+from common.rpc.bearer_tokens import TokenCheck, read_tokens
 from common.rpc.errors import abort_with
 from common.rpc.limits import StreamLimit
 from common.rpc.requests import BoundedRequests, Context, clients_told_apart
+from common.rpc.tls import server_credentials
 from common.service.health import HealthServicer
+from common.service.service_main import Process
 from common.service.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
 from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 
@@ -184,86 +182,22 @@ class _OtherCalls(grpc.GenericRpcHandler):
         return f"{service} is served by the {other}, at another address: {here}"
 
 
-@contextmanager
-def termination_signals() -> Iterator[asyncio.Event]:
-    """The event is set by the first SIGTERM or SIGINT; a further one ends the process as the system has it."""
-    loop = asyncio.get_running_loop()
-    received = asyncio.Event()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-
-    def on_signal() -> None:
-        received.set()
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield received
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+def open_server(
+    settings: ServiceSettings, process: Process, *, service_name: str, limits: ServerLimits
+) -> ServiceServer:
+    """With what the settings say of TLS and tokens. Raises ConfigError for files that are none of these."""
+    return ServiceServer(
+        service_name=service_name,
+        credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
+        checks_certificates=settings.tls_ca is not None,
+        tokens=server_tokens(settings),
+        limits=limits,
+        timeline=TimelineServicer(
+            timeline=process.runtime.timeline, service=service_name, instance_id=process.instance_id
+        ),
+    )
 
 
 def server_tokens(settings: ServiceSettings) -> tuple[str, ...]:
     """The tokens that callers must show one of; none when no file is named."""
     return () if settings.auth_token_file is None else read_tokens("auth_token_file", settings.auth_token_file)
-
-
-def server_credentials(
-    certificate: Path | None, key: Path | None, client_ca: Path | None
-) -> grpc.ServerCredentials | None:
-    """None without a certificate. With `client_ca`, clients must present a certificate that it signed.
-
-    Raises ConfigError for files that are none of these.
-    """
-    if certificate is None or key is None:
-        return None
-    server_tls(certificate, key)  # gRPC would only say that it cannot listen
-    if client_ca is not None:
-        _check_authority("tls_ca", client_ca)
-    return grpc.ssl_server_credentials(
-        [(_read("tls_key", key), _read("tls_cert", certificate))],
-        root_certificates=None if client_ca is None else _read("tls_ca", client_ca),
-        require_client_auth=client_ca is not None,
-    )
-
-
-def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Raises ConfigError."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(certificate, key, password="")  # rather than ask for one on a terminal
-        mode = key.stat().st_mode
-    except (OSError, ValueError) as error:  # an SSLError too
-        raise ConfigError(f"tls_cert: {certificate} with tls_key {key}: {error}") from error
-    warn_if_open("tls_key", key, mode)
-    return context
-
-
-def _check_authority(setting: str, path: Path) -> None:
-    try:
-        ssl.create_default_context().load_verify_locations(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: {path}: {error}") from error
-
-
-def channel_credentials(ca: Path | None, certificate: Path | None, key: Path | None) -> grpc.ChannelCredentials:
-    """What a client needs: whom it trusts (None: the system's authorities), and its own certificate where asked for.
-
-    Raises ConfigError for files that are none of these.
-    """
-    if ca is not None:
-        _check_authority("prefill_tls_ca", ca)
-    return grpc.ssl_channel_credentials(
-        root_certificates=None if ca is None else _read("prefill_tls_ca", ca),
-        private_key=None if key is None else _read("tls_key", key),
-        certificate_chain=None if certificate is None else _read("tls_cert", certificate),
-    )
-
-
-def _read(setting: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{setting}: {error}") from error

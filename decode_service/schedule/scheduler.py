@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.device.errors import PieceFailed
-from common.device.stream import Device, Scope, naming_a_lost_device
+from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device
 from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool, LeaseState
 from common.load import EngineLoad
 from common.model.target import TargetModel
-from common.service.wake_up import WakeUp
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from decode_service.forward.forward_side import ForwardSide

@@ -1,44 +1,19 @@
-"""The prefill service's gRPC server: Prefill, health and reflection."""
+"""The prefill service's methods on a gRPC server."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import grpc
 
 from baton.v1 import prefill_pb2
-from common.service.serving import ServerLimits, ServiceServer
-from common.service.timeline_rpc import TimelineServicer
+from common.service.serving import ServiceServer
 from prefill_service.edge.servicer import PrefillServicer
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
-class PrefillServer(ServiceServer):
-    def __init__(
-        self,
-        *,
-        servicer: PrefillServicer,
-        credentials: grpc.ServerCredentials | None = None,
-        checks_certificates: bool = False,
-        tokens: Sequence[str] = (),
-        limits: ServerLimits | None = None,
-        timeline: TimelineServicer | None = None,
-    ) -> None:
-        super().__init__(
-            service_name=PREFILL_SERVICE,
-            credentials=credentials,
-            checks_certificates=checks_certificates,
-            tokens=tokens,
-            limits=limits,
-            timeline=timeline,
-        )
-        self.grpc_server.add_generic_rpc_handlers((_prefill_handlers(servicer),))
-
-
-def _prefill_handlers(servicer: PrefillServicer) -> grpc.GenericRpcHandler:
+def add_prefill_servicer(servicer: PrefillServicer, server: ServiceServer) -> None:
     """Handoff takes and gives bytes: what cannot be parsed then fails its call by our own rules."""
-    return grpc.method_handlers_generic_handler(
+    handlers = grpc.method_handlers_generic_handler(
         PREFILL_SERVICE,
         {
             "Handoff": grpc.stream_stream_rpc_method_handler(servicer.handoff),
@@ -54,3 +29,4 @@ def _prefill_handlers(servicer: PrefillServicer) -> grpc.GenericRpcHandler:
             ),
         },
     )
+    server.grpc_server.add_generic_rpc_handlers((handlers,))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from common.device.errors import DeviceTimeout, PieceFailed
-from common.device.stream import Device, Scope, naming_a_lost_device, raise_if_device_failed
+from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
 from common.device.stream import Event as StreamEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
@@ -24,7 +24,6 @@ from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
-from common.service.wake_up import WakeUp
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.grpc_options import MAX_SEGMENT_BYTES

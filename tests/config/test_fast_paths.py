@@ -33,7 +33,7 @@ from common.service.service_main import Process, Serve, run_service
 from common.service.work_beside import Check, Work
 from common.wire.framed_payload import FramedPayload
 from decode_service import main as decode_main
-from decode_service.main import _engine
+from decode_service.main import new_engine
 from prefill_service import main as prefill_main
 
 SIZE = PoolSize(max_rows=4, max_kv_tokens=256, max_context_tokens=128, decided_by="the test")
@@ -244,9 +244,9 @@ def test_each_name_reaches_what_it_switches_off(
             if name == "GrpcTransport":
                 main._transport(settings, process, lambda command: None)
             elif main is decode_main:
-                main._engine(settings, process, SIZE, lambda stats: None)
+                main.new_engine(settings, process, SIZE, on_step=lambda stats: None)
             else:
-                main._engine(settings, process, SIZE, None, lambda stats: None)
+                main.new_engine(settings, process, SIZE, None, on_step=lambda stats: None)
         assert made.value.args == (expected,)
 
 
@@ -261,9 +261,9 @@ def test_an_engine_draws_with_what_was_chosen(main: Any, monkeypatch: pytest.Mon
     process = Process(instance_id="a", runtime=runtime, registry=CollectorRegistry())
     with pytest.raises(Made) as made:
         if main is decode_main:
-            main._engine(DecodeSettings(), process, SIZE, lambda stats: None)
+            main.new_engine(DecodeSettings(), process, SIZE, on_step=lambda stats: None)
         else:
-            main._engine(PrefillSettings(), process, SIZE, None, lambda stats: None)
+            main.new_engine(PrefillSettings(), process, SIZE, None, on_step=lambda stats: None)
     assert made.value.args == (chosen,)
 
 
@@ -306,7 +306,7 @@ def test_large_kv_lands_past_the_caches(
     model = str(tiny_model_dir("llama"))
     settings = DecodeSettings(model=model, dtype="float32", num_threads=1, disabled_fast_paths=disabled)
     process = Process(instance_id="a", runtime=runtime.open_runtime(settings), registry=CollectorRegistry())
-    engine = _engine(settings, process, SIZE, on_step=lambda stats: None)
+    engine = new_engine(settings, process, SIZE, on_step=lambda stats: None)
     engine.close()
     process.runtime.device.close(5.0)
     assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)

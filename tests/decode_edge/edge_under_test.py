@@ -22,12 +22,12 @@ from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.text.tokenizer import TextTokenizer
+from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.prompts import Prompts
-from decode_service.edge.readiness import is_ready
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.messages import FinishReason, Replica, ReplicasChanged, Tokens
@@ -113,6 +113,7 @@ async def running_edge(
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
     )
+    decode_edge = DecodeEdge(engine=engine, live_requests=live_requests, replicas=replicas, transport=transport)
     server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)
     servicer = InferenceServicer(
         engine=engine,
@@ -134,7 +135,7 @@ async def running_edge(
     port = await server.start("127.0.0.1:0")
     follower = asyncio.create_task(
         server.follow(
-            lambda: is_ready(is_engine_well=engine.is_alive, replicas=replicas, live_requests=live_requests),
+            lambda: engine.is_alive and decode_edge.is_ready,
             interval_s=0.01,
         )
     )

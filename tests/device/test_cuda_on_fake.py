@@ -19,7 +19,7 @@ from common.device.stream import Scope, naming_a_lost_device, raise_if_device_fa
 from common.device.upload import upload
 from common.errors import ConfigError, StartupError
 from common.load import EngineLoad, PoolCounts
-from common.service.engine_thread import EngineThread
+from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.watchdog import Watchdog
 from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda, FakeStream
 from tests.device.rigs import BOUND_S
@@ -70,11 +70,17 @@ def test_the_thread_that_opens_a_device_has_entered_it(cuda: FakeCuda) -> None:
 
 def test_the_engines_thread_enters_its_device_before_it_steps(cuda: FakeCuda) -> None:
     engine, device = IdleEngine(cuda), CudaDeviceOnFake(cuda, 2)
-    thread: EngineThread[str] = EngineThread(
-        engine=engine, deliver=lambda events: None, on_death=print, name="engine", enter=device.enter_thread
+    inbox: EngineInbox[str] = EngineInbox()
+    thread = EngineThread(
+        inbox=inbox,
+        engine=engine,
+        deliver=lambda events: None,
+        on_death=print,
+        name="engine",
+        enter=device.enter_thread,
     )
     thread.start()
-    thread.post("go")
+    inbox.post("go")
     assert engine.has_stepped.wait(BOUND_S)
     assert thread.stop(BOUND_S)
     assert {index for _, index in cuda.asked} == {2}
@@ -284,12 +290,13 @@ def test_an_engine_that_ends_by_a_lost_device_says_so(cuda: FakeCuda) -> None:
     engine, device = IdleEngine(cuda), CudaDeviceOnFake(cuda)
     engine.fails = True
     has_died = threading.Event()
-    thread: EngineThread[str] = EngineThread(
-        engine=engine, deliver=lambda events: None, on_death=lambda error: has_died.set(), name="engine"
+    inbox: EngineInbox[str] = EngineInbox()
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: has_died.set(), name="engine"
     )
     watchdog = Watchdog(engine=thread, device=device, num_layers_begun=lambda: 0, stall_timeout_s=60.0)
     thread.start()
-    thread.post("go")
+    inbox.post("go")
     assert has_died.wait(BOUND_S)
     watchdog.look()
     assert str(watchdog.lost) == "the engine died: DeviceLost: the device faulted"

@@ -90,7 +90,7 @@ async def finding(pair: RunningPair, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         max_kv_tokens=8192,
         handoff_progress_timeout_s=5.0,
     )
-    async with serving_here(decode_main, settings, READY_SERVICE["decode"], monkeypatch) as service:
+    async with serving_here(decode_main, settings, READY_SERVICE["decode"]) as service:
         await service.turns(HealthStatus.NOT_SERVING)
         yield Finding(service, behind)
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -16,25 +10,18 @@ import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from prometheus_client import CollectorRegistry
 
 from baton import errors
-from baton.client import AsyncClient, Client
+from baton.client import Client
 from baton.events import Delta
 from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings
-from common.errors import EngineLost
-from common.kv.pool_size import PoolSize
-from common.load import EngineLoad
-from common.service.runtime import open_runtime
-from common.service.service_main import Process
-from common.telemetry.engine_metrics import EngineMetrics
 from decode_service import main as decode_main
 from decode_service.messages import Command, Event
 from decode_service.schedule.scheduler import DecodeEngine
 from tests.support.running_pair import BOUND_S, RunningPair
+from tests.support.services_here import free_address, serving_here
 
-SIZE = PoolSize(max_rows=4, max_kv_tokens=8192, max_context_tokens=4096, decided_by="the test")
 SERVICES = {"decode": "baton.v1.Inference", "prefill": "baton.v1.Prefill"}
 
 
@@ -78,76 +65,6 @@ def test_a_request_can_be_made_from_reflected_descriptors_alone(pair: RunningPai
     assert set(kinds[1:-1]) == {"delta"}
 
 
-class MortalEngine:
-    """A decode engine whose next step raises once `is_cursed`."""
-
-    def __init__(self, engine: DecodeEngine) -> None:
-        self._engine = engine
-        self.is_cursed = threading.Event()
-
-    def step(self, commands: Sequence[Command]) -> Sequence[Event]:
-        if self.is_cursed.is_set():
-            raise RuntimeError("cursed")
-        return self._engine.step(commands)
-
-    def idle_timeout_s(self) -> float:
-        return self._engine.idle_timeout_s()
-
-    def be_woken_by(self, wake: Callable[[], None]) -> None:
-        self._engine.be_woken_by(wake)
-
-    def load(self) -> EngineLoad:
-        return self._engine.load()
-
-    @property
-    def recorded(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-@asynccontextmanager
-async def decode_here(
-    settings: DecodeSettings, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[AsyncClient, MortalEngine, asyncio.Task[None]]]:
-    """A decode service in this process, until it ends by itself, or SIGTERM ends it in order."""
-    process = Process(instance_id="here", runtime=open_runtime(settings), registry=CollectorRegistry())
-    engine = MortalEngine(decode_main._engine(settings, process, SIZE, EngineMetrics(CollectorRegistry()).on_step))
-    monkeypatch.setattr(decode_main, "_engine", lambda *_: engine)
-    serving = asyncio.create_task(decode_main.serve(settings, process))
-    try:
-        async with AsyncClient(settings.listen) as client:
-            await wait_for_health(client, HealthStatus.SERVING)
-            yield client, engine, serving
-    finally:
-        if not serving.done():  # else nobody takes the signal
-            os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(BOUND_S):
-                await serving
-        engine.close()
-        await asyncio.to_thread(process.runtime.close)
-
-
-async def wait_for_health(client: AsyncClient, status: HealthStatus) -> None:
-    async with asyncio.timeout(BOUND_S):
-        while await health(client) is not status:  # noqa: ASYNC110 - it can only be looked at
-            await asyncio.sleep(0.01)
-
-
-async def health(client: AsyncClient) -> HealthStatus | None:
-    try:
-        return await client.health("baton.v1.Inference")
-    except errors.Unavailable:
-        return None
-
-
-def free_address() -> str:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{held.getsockname()[1]}"
-
-
 async def test_an_engine_that_died_ends_its_streams_and_the_service(
     pair: RunningPair, tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,20 +77,22 @@ async def test_an_engine_that_died_ends_its_streams_and_the_service(
         max_kv_tokens=8192,
         debug_checks=True,
     )
-    async with decode_here(settings, monkeypatch) as (client, engine, serving):
-        stream = client.generate(token_ids=[10, 11, 12], max_tokens=3000, ignore_eos=True, temperature=0.0)
+    async with serving_here(decode_main, settings, SERVICES["decode"]) as decode:
+        await decode.turns(HealthStatus.SERVING)
+        stream = decode.client.generate(token_ids=[10, 11, 12], max_tokens=3000, ignore_eos=True, temperature=0.0)
         async for event in stream:
             if isinstance(event, Delta):
                 break
 
-        engine.is_cursed.set()
+        def step(_engine: DecodeEngine, _commands: Sequence[Command]) -> Sequence[Event]:
+            raise RuntimeError("cursed")
+
+        monkeypatch.setattr(DecodeEngine, "step", step)
 
         with pytest.raises(errors.Unavailable, match="cursed") as ended:
             async for _ in stream:
                 pass
         assert ended.value.reason == "ENGINE_LOST"
         with pytest.raises(errors.Unavailable):
-            await client.complete(token_ids=[10], max_tokens=1)
-        with pytest.raises(EngineLost, match="the engine died"):
-            async with asyncio.timeout(BOUND_S):
-                await serving
+            await decode.client.complete(token_ids=[10], max_tokens=1)
+        assert str(await decode.lost()) == "the engine died: RuntimeError: cursed"

@@ -262,7 +262,7 @@ def test_while_every_replica_is_stopped_decode_is_not_ready_and_what_waits_ends(
 
 
 async def test_when_decode_is_stopped_prefill_frees_what_it_had_and_serves_another_and_decode_goes_on_when_it_can(
-    pair: RunningPair, undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    pair: RunningPair, undisturbed: list[tuple[int, ...]]
 ) -> None:
     (decode,) = pair.processes.decode
     settings = DecodeSettings(
@@ -273,7 +273,7 @@ async def test_when_decode_is_stopped_prefill_frees_what_it_had_and_serves_anoth
         num_threads=1,
         max_kv_tokens=8192,
     )
-    async with serving_here(decode_main, settings, READY_SERVICE["decode"], monkeypatch) as other:
+    async with serving_here(decode_main, settings, READY_SERVICE["decode"]) as other:
         await other.turns(HealthStatus.SERVING)
         for _ in tries(pair, []):
             with requests(pair) as completions:

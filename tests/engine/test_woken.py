@@ -15,7 +15,7 @@ from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
-from common.service.engine_thread import EngineThread
+from common.service.engine_thread import EngineInbox, EngineThread
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
 from prefill_service.messages import Command, FrameReady, OpenCall
@@ -63,8 +63,9 @@ class Sleeper:
 
 def test_a_waiting_engine_steps_when_it_is_woken() -> None:
     engine = Sleeper()
-    thread: EngineThread[str] = EngineThread(
-        engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
+    inbox: EngineInbox[str] = EngineInbox()
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
     )
     thread.start()
     try:
@@ -96,19 +97,20 @@ class Taker(Sleeper):
 
 def test_an_engine_takes_some_commands_within_a_step_and_the_others_in_the_next() -> None:
     engine = Taker()
-    thread: EngineThread[object] = EngineThread(
-        engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="taker"
+    inbox: EngineInbox[object] = EngineInbox()
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="taker"
     )
     taken: list[int] = []
 
     def post_and_take() -> None:
         for command in ("a", 1, "b", 2):
-            thread.post(command)
-        taken.extend(thread.take(int))
-        thread.post("c")
+            inbox.post(command)
+        taken.extend(inbox.take(int))
+        inbox.post("c")
 
     engine.during_first = post_and_take
-    thread.post("first")
+    inbox.post("first")
     thread.start()
     assert engine.has_stepped.wait(BOUND_S), "what was left was waited for"
     assert thread.stop(BOUND_S)

@@ -97,7 +97,7 @@ def settled(loop: WatchedLoop, *services: Prefill | Decode) -> None:
     """Nothing is held, the engines run, and nothing went wrong out of sight."""
     wait_until(
         lambda: all(service.holds_nothing() for service in services),
-        lambda: [service.thread.load for service in services],
+        lambda: [service.thread.inbox.load for service in services],
     )
     assert all(service.thread.is_alive for service in services), "an engine died"
     faults, loop.faults[:] = list(loop.faults), []

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.device.factory import open_device
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.service.engine_thread import EngineThread
+from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.serving import ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.text.tokenizer import TextTokenizer
@@ -39,7 +39,7 @@ from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service import messages as prefill
 from prefill_service.edge import row_checks
-from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.fuzz.engine_target import fingerprint_of
@@ -95,7 +95,7 @@ def loop_under_watch() -> Iterator[WatchedLoop]:
 class Prefill:
     thread: EngineThread[prefill.Command]
     servicer: PrefillServicer
-    server: PrefillServer
+    server: ServiceServer
     fingerprint: Fingerprint
     address: str
 
@@ -118,7 +118,7 @@ class Decode:
 
 
 def is_empty(thread: EngineThread[Any]) -> bool:
-    load = thread.load
+    load = thread.inbox.load
     pools_are_free = load.rows.free == load.rows.total and load.slots.free == load.slots.total
     return pools_are_free and not (load.num_queued or load.num_running or load.unsent_bytes)
 
@@ -139,6 +139,14 @@ def tiny_target() -> Iterator[tuple[TargetModel, TextTokenizer]]:
 
 async def start_prefill(model: TargetModel) -> Prefill:
     fingerprint = fingerprint_of(model, None)
+    inbox: EngineInbox[prefill.Command] = EngineInbox()
+    servicer = PrefillServicer(
+        engine=inbox,
+        fingerprint=fingerprint,
+        model_limits=row_checks.ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
+        instance_id="fuzz",
+        limits=HandoffLimits(max_rows=HANDOFF_ROWS, first_command_timeout_s=BOUND_S),
+    )
     engine = PrefillEngine(
         model=model,
         device=open_device("cpu", num_threads=1),
@@ -150,24 +158,11 @@ async def start_prefill(model: TargetModel) -> Prefill:
         max_queued_rows=HANDOFF_ROWS,
         debug_checks=True,
     )
-
-    def deliver(events: Sequence[prefill.Event]) -> None:
-        servicer.deliver(events)
-
-    def on_death(error: BaseException) -> None:
-        servicer.engine_died(error)
-
-    thread: EngineThread[prefill.Command] = EngineThread(
-        engine=engine, deliver=deliver, on_death=on_death, name="fuzz-prefill"
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=servicer.deliver, on_death=servicer.engine_died, name="fuzz-prefill"
     )
-    servicer = PrefillServicer(
-        engine=thread,
-        fingerprint=fingerprint,
-        model_limits=row_checks.ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
-        instance_id="fuzz",
-        limits=HandoffLimits(max_rows=HANDOFF_ROWS, first_command_timeout_s=BOUND_S),
-    )
-    server = PrefillServer(servicer=servicer)
+    server = ServiceServer(service_name=PREFILL_SERVICE)
+    add_prefill_servicer(servicer, server)
     thread.start()
     port = await server.start("127.0.0.1:0")
     await server.set_ready(True)
@@ -187,30 +182,12 @@ async def start_decode(
     *,
     prefill_timeout_s: float = BOUND_S,
 ) -> Decode:
-    engine = DecodeEngine(
-        model=model,
-        device=open_device("cpu", num_threads=1),
-        max_rows=MAX_ROWS,
-        max_kv_tokens=MAX_KV_TOKENS,
-        max_context_tokens=CONTEXT,
-        prefill_timeout_s=prefill_timeout_s,
-        debug_checks=True,
-    )
+    inbox: EngineInbox[decode.Command] = EngineInbox()
     replicas = ReplicaBoard()
-
-    def deliver(events: Sequence[decode.Event]) -> None:
-        router.deliver(events)
-
-    def on_death(error: BaseException) -> None:
-        router.on_death(error)
-
-    thread: EngineThread[decode.Command] = EngineThread(
-        engine=engine, deliver=deliver, on_death=on_death, name="fuzz-decode"
-    )
 
     def post_report(report: Any) -> None:
         replicas.on_report(report)
-        thread.post(report)
+        inbox.post(report)
 
     transport = GrpcTransport(
         post=post_report,
@@ -221,14 +198,26 @@ async def start_decode(
         timeouts=timeouts,
     )
     observer = RequestObserver(RequestMetrics(CollectorRegistry(), finish_reasons=decode.FinishReason))
-    live_requests = LiveRequests(engine=thread, max_live=MAX_ROWS, observer=observer)
+    live_requests = LiveRequests(engine=inbox, max_live=MAX_ROWS, observer=observer)
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
+    )
+    engine = DecodeEngine(
+        model=model,
+        device=open_device("cpu", num_threads=1),
+        max_rows=MAX_ROWS,
+        max_kv_tokens=MAX_KV_TOKENS,
+        max_context_tokens=CONTEXT,
+        prefill_timeout_s=prefill_timeout_s,
+        debug_checks=True,
+    )
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=router.deliver, on_death=router.on_death, name="fuzz-decode"
     )
     limits = ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT, eos_token_ids=model.eos_token_ids)
     prompts = await Prompts(tokenizer=tokenizer, limits=limits).__aenter__()
     servicer = InferenceServicer(
-        engine=thread,
+        engine=inbox,
         live_requests=live_requests,
         prompts=prompts,
         decoder=tokenizer,

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
 from baton import Client
 from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings, PrefillSettings
@@ -34,17 +32,16 @@ def pair_here(loop: LoopThread, model: Path) -> Iterator[Client]:
     decode = DecodeSettings(listen=free_address(), prefill=(prefill.listen,), **common)  # type: ignore[arg-type]
     stack = AsyncExitStack()
 
-    async def start(patch: pytest.MonkeyPatch) -> None:
-        first = await stack.enter_async_context(serving_here(prefill_main, prefill, "baton.v1.Prefill", patch))
-        service = await stack.enter_async_context(serving_here(decode_main, decode, "baton.v1.Inference", patch))
+    async def start() -> None:
+        first = await stack.enter_async_context(serving_here(prefill_main, prefill, "baton.v1.Prefill"))
+        service = await stack.enter_async_context(serving_here(decode_main, decode, "baton.v1.Inference"))
         await service.turns(HealthStatus.SERVING)
         async with asyncio.timeout(FUSED_BOUND_S):  # answers are compared more closely than these agree with operators
             while not (first.model.runs_program and service.model.runs_program):  # noqa: ASYNC110 - threads set it
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     try:
-        with pytest.MonkeyPatch.context() as patch:  # what is patched is read while they start
-            loop.run(start(patch))
+        loop.run(start())
         with Client(decode.listen) as client:
             yield client
     finally:

@@ -15,6 +15,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, SharedPool
 from common.nixl.child import TransferProcess
+from common.service.serving import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -23,7 +24,7 @@ from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import HandoffTransport, TransportReport
 from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.row_checks import ModelLimits
-from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.nixl_lender import NixlLender
 from prefill_service.messages import (
@@ -135,7 +136,7 @@ class GrpcHome:
     def nixl_offer(self) -> prefill_pb2.NixlPool | None:
         return None
 
-    async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> tuple[PrefillServer, int]:
+    async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> tuple[ServiceServer, int]:
         self.servicer = servicer = PrefillServicer(
             engine=prefill,
             fingerprint=fingerprint,
@@ -146,7 +147,8 @@ class GrpcHome:
             nixl_offer=self.nixl_offer,
         )
         prefill.deliver = servicer.deliver
-        server = PrefillServer(servicer=servicer)
+        server = ServiceServer(service_name=PREFILL_SERVICE)
+        add_prefill_servicer(servicer, server)
         port = await server.start("127.0.0.1:0")
         await server.set_ready(True)
         return server, port

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from common.errors import PrefillUnavailable
 from common.rpc.name_lookup import look_up
-from common.service.serving import channel_credentials, server_credentials
+from common.rpc.tls import channel_credentials, server_credentials
 from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import Accepted
 from decode_service.handoff.grpc_transport import GrpcTransport

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, RowFailure, error_for_row_failure
 from common.load import EngineLoad, PoolCounts
-from common.service.serving import ServerLimits
+from common.service.serving import ServerLimits, ServiceServer
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.codec_frames import FrameCodec
@@ -24,7 +24,7 @@ from common.wire.grpc_options import channel_options
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
 from decode_service.handoff.status_errors import error_info
 from prefill_service.edge.row_checks import ModelLimits
-from prefill_service.edge.server import PREFILL_SERVICE, PrefillServer
+from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import CancelCallRows, SegmentBytesSent
 from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, prebuilt, row, segment
@@ -45,7 +45,7 @@ async def bounded(work: Awaitable[object]) -> object:
 class Edge:
     prefill: ScriptedPrefill
     servicer: PrefillServicer
-    server: PrefillServer
+    server: ServiceServer
     channel: grpc.aio.Channel
     address: str
 
@@ -104,7 +104,8 @@ async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> Asyn
         limits=limits,
     )
     prefill.deliver = servicer.deliver
-    server = PrefillServer(servicer=servicer, limits=ServerLimits(max_message_bytes=max_message_bytes))
+    server = ServiceServer(service_name=PREFILL_SERVICE, limits=ServerLimits(max_message_bytes=max_message_bytes))
+    add_prefill_servicer(servicer, server)
     port = await server.start("127.0.0.1:0")
     try:
         address = f"127.0.0.1:{port}"

@@ -277,10 +277,10 @@ def test_an_engine_that_there_is_no_room_for_beside_its_pool_is_refused_by_the_s
     with pytest.raises(StartupError, match=r"^memory_share: beside the KV pool .*0\.30 GiB. Lower it"):
         if main is prefill_main:
             monkeypatch.setattr(prefill_main, "PrefillEngine", take_too_much)
-            prefill_main._engine(PrefillSettings(), process, size, None, lambda stats: None)
+            prefill_main.new_engine(PrefillSettings(), process, size, None, on_step=lambda stats: None)
         else:
             monkeypatch.setattr(decode_main, "DecodeEngine", take_too_much)
-            decode_main._engine(DecodeSettings(), process, size, lambda stats: None)
+            decode_main.new_engine(DecodeSettings(), process, size, on_step=lambda stats: None)
 
 
 def test_memory_that_is_short_while_forwards_are_recorded_is_told_as_that() -> None:

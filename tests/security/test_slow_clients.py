@@ -14,8 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from common.rpc.requests import MAX_REQUEST_FIELDS
+from common.rpc.tls import channel_credentials, server_credentials
 from common.service import health
-from common.service.serving import ServerLimits, channel_credentials, server_credentials
+from common.service.serving import ServerLimits
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit
 from prefill_service.edge.servicer import HandoffLimits

@@ -13,10 +13,11 @@ from structlog.testing import capture_logs
 
 from baton import Client, Tls, errors
 from common.errors import ConfigError, PrefillUnavailable
-from common.service.serving import channel_credentials, server_credentials
+from common.rpc.tls import channel_credentials, server_credentials
+from common.service.serving import ServiceServer
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
-from prefill_service.edge.server import PrefillServer
+from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.homes import FAST, LIMITS
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row
@@ -36,7 +37,7 @@ class Rig:
         self._closings: list[Callable[[], Any]] = []
 
     def serve(self, credentials: grpc.ServerCredentials | None) -> str:
-        async def start() -> tuple[PrefillServer, int]:
+        async def start() -> tuple[ServiceServer, int]:
             servicer = PrefillServicer(
                 engine=self.prefill,
                 fingerprint=FINGERPRINT,
@@ -45,7 +46,8 @@ class Rig:
                 limits=HandoffLimits(),
             )
             self.prefill.deliver = servicer.deliver
-            server = PrefillServer(servicer=servicer, credentials=credentials)
+            server = ServiceServer(service_name=PREFILL_SERVICE, credentials=credentials)
+            add_prefill_servicer(servicer, server)
             port = await server.start("127.0.0.1:0")
             await server.set_ready(True)
             return server, port

@@ -22,7 +22,7 @@ async def test_a_connection_is_replaced_after_its_age(
         model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, max_kv_tokens=4096, listen=free_address()
     )
     async with (
-        serving_here(decode_main, settings, "baton.v1.Inference", monkeypatch),
+        serving_here(decode_main, settings, "baton.v1.Inference"),
         grpc.aio.insecure_channel(settings.listen) as channel,
         asyncio.timeout(BOUND_S),
     ):

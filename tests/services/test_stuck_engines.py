@@ -21,6 +21,7 @@ from baton.server_info import HealthStatus
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.device.cpu import CpuDevice
 from common.errors import EngineStalled
+from common.service import life
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
 from prefill_service.messages import Command, Event
@@ -36,7 +37,7 @@ Tiny = Callable[[str], Path]
 
 @asynccontextmanager
 async def pair_here(
-    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch, *, stall_timeout_s: float = STALL_TIMEOUT_S
+    tiny_model_dir: Tiny, *, stall_timeout_s: float = STALL_TIMEOUT_S
 ) -> AsyncIterator[tuple[ServiceHere, ServiceHere]]:
     """(prefill, decode), ready."""
     common = {
@@ -56,8 +57,8 @@ async def pair_here(
         **common,  # type: ignore[arg-type]
     )
     async with (
-        serving_here(prefill_main, prefill_settings, "baton.v1.Prefill", monkeypatch) as prefill,
-        serving_here(decode_main, decode_settings, "baton.v1.Inference", monkeypatch) as decode,
+        serving_here(prefill_main, prefill_settings, "baton.v1.Prefill") as prefill,
+        serving_here(decode_main, decode_settings, "baton.v1.Inference") as decode,
     ):
         await decode.turns(HealthStatus.SERVING)
         yield prefill, decode
@@ -79,21 +80,22 @@ async def decode_runs(decode: ServiceHere) -> None:
 
 
 async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_calls_and_then_its_service(
-    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Tiny,
 ) -> None:
-    async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
+    async with pair_here(tiny_model_dir) as (prefill, decode):
         prefill.hang.arm()
         request = asyncio.create_task(generate(decode))
         await prefill.hang.begun()
         begun_s = time.monotonic()
-        num_steps = prefill.threads[0].num_steps_begun
+        thread = prefill.lives[0].thread
+        num_steps = thread.num_steps_begun
 
         await asyncio.gather(prefill.turns(HealthStatus.NOT_SERVING), decode.turns(HealthStatus.NOT_SERVING))
 
         assert time.monotonic() - begun_s < TOLD_WITHIN_S
         assert await prefill.health("") is await decode.health("") is HealthStatus.SERVING
-        assert prefill.threads[0].num_steps_begun > num_steps, "its steps do not go on: another test's case"
-        assert prefill.threads[0].load.num_steps == 0, "a replica whose forward hangs seems to get on"
+        assert thread.num_steps_begun > num_steps, "its steps do not go on: another test's case"
+        assert thread.inbox.load.num_steps == 0, "a replica whose forward hangs seems to get on"
         assert not request.done()
         with capture_logs() as logs:
             with pytest.raises(errors.Unavailable) as ended:
@@ -107,10 +109,8 @@ async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_ca
         assert not decode.serving.done()
 
 
-async def test_a_decode_forward_that_hangs_is_told_ends_its_streams_and_then_the_service(
-    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
+async def test_a_decode_forward_that_hangs_is_told_ends_its_streams_and_then_the_service(tiny_model_dir: Tiny) -> None:
+    async with pair_here(tiny_model_dir) as (prefill, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
         decode.hang.arm()
@@ -133,9 +133,8 @@ async def test_a_decode_forward_that_hangs_is_told_ends_its_streams_and_then_the
 async def test_a_service_whose_engine_hangs_ends_by_sigterm_too_and_says_why(
     tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_main, "_ENGINE_STOP_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(prefill_main, "_ENGINE_STOP_TIMEOUT_S", 0.5)
-    async with pair_here(tiny_model_dir, monkeypatch, stall_timeout_s=60) as (prefill, decode):
+    monkeypatch.setattr(life, "ENGINE_STOP_TIMEOUT_S", 0.5)
+    async with pair_here(tiny_model_dir, stall_timeout_s=60) as (prefill, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
         other = asyncio.create_task(generate(decode))
@@ -159,7 +158,7 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
 ) -> None:
     entered: set[str] = set()
     monkeypatch.setattr(CpuDevice, "enter_thread", lambda device: entered.add(threading.current_thread().name))
-    async with pair_here(tiny_model_dir, monkeypatch) as (prefill, decode):
+    async with pair_here(tiny_model_dir) as (prefill, decode):
         assert entered == {"prefill-engine", "decode-engine"}
 
         def step(_engine: PrefillEngine, _commands: Sequence[Command]) -> Sequence[Event]:
@@ -177,9 +176,9 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
 LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
     import sys, threading
     from types import SimpleNamespace
-    from common.service import runtime, service_main
     from common.config.settings import DecodeSettings
     from common.errors import EngineStalled
+    from common.service import runtime, service_main
 
     async def serve(settings, process):
         threading.Thread(target=threading.Event().wait).start()

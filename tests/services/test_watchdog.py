@@ -14,7 +14,7 @@ from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import StreamKind
 from common.errors import EngineLost, EngineStalled
 from common.load import EngineLoad, PoolCounts
-from common.service.engine_thread import EngineThread
+from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine
 
 STALL_TIMEOUT_S = 60.0
@@ -231,12 +231,13 @@ class HangingEngine:
 
 def test_an_engine_thread_tells_a_step_that_hangs_from_waiting_for_commands(rig: Rig) -> None:
     engine = HangingEngine()
-    thread: EngineThread[str] = EngineThread(
-        engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
+    inbox: EngineInbox[str] = EngineInbox()
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
     )
     thread.start()
     watchdog = rig.watch(thread)
-    thread.post("hang")
+    inbox.post("hang")
     assert engine.has_begun.wait(BOUND_S)
     rig.look_at(watchdog, JUST_BEFORE_S)
     assert watchdog.is_well

@@ -92,9 +92,9 @@ async def test_both_services_populate_their_pools_once_they_are_ready_and_not_be
     decode = DecodeSettings(listen=free_address(), prefill=(prefill.listen,), max_kv_tokens=1024, **common)
     populated: list[int] = []
     monkeypatch.setattr(KvPool, "populate", lambda pool, check: populated.append(pool.num_free_slots))
-    async with serving_here(decode_main, decode, "baton.v1.Inference", monkeypatch) as service:
+    async with serving_here(decode_main, decode, "baton.v1.Inference") as service:
         await service.turns(HealthStatus.NOT_SERVING)  # without a replica
         assert populated == []
-        async with serving_here(prefill_main, prefill, "baton.v1.Prefill", monkeypatch):
+        async with serving_here(prefill_main, prefill, "baton.v1.Prefill"):
             await service.turns(HealthStatus.SERVING)
             await until(lambda: populated == [512, 1024])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.service.serving import ServerLimits
-from prefill_service.edge.server import PrefillServer
+from common.service.serving import ServerLimits, ServiceServer
+from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.homes import LIMITS
 from tests.handoff.samples import FINGERPRINT
@@ -40,7 +40,8 @@ async def running_prefill_edge(
         limits=limits or HandoffLimits(),
     )
     engine.deliver = servicer.deliver
-    server = PrefillServer(servicer=servicer, tokens=tokens, limits=server_limits, credentials=credentials)
+    server = ServiceServer(service_name=PREFILL_SERVICE, tokens=tokens, limits=server_limits, credentials=credentials)
+    add_prefill_servicer(servicer, server)
     port = await server.start("127.0.0.1:0")
     await server.set_ready(True)
     yield PrefillEdge(engine, servicer, f"127.0.0.1:{port}")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import pytest
 from opentelemetry.trace import Tracer
@@ -23,7 +21,7 @@ from baton.server_info import HealthStatus
 from common.config.settings import ServiceSettings
 from common.errors import EngineLost
 from common.model.attention import ForwardInput
-from common.service.engine_thread import EngineThread
+from common.service.life import ServiceLife
 from common.service.runtime import open_runtime
 from common.service.service_main import Process
 from common.telemetry.tracing import NO_TRACER
@@ -67,7 +65,7 @@ class ServiceHere:
     hang: Hang
     model: FaultyTarget
     terminated: asyncio.Event
-    threads: list[EngineThread[Any]] = field(default_factory=list)
+    lives: list[ServiceLife]
 
     async def health(self, service: str | None = None) -> HealthStatus | None:
         """Of `ready_service` unless named; None while nobody answers."""
@@ -94,21 +92,12 @@ async def serving_here(
     main: ModuleType,
     settings: ServiceSettings,
     ready_service: str,
-    monkeypatch: pytest.MonkeyPatch,
     *,
     tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[ServiceHere]:
-    """The service whose `serve` is in `main`. What is left at the end ends as by SIGTERM."""
+    """The service that `main` assembles. What is left at the end ends as by SIGTERM."""
     terminated, hang = asyncio.Event(), Hang()
-    threads: list[EngineThread[Any]] = []
-
-    class KeptThread(EngineThread[Any]):
-        def start(self) -> None:
-            threads.append(self)
-            super().start()
-
-    monkeypatch.setattr(main, "EngineThread", KeptThread)
-    monkeypatch.setattr(main, "termination_signals", lambda: contextlib.nullcontext(terminated))
+    lives: list[ServiceLife] = []
     runtime = open_runtime(settings)
     model = FaultyTarget(runtime.model)
     model.fails = hang
@@ -118,18 +107,24 @@ async def serving_here(
         registry=CollectorRegistry(),
         tracer=tracer,
     )
-    serving = asyncio.create_task(main.serve(settings, process))
+
+    async def serve() -> None:
+        async with main.assembled(settings, process) as life:
+            lives.append(life)
+            await life.run(terminated)
+
+    serving = asyncio.create_task(serve())
     try:
         async with AsyncClient(settings.listen) as client:
-            yield ServiceHere(client, ready_service, serving, hang, model, terminated, threads)
+            yield ServiceHere(client, ready_service, serving, hang, model, terminated, lives)
     finally:
         hang.release()
         terminated.set()
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(serving, return_exceptions=True)
         await asyncio.to_thread(runtime.close)
-        for thread in threads:  # a process whose engine is lost ends without
-            assert await asyncio.to_thread(thread.stop, BOUND_S)
+        for life in lives:  # a process whose engine is lost ends without
+            assert await asyncio.to_thread(life.thread.stop, BOUND_S)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -51,10 +51,8 @@ def assert_they_fill(parent: ReceivedSpan, parts: Sequence[ReceivedSpan]) -> Non
     assert sum(part.seconds for part in parts) == pytest.approx(parent.seconds, rel=0.05)
 
 
-async def test_a_request_is_one_trace_of_the_caller_and_both_services(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with traced_pair(model, monkeypatch, endpoint=receiver.endpoint) as pair:
+async def test_a_request_is_one_trace_of_the_caller_and_both_services(model: Path, receiver: OtlpReceiver) -> None:
+    async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         with pair.tracer.start_as_current_span("asking"):
             done = await pair.client.complete(token_ids=PROMPT, max_tokens=6, ignore_eos=True, request_id="r1")
     spans = receiver.spans
@@ -89,10 +87,8 @@ async def test_a_request_is_one_trace_of_the_caller_and_both_services(
     assert not [span for span in spans if span.error is not None]
 
 
-async def test_without_a_caller_the_decode_service_begins_the_trace(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with traced_pair(model, monkeypatch, endpoint=receiver.endpoint) as pair:
+async def test_without_a_caller_the_decode_service_begins_the_trace(model: Path, receiver: OtlpReceiver) -> None:
+    async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         for _ in range(2):
             await pair.client.complete(token_ids=PROMPT[:5], max_tokens=2)
 
@@ -103,10 +99,8 @@ async def test_without_a_caller_the_decode_service_begins_the_trace(
         assert_they_fill(generate, stages_of(generate, receiver.spans))
 
 
-async def test_a_row_that_is_tried_again_shows_both_attempts(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with traced_pair(model, monkeypatch, endpoint=receiver.endpoint) as pair:
+async def test_a_row_that_is_tried_again_shows_both_attempts(model: Path, receiver: OtlpReceiver) -> None:
+    async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         pair.prefill.model.fails = FailsFirst(lambda batch: not is_decode(batch))
         await pair.client.complete(token_ids=PROMPT[:20], max_tokens=3, ignore_eos=True)
     spans = receiver.spans
@@ -128,10 +122,8 @@ async def test_a_row_that_is_tried_again_shows_both_attempts(
     assert generate.attributes["baton.num_handoff_attempts"] == 2
 
 
-async def test_a_request_whose_step_fails_shows_where(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with traced_pair(model, monkeypatch, endpoint=receiver.endpoint) as pair:
+async def test_a_request_whose_step_fails_shows_where(model: Path, receiver: OtlpReceiver) -> None:
+    async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         pair.decode.model.fails = FailsFirst(is_decode)
         with pytest.raises(errors.Internal):
             await pair.client.complete(token_ids=PROMPT[:5], max_tokens=3, ignore_eos=True)
@@ -147,11 +139,9 @@ async def test_a_request_whose_step_fails_shows_where(
     assert_they_fill(generate, stages)
 
 
-async def test_a_request_whose_client_left_ends_as_cancelled(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_whose_client_left_ends_as_cancelled(model: Path, receiver: OtlpReceiver) -> None:
     async with (
-        traced_pair(model, monkeypatch, endpoint=receiver.endpoint) as pair,
+        traced_pair(model, endpoint=receiver.endpoint) as pair,
         pair.client.generate(token_ids=PROMPT[:5], max_tokens=2000, ignore_eos=True) as events,
     ):
         await anext(events)
@@ -165,21 +155,17 @@ async def test_a_request_whose_client_left_ends_as_cancelled(
     assert_they_fill(generate, stages)
 
 
-async def test_a_trace_that_its_caller_does_not_sample_is_not_exported(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trace_that_its_caller_does_not_sample_is_not_exported(model: Path, receiver: OtlpReceiver) -> None:
     unsampled = NonRecordingSpan(SpanContext(trace_id=5, span_id=6, is_remote=True))
-    async with traced_pair(model, monkeypatch, endpoint=receiver.endpoint) as pair:
+    async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         with use_span(unsampled):
             await pair.client.complete(token_ids=PROMPT, max_tokens=2)
 
     assert not receiver.spans
 
 
-async def test_with_tracing_off_nothing_is_exported(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with traced_pair(model, monkeypatch, endpoint="", caller_endpoint=receiver.endpoint) as pair:
+async def test_with_tracing_off_nothing_is_exported(model: Path, receiver: OtlpReceiver) -> None:
+    async with traced_pair(model, endpoint="", caller_endpoint=receiver.endpoint) as pair:
         with pair.tracer.start_as_current_span("asking"):
             await pair.client.complete(token_ids=PROMPT, max_tokens=2)
 
@@ -187,9 +173,9 @@ async def test_with_tracing_off_nothing_is_exported(
 
 
 async def test_a_decode_service_that_does_not_trace_passes_the_callers_trace_on(
-    model: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+    model: Path, receiver: OtlpReceiver
 ) -> None:
-    async with traced_pair(model, monkeypatch, endpoint=receiver.endpoint, decode_endpoint="") as pair:
+    async with traced_pair(model, endpoint=receiver.endpoint, decode_endpoint="") as pair:
         with pair.tracer.start_as_current_span("asking"):
             await pair.client.complete(token_ids=PROMPT, max_tokens=2)
 
@@ -198,8 +184,8 @@ async def test_a_decode_service_that_does_not_trace_passes_the_callers_trace_on(
     assert {span.service for span in receiver.spans} == {"caller", "prefill_service"}
 
 
-async def test_a_collector_that_is_not_there_costs_spans_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with traced_pair(model, monkeypatch, endpoint=f"http://{free_address()}") as pair:
+async def test_a_collector_that_is_not_there_costs_spans_only(model: Path) -> None:
+    async with traced_pair(model, endpoint=f"http://{free_address()}") as pair:
         done = await pair.client.complete(token_ids=PROMPT, max_tokens=4, ignore_eos=True)
 
     assert len(done.token_ids) == 4

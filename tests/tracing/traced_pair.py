@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from opentelemetry.trace import Tracer
 
 import decode_service.main
@@ -34,7 +33,6 @@ class TracedPair:
 @asynccontextmanager
 async def traced_pair(
     model: Path,
-    monkeypatch: pytest.MonkeyPatch,
     *,
     endpoint: str,
     decode_endpoint: str | None = None,
@@ -65,7 +63,6 @@ async def traced_pair(
                 prefill_service.main,
                 prefill,
                 "baton.v1.Prefill",
-                monkeypatch,
                 tracer=tracer_of(prefill, "prefill_service"),
             )
         )
@@ -74,7 +71,6 @@ async def traced_pair(
                 decode_service.main,
                 decode,
                 "baton.v1.Inference",
-                monkeypatch,
                 tracer=tracer_of(decode, "decode_service"),
             )
         )

@@ -1,0 +1,191 @@
+"""In which order a service's parts start and stop, whatever ends it. The parts are the test's, and note what they are
+told to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.config.settings import DecodeSettings
+from common.device.scripted import ScriptedDevice
+from common.errors import BatonError, EngineLost, EngineStalled
+from common.service.engine_thread import EngineInbox
+from common.service.life import ServiceLife
+from common.telemetry.engine_metrics import EngineMetrics
+
+BOUND_S = 10.0
+
+
+class Thread:
+    """An EngineThread."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self._steps = steps
+        self.inbox: EngineInbox[str] = EngineInbox()
+        self.is_alive = False
+        self.death: BaseException | None = None
+        self.is_stepping = False
+        self.num_steps_begun = 0
+        self.ends = True
+
+    def start(self) -> None:
+        self._steps.append("engine starts")
+        self.is_alive = True
+
+    def stop(self, _timeout_s: float) -> bool:
+        self._steps.append("engine stops")
+        return self.ends
+
+    def die(self) -> None:
+        self.death, self.is_alive = RuntimeError("cursed"), False
+
+
+class Server:
+    """A ServiceServer that looks at readiness until it is there."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self._steps = steps
+        self.is_ready = False
+        self.serves = asyncio.Event()
+
+    async def start(self, _address: str) -> int:
+        self._steps.append("server listens")
+        return 1
+
+    async def set_ready(self, is_ready: bool) -> None:
+        self._steps.append("ready" if is_ready else "not ready")
+        self.is_ready = is_ready
+
+    async def follow(self, is_ready: Callable[[], bool], *, on_ready: Callable[[], None]) -> None:
+        assert is_ready()
+        await self.set_ready(True)
+        on_ready()
+        self.serves.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._steps.append("readiness ends")
+
+    async def stop(self, _grace_s: float) -> None:
+        await asyncio.sleep(0)  # what was cancelled ends
+        self._steps.append("server stops")
+
+
+class Edge:
+    """A ServiceEdge."""
+
+    is_ready = True
+    num_open: ClassVar = {"num_things": 1}
+
+    def __init__(self, steps: list[str]) -> None:
+        self._steps = steps
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+        self.failed_with: list[BatonError] = []
+
+    async def open(self) -> None:
+        self._steps.append("edge opens")
+
+    def drain(self) -> None:
+        self._steps.append("drains")
+
+    async def wait_idle(self) -> None:
+        self._steps.append("waits")
+        await self.is_idle.wait()
+
+    def fail_all(self, error: BatonError) -> None:
+        self._steps.append("fails all")
+        self.failed_with.append(error)
+        self.is_idle.set()
+
+    def end_rest(self) -> None:
+        self._steps.append("ends the rest")
+
+    async def close(self) -> None:
+        self._steps.append("edge closes")
+
+
+class Parts:
+    """`steps`: what they were told to do, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.thread, self.server, self.edge = Thread(self.steps), Server(self.steps), Edge(self.steps)
+        self.runtime = SimpleNamespace(
+            device=ScriptedDevice(),
+            model=SimpleNamespace(num_layers_begun=0, runs_program=False),
+            forward_counts={},
+            start_beside=lambda populate: populate(lambda: None),
+        )
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+async def live(parts: Parts, end: Callable[[asyncio.Event], None], *, grace_period_s: float = BOUND_S) -> None:
+    """From start to end, `end` being called once it serves."""
+    life = ServiceLife(
+        settings=DecodeSettings(grace_period_s=grace_period_s),
+        runtime=cast(Any, parts.runtime),
+        metrics=EngineMetrics(CollectorRegistry()),
+        thread=cast(Any, parts.thread),
+        edge=parts.edge,
+        server=cast(Any, parts.server),
+        populate=lambda _check: parts.steps.append("populates"),
+    )
+    terminated = asyncio.Event()
+    running = asyncio.create_task(life.run(terminated))
+    async with asyncio.timeout(BOUND_S):
+        await parts.server.serves.wait()
+        end(terminated)
+        await running
+
+
+STARTS = ["engine starts", "edge opens", "server listens", "ready", "populates"]
+DRAINS = ["drains", "not ready", "waits", "ends the rest", "readiness ends", "server stops", "edge closes"]
+
+
+async def test_parts_start_in_one_order_and_stop_in_another(parts: Parts) -> None:
+    await live(parts, lambda terminated: terminated.set())
+    assert parts.steps == [*STARTS, *DRAINS, "engine stops"]
+    assert not parts.edge.failed_with
+
+
+async def test_what_does_not_end_is_waited_for_as_long_as_the_grace_period(parts: Parts) -> None:
+    parts.edge.is_idle.clear()
+    await live(parts, lambda terminated: terminated.set(), grace_period_s=0.01)
+    assert parts.steps == [*STARTS, *DRAINS, "engine stops"]
+
+
+async def test_an_engine_that_is_lost_fails_all_and_its_thread_is_not_waited_for(parts: Parts) -> None:
+    with pytest.raises(EngineLost, match=r"^the engine died: RuntimeError: cursed$") as lost:
+        await live(parts, lambda _terminated: parts.thread.die())
+    assert parts.steps == [*STARTS, "drains", "fails all", *DRAINS]
+    assert parts.edge.failed_with == [lost.value]
+
+
+async def test_an_engine_that_is_lost_while_it_drains_ends_the_wait(parts: Parts) -> None:
+    parts.edge.is_idle.clear()
+
+    def end(terminated: asyncio.Event) -> None:
+        terminated.set()
+        asyncio.get_running_loop().call_later(0.01, parts.thread.die)
+
+    with pytest.raises(EngineLost):
+        await live(parts, end)
+    assert parts.steps == [*STARTS, *DRAINS[:3], "drains", "fails all", *DRAINS[3:]]
+
+
+async def test_an_engine_that_does_not_stop_is_told(parts: Parts) -> None:
+    parts.thread.ends = False
+    with pytest.raises(EngineStalled, match="did not stop"):
+        await live(parts, lambda terminated: terminated.set())
+    assert parts.steps[-1] == "engine stops"
