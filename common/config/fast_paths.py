@@ -65,12 +65,12 @@ class FastPath(StrEnum):
     SHORT_SWITCH_INTERVAL = (
         "short_switch_interval",
         "Python hands its lock from thread to thread after 0.5 ms, not after 5 ms. "
-        "Switch it off to profile the interpreter.",
+        "Switch it off where a profile shows time lost to switching.",
     )
     EARLY_SENDING = (
         "early_sending",
         "Prefill sends the KV of a chunk's first layers while it computes the later ones. "
-        "Switch it off to tell the time of computing from that of sending.",
+        "Switch it off to time computing and sending apart.",
     )
     FRAMED_PAYLOADS = (
         "framed_payloads",
@@ -80,12 +80,12 @@ class FastPath(StrEnum):
     NONTEMPORAL_COPIES = (
         "nontemporal_copies",
         "On a CPU, decode copies large KV into its pool past the CPU's caches. "
-        "Switch it off on a CPU whose caches hold the KV as well as the weights.",
+        "Switch it off on a CPU whose caches hold weights and KV together.",
     )
     PARALLEL_CONNECTIONS = (
         "parallel_connections",
         "Decode spreads its calls over two connections to each prefill service. "
-        "Switch it off where connections are counted.",
+        "Switch it off where a proxy or a firewall limits connections.",
     )
 
 

@@ -35,11 +35,11 @@ class GatewaySettings(ProcessSettings):
     served_model_name: str = ""
     """Name of the model over HTTP; unset: that of the decode service."""
     max_request_bytes: RequestBytes = 4 << 20
-    """Size of a request, at most."""
+    """Most bytes of one request, 64 KiB to 16 MiB."""
     max_open_requests: Positive = 512
-    """Requests at a time, of all clients together."""
+    """Open requests at a time, of all clients together."""
     max_choices: Choices = 32
-    """Choices of a request: n for each of its prompts."""
+    """Most choices of a request, n for each of its prompts, 1 to 128."""
     request_timeout_s: Seconds | None = None
     """Deadline of a request; unset: none."""
     admission_timeout_s: Seconds = 5.0
@@ -47,7 +47,7 @@ class GatewaySettings(ProcessSettings):
     resume_timeout_s: Seconds = 60.0
     """How long a broken stream looks for a decode service that goes on with it."""
     client_stall_timeout_s: Seconds = 30.0
-    """A client that takes nothing for so long is dropped."""
+    """A client that takes nothing for this long is dropped."""
     status_page: bool = True
     """Serves the status page at /."""
     status_needs_key: bool = False

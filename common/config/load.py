@@ -19,6 +19,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from common.config.fast_paths import FastPath
 from common.config.gateway_settings import GatewaySettings
 from common.config.process_settings import ENV_PREFIX, LogFormat, ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
@@ -86,6 +87,8 @@ def help_text(kind: type[ProcessSettings], program: str) -> str:
         is_switch = field.annotation is bool
         lines.append(f"{flag}, --no-{flag[2:]}" if is_switch else f"{flag} {_placeholder(name, field)}")
         lines.append(f"    {field.description}{_default_words(field.default)}")
+    if "disabled_fast_paths" in kind.model_fields:
+        lines += ["", "fast paths:", *(f"{path}\n    {path.meaning}" for path in FastPath)]
     return "\n".join(lines)
 
 

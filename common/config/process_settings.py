@@ -28,19 +28,19 @@ class ProcessSettings(BaseSettings):
     listen: Address
     """HOST:PORT to listen on."""
     grace_period_s: NonNegativeSeconds = 30.0
-    """How long running requests may take after SIGTERM."""
+    """How long running requests may take to finish after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lines below this level are not written."""
     log_format: LogFormat = "json"
-    """Format of the log on stderr: json writes one object a line, console writes lines for people."""
+    """Lines of the log on stderr: JSON objects, or text for people."""
     tls_cert: Path | None = None
-    """PEM file of the certificate; with tls_key the server speaks TLS."""
+    """PEM file of the server's certificate; with tls_key the server speaks TLS."""
     tls_key: Path | None = None
     """PEM file of the key of tls_cert."""
     otlp_endpoint: OptionalEndpoint = ""
-    """http://HOST:PORT of a collector for traces; without it nothing is traced."""
+    """http://HOST:PORT or https://HOST:PORT of an OTLP collector for traces; unset: nothing is traced."""
     trace_sample_ratio: Ratio = 1.0
-    """With otlp_endpoint: the share of requests without a trace of their own that begin one."""
+    """With otlp_endpoint: the share of requests without a trace of their own that begin one, 0 to 1."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -1,4 +1,4 @@
-"""Every setting of both services, with its default and its range. docs/configuration.md explains them."""
+"""Every setting of both services, with its default and its range. docs/configuration.md shows them."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ class ServiceSettings(ProcessSettings):
         return "cuda:0" if self.device == "cuda" else self.device
 
     metrics_listen: OptionalAddress = ""
-    """HOST:PORT where Prometheus finds /metrics; without it there are no metrics."""
+    """HOST:PORT where Prometheus finds /metrics; unset: there are no metrics."""
     metrics_token_file: Path | None = None
     """File of tokens, one a line; whoever asks for metrics must show one."""
     model: str = DEMO_MODEL
-    """ "demo", a directory, a GGUF file or a hub id."""
+    """The model: "demo", a directory, a GGUF file or a hub id."""
     draft: Annotated[str, Field(validate_default=True)] = ""
-    """Draft head for speculation: "demo", a directory, a hub id or "none". The demo model has its own by default."""
+    """Draft head: "demo", a directory, a hub id, or "none"; unset: the demo model's own, else none."""
     draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
-    """1 drafts chains, 2 to 8 trees whose nodes have so many children."""
+    """1 drafts chains, 2 to 8 trees whose nodes have so many children; both services need the same."""
     device: DeviceName = "cpu"
-    """cpu, cuda or cuda:<index>."""
+    """cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number type of weights and KV; both services need the same."""
     attention: Literal["kernels", "torch"] = "kernels"
-    """Kernels made for the device, or PyTorch's slower operators."""
+    """Kernels made for the device, or PyTorch's operators: the reference, and slower."""
     tf32: bool = False
-    """Lets float32 products on CUDA use TF32."""
+    """On CUDA, lets products of float32 use TF32: faster, and less exact."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of a forward; 0: by the cores there are."""
     max_rows: Positive | None = None
@@ -84,17 +84,17 @@ class ServiceSettings(ProcessSettings):
     max_context_tokens: Positive | None = None
     """Caps prompt plus output below what the model allows."""
     engine_stall_timeout_s: Seconds = 60.0
-    """An engine that does not move for so long ends the process."""
+    """An engine that does not move for this long ends the process."""
     disabled_fast_paths: FastPaths = ()
-    """Optimisations to do without, with commas; docs/configuration.md lists their names."""
+    """Optimisations to do without, with commas."""
     debug_checks: bool = False
-    """Checks invariants at every step; slow."""
+    """Checks the engine's invariants at every step; slow."""
     tls_ca: Path | None = None
-    """PEM file; clients must then present a certificate that it signed."""
+    """PEM file of an authority; clients must then present a certificate that it signed."""
     auth_token_file: Path | None = None
-    """File of tokens, one a line; every call but health must then show one."""
+    """File of tokens, one a line; every call but health checks must then show one."""
     max_streams: Positive = 1024
-    """Open streams at a time of each method that streams."""
+    """Open streams at a time of each method that streams; more are refused."""
 
     @field_validator("draft")
     @classmethod
@@ -117,19 +117,19 @@ class PrefillSettings(ServiceSettings):
     listen: Address = "127.0.0.1:50052"
     """HOST:PORT to listen on."""
     chunk_tokens: Positive = 512
-    """Tokens of one prompt in a forward, at most."""
+    """Most tokens of one prompt in a forward."""
     max_batch_tokens: Positive = 2048
-    """Tokens of all prompts in a forward, at most."""
+    """Most tokens of all prompts together in a forward."""
     send_budget_bytes: Positive = 64 << 20
-    """KV copied out of the pool and not yet taken by a receiver."""
+    """Most bytes of KV copied out of the pool and not yet taken by a receiver."""
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
-    """Size of one KV segment."""
+    """Most bytes of one KV segment, 64 KiB to 8 MiB."""
     kv_transport: KvTransport = "auto"
     """How KV reaches decode services; auto: through shared memory on one host, else over gRPC."""
     max_queued_rows: Positive = 1024
-    """Prompts that may wait for a row."""
+    """Prompts that may wait for a row; more are refused."""
     stall_timeout_s: Seconds = 30.0
-    """A receiver that takes nothing for so long loses its call."""
+    """A receiver that takes nothing for this long loses its call."""
 
     @property
     def max_fused_tokens(self) -> int:
@@ -154,19 +154,19 @@ class DecodeSettings(ServiceSettings):
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     """With draft_topk above 1: levels of the tree."""
     adaptive_depth: bool = True
-    """Drafts less deep, or not at all, where that is faster."""
+    """Drafts less deep, or not at all, where that gives more tokens a second."""
     receive_budget_bytes: Positive = 128 << 20
-    """KV received and not yet in the pool."""
+    """Most bytes of KV received and not yet in the pool."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     """Requests that may wait beyond max_rows; more are refused."""
     max_handoff_attempts: Positive = 3
-    """Prefill services a request is handed to before it fails."""
+    """Prefill services that a request is handed to before it fails."""
     prefill_timeout_s: Seconds = 10.0
-    """How long a request waits for any prefill service to be ready."""
+    """How long a request waits for a prefill service to be ready."""
     handoff_progress_timeout_s: Seconds = 30.0
-    """A prefill service that sends nothing for so long loses the call."""
+    """A prefill service that sends nothing for this long loses the call."""
     client_stall_timeout_s: Seconds = 60.0
-    """A client that reads nothing for so long counts as gone."""
+    """A client that reads nothing for this long counts as gone."""
     prefill_tls: bool = False
     """The prefill services speak TLS."""
     prefill_tls_ca: Path | None = None
@@ -174,7 +174,7 @@ class DecodeSettings(ServiceSettings):
     prefill_token_file: Path | None = None
     """File whose first token is shown to the prefill services."""
     max_request_bytes: RequestBytes = 4 << 20
-    """Size of a request, at most."""
+    """Most bytes of one request, 64 KiB to 16 MiB."""
 
     @property
     def max_fused_tokens(self) -> int:

@@ -264,7 +264,10 @@ def test_help_explains_every_setting_with_its_default_and_an_example(
         flag = f"--{name.replace('_', '-')}"
         (place,) = [at for at, line in enumerate(lines) if re.match(rf"{flag}\b(?!-)", line)]
         assert re.fullmatch(r"    \S.{10,}", lines[place + 1]), f"{name} is not explained"
+        assert not any(line.startswith(" ") for line in lines[place + 2 : place + 3]), f"{name} takes more than a line"
         assert "None" not in lines[place + 1]
+    listed = [path for path in FastPath if path in lines and lines[lines.index(path) + 1] == f"    {path.meaning}"]
+    assert listed == ([] if kind is GatewaySettings else list(FastPath))
     assert any(line.endswith(f"(default: {kind.model_fields['listen'].default})") for line in lines)
     (example,) = [line.partition("python -m program ")[2] for line in lines if line.startswith("example: ")]
     assert load_settings(kind, example.split(), program="program").listen in example
