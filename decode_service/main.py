@@ -21,14 +21,13 @@ from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
 from common.errors import StartupError
 from common.host.descriptors import max_connections
-from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
-from common.model.attention import MAX_SPLIT_BYTES
+from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.rpc.name_lookup import look_up
 from common.rpc.tls import channel_credentials
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
-from common.service.runtime import Runtime
+from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
 from common.service.service_main import Process
 from common.service.serving import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
@@ -179,30 +178,19 @@ def _on_step(metrics: EngineMetrics, process: Process) -> OnStep:
 def new_engine(
     settings: DecodeSettings, process: Process, size: PoolSize, *, on_step: OnStep, deliver: Deliver | None = None
 ) -> DecodeEngine:
-    runtime = process.runtime
+    draft = process.runtime.draft
     try:
         with room_beside_pool():
             return DecodeEngine(
-                model=runtime.model,
-                draft=runtime.draft,
-                spec_info=within_rows(speculation_of(settings, runtime.draft), size.max_rows)
-                if runtime.draft
-                else None,
+                **engine_arguments(settings, process.runtime, size),
+                spec_info=None if draft is None else within_rows(speculation_of(settings, draft), size.max_rows),
                 adapts_depth=settings.adaptive_depth,
-                device=runtime.device,
-                draw_kernels=runtime.draw_kernels,
-                max_rows=size.max_rows,
-                max_kv_tokens=size.max_kv_tokens,
-                max_context_tokens=size.max_context_tokens,
-                overlap=settings.uses(FastPath.OVERLAP),
                 replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
                 nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
                 max_handoff_attempts=settings.max_handoff_attempts,
                 prefill_timeout_s=settings.prefill_timeout_s,
                 on_step=on_step,
                 deliver=deliver,
-                timeline=runtime.timeline,
-                debug_checks=settings.debug_checks,
             )
     except PieceFailed as error:  # recording is all that has run so far
         message = "the model's forwards cannot be recorded, and run as they are with it among disabled_fast_paths"
@@ -214,27 +202,26 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
     model, draft = runtime.model, runtime.draft
     depth = depth_of(spec_info, adapts=settings.adaptive_depth)
     levels = [None] if depth is None else depth.levels
-    is_host = model.torch_device.type == "cpu"
-    num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
-    each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + num_ahead)
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
     records = settings.uses(FastPath.CUDA_GRAPHS) and runtime.device.graphs is not None
 
-    def peak_bytes(num_rows: int) -> int:
+    def step(num_rows: int) -> StepMemory:
         num_tokens = num_rows * max(map(num_step_tokens, levels))
-        forward = forward_bytes(
-            num_tokens=max(num_tokens, 0 if draft is None else MAX_CATCH_UP_TOKENS),
-            num_logits=num_tokens,
-            hidden_size=model.hidden_size,
-            vocab_size=model.vocab_size,
-        )
         recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
-        parts = min(num_tokens * model.hidden_size * SPLIT_BYTES, MAX_SPLIT_BYTES)
-        on_gpu = parts + settings.receive_budget_bytes  # what lands is copied there
-        return (num_rows + 1) * each_row + forward + (recorded if records else 0) + unread + (0 if is_host else on_gpu)
+        return StepMemory(
+            num_tokens=num_tokens,
+            num_logits=num_tokens,
+            num_head_tokens=0 if draft is None else MAX_CATCH_UP_TOKENS,
+            kept_bytes=(recorded if records else 0) + unread,
+        )
 
-    return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
+    return memory_beside(
+        runtime,
+        step,
+        staged_bytes=settings.receive_budget_bytes,
+        tokens_ahead=0 if spec_info is None else spec_info.num_slots - 1,
+    )
 
 
 def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTransport:

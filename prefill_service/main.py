@@ -16,12 +16,11 @@ from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.host.descriptors import max_connections
-from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolSize, forward_bytes, room_beside_pool, row_bytes
+from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.kv.shared_pool import SharedPool
-from common.model.attention import MAX_SPLIT_BYTES
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
-from common.service.runtime import Runtime
+from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
 from common.service.service_main import Process
 from common.service.serving import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
@@ -123,29 +122,19 @@ def new_engine(
     deliver: Callable[[Sequence[Event]], None] | None = None,
     returned: Callable[[], Sequence[SegmentBytesSent]] = tuple,
 ) -> PrefillEngine:
-    runtime = process.runtime
     with room_beside_pool():
         return PrefillEngine(
-            model=runtime.model,
-            draft=runtime.draft,
+            **engine_arguments(settings, process.runtime, size),
             draft_topk=settings.draft_topk,
-            device=runtime.device,
-            draw_kernels=runtime.draw_kernels,
-            max_rows=size.max_rows,
-            max_kv_tokens=size.max_kv_tokens,
-            max_context_tokens=size.max_context_tokens,
             chunk_tokens=settings.chunk_tokens,
             max_batch_tokens=settings.max_batch_tokens,
             send_budget_bytes=settings.send_budget_bytes,
             max_segment_bytes=settings.max_segment_bytes,
             max_queued_rows=settings.max_queued_rows,
             early_sending=settings.uses(FastPath.EARLY_SENDING),
-            overlap=settings.uses(FastPath.OVERLAP),
             on_step=on_step,
             deliver=deliver,
             returned=returned,
-            timeline=runtime.timeline,
-            debug_checks=settings.debug_checks,
             shared_pool=shared_pool,
             new_payload=FramedPayload.new if settings.uses(FastPath.FRAMED_PAYLOADS) else None,
         )
@@ -154,23 +143,15 @@ def new_engine(
 def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
     """With two forwards under way: of one the activations, of both the states that a head wants."""
     model, num_tokens = runtime.model, settings.max_batch_tokens
-    is_host = model.torch_device.type == "cpu"
-    parts = min(num_tokens * model.hidden_size * SPLIT_BYTES, MAX_SPLIT_BYTES)
-    on_gpu = parts + settings.send_budget_bytes  # what is sent is gathered there, then copied out
     num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states
     captured_bytes = num_states * model.hidden_size * model.dtype.itemsize
-    each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens)
 
-    def peak_bytes(num_rows: int) -> int:
-        forward = forward_bytes(
-            num_tokens=num_tokens,
-            num_logits=min(num_rows, num_tokens),
-            hidden_size=model.hidden_size,
-            vocab_size=model.vocab_size,
+    def step(num_rows: int) -> StepMemory:
+        return StepMemory(
+            num_tokens=num_tokens, num_logits=min(num_rows, num_tokens), kept_bytes=2 * num_tokens * captured_bytes
         )
-        return (num_rows + 1) * each_row + forward + 2 * num_tokens * captured_bytes + (0 if is_host else on_gpu)
 
-    return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
+    return memory_beside(runtime, step, staged_bytes=settings.send_budget_bytes)
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import structlog
 import torch
@@ -25,7 +25,8 @@ from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.host.openmp import num_compute_threads
-from common.kv.pool_size import MemoryBeside, PoolLimits, PoolSize, size_pool
+from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolLimits, PoolSize, forward_bytes, row_bytes, size_pool
+from common.model.attention import MAX_SPLIT_BYTES
 from common.model.attention_choice import new_draw_kernels
 from common.model.loader import load_target
 from common.model.model_files import model_faults
@@ -107,6 +108,75 @@ class Runtime:
         """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
         if not self.beside.stop(_STOP_TIMEOUT_S):
             _log.warning("work_beside_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
+
+
+class EngineArguments(TypedDict):
+    """What both engines are built with alike."""
+
+    model: TargetModel
+    draft: PagedHead | None
+    device: Device
+    draw_kernels: TritonDraws | None
+    max_rows: int
+    max_kv_tokens: int
+    max_context_tokens: int
+    overlap: bool
+    timeline: Timeline
+    debug_checks: bool
+
+
+def engine_arguments(settings: ServiceSettings, runtime: Runtime, size: PoolSize) -> EngineArguments:
+    return EngineArguments(
+        model=runtime.model,
+        draft=runtime.draft,
+        device=runtime.device,
+        draw_kernels=runtime.draw_kernels,
+        max_rows=size.max_rows,
+        max_kv_tokens=size.max_kv_tokens,
+        max_context_tokens=size.max_context_tokens,
+        overlap=settings.uses(FastPath.OVERLAP),
+        timeline=runtime.timeline,
+        debug_checks=settings.debug_checks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What a step of so many rows computes at most, and what is kept beside its forward.
+
+    `num_tokens` are the forward's, of which `num_logits` have logits; a draft head reads `num_head_tokens` at once.
+    `kept_bytes`: hidden states, recorded forwards.
+    """
+
+    num_tokens: int
+    num_logits: int
+    num_head_tokens: int = 0
+    kept_bytes: int = 0
+
+
+def memory_beside(
+    runtime: Runtime, step: Callable[[int], StepMemory], *, staged_bytes: int, tokens_ahead: int = 0
+) -> MemoryBeside:
+    """What a service takes beside its pool, by what a `step` of that many rows has. A GPU has besides what attention
+    in parts writes, and `staged_bytes` of KV that comes or leaves. A row has slots for `tokens_ahead` more tokens than
+    a request.
+    """
+    model = runtime.model
+    each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + tokens_ahead)
+
+    def peak_bytes(num_rows: int) -> int:
+        memory = step(num_rows)
+        forward = forward_bytes(
+            num_tokens=max(memory.num_tokens, memory.num_head_tokens),
+            num_logits=memory.num_logits,
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+        )
+        parts = min(memory.num_tokens * model.hidden_size * SPLIT_BYTES, MAX_SPLIT_BYTES)
+        on_gpu = 0 if model.torch_device.type == "cpu" else parts + staged_bytes
+        return (num_rows + 1) * each_row + forward + memory.kept_bytes + on_gpu
+
+    return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
 
 
 def open_runtime(settings: ServiceSettings) -> Runtime:
