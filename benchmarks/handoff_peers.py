@@ -21,7 +21,7 @@ from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput
 from common.service.engine_thread import EngineInbox, EngineThread
-from common.service.serving import ServiceServer
+from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.framed_payload import FramedPayload
 from common.wire.grpc_options import MAX_SEGMENT_BYTES

@@ -37,8 +37,8 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.steady_load import SteadyLoad
-from common.service.timeline_rpc import ANSWER_TIMEOUT_S, DEFAULT_DURATION_S
 from common.telemetry.timeline import Timeline
+from common.telemetry.timeline_rpc import ANSWER_TIMEOUT_S, DEFAULT_DURATION_S
 
 LEAST_RATIO = 0.98
 CONCURRENCY = 8

@@ -27,9 +27,9 @@ from common.rpc.name_lookup import look_up
 from common.rpc.tls import channel_credentials
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
+from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
-from common.service.service_main import Process
-from common.service.serving import ServerLimits, open_server
+from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from common.config.settings import PrefillSettings
-from common.service.service_main import Serve, run_service
+from common.service.process import Serve, run_service
 
 
 def main() -> int:

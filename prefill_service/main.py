@@ -20,9 +20,9 @@ from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.kv.shared_pool import SharedPool
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
+from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
-from common.service.service_main import Process
-from common.service.serving import ServerLimits, open_server
+from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.step_stats import OnStep

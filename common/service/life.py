@@ -21,7 +21,7 @@ from common.errors import BatonError, EngineLost, EngineStalled
 from common.service.engine_thread import EngineThread
 from common.service.process_exit import termination_signals
 from common.service.runtime import Runtime
-from common.service.serving import ServiceServer
+from common.service.server import ServiceServer
 from common.service.watchdog import Watchdog
 from common.service.work_beside import Work
 from common.telemetry.engine_metrics import EngineMetrics

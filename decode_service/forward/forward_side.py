@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from common.device.stream import Device, Stream
 from common.draft.graphed_head import GraphedHead
 from common.draft.head import DraftHead
+from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.graphed_target import GraphedTarget
 from common.model.sampling_state import SamplingState
 from common.model.target import Target, TargetModel
-from common.service.warm_kernels import warm_kernels
 from decode_service.forward.eagle_worker import EagleWorker, MultiLayerEagleWorker
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import Recorded, record_forwards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from baton.v1 import prefill_pb2
-from common.service.serving import ServiceServer
+from common.service.server import ServiceServer
 from prefill_service.edge.servicer import PrefillServicer
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name

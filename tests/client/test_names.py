@@ -9,7 +9,7 @@ from typing import Any
 
 from baton import AsyncClient
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.service.serving import ServerLimits, ServiceServer
+from common.service.server import ServerLimits, ServiceServer
 from tests.support.name_server import NameServer
 
 CONNECTION_AGE_S = 0.2

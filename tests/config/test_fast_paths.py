@@ -27,9 +27,9 @@ from common.kv.pool_size import PoolSize
 from common.model.attention_torch import TorchAttention
 from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
-from common.service import runtime, service_main
+from common.service import process, runtime
+from common.service.process import Process, Serve, run_service
 from common.service.process_exit import EXIT_STARTUP
-from common.service.service_main import Process, Serve, run_service
 from common.service.work_beside import Check, Work
 from common.wire.framed_payload import FramedPayload
 from decode_service import main as decode_main
@@ -274,7 +274,7 @@ def test_a_service_keeps_freed_memory(keeps: bool, monkeypatch: pytest.MonkeyPat
     def import_serve() -> Serve[DecodeSettings]:
         raise StartupError("far enough")
 
-    monkeypatch.setattr(service_main, "keep_freed_memory", lambda: done.append("kept"))
+    monkeypatch.setattr(process, "keep_freed_memory", lambda: done.append("kept"))
     arguments = [] if keeps else ["--disabled-fast-paths=kept_memory"]
     assert run_service("decode_service", DecodeSettings, import_serve, arguments) == EXIT_STARTUP
     assert done == ["kept"] * keeps
@@ -293,7 +293,7 @@ def test_a_services_threads_wait_for_those_that_compute(
     def import_serve() -> Serve[DecodeSettings]:
         raise StartupError("far enough")
 
-    monkeypatch.setattr(service_main, "wait_for_computing", lambda: done.append("waits"))
+    monkeypatch.setattr(process, "wait_for_computing", lambda: done.append("waits"))
     assert run_service("decode_service", DecodeSettings, import_serve, arguments) == EXIT_STARTUP
     assert done == expected
 

@@ -11,8 +11,8 @@ from common.errors import StartupError
 from common.host import openmp
 from common.host.openmp import num_compute_threads, spin_briefly
 from common.service import runtime
+from common.service.process import Serve, run_service
 from common.service.process_exit import EXIT_STARTUP
-from common.service.service_main import Serve, run_service
 from common.telemetry.timeline import Timeline
 
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.model.sampling_params import TokenLogprobs
-from common.service.serving import ServerLimits, ServiceServer
+from common.service.server import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.tracing import NO_TRACER

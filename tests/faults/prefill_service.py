@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from common.config.settings import PrefillSettings
-from common.service.service_main import Serve
+from common.service.process import Serve
 from tests.faults.service import run_with_faults
 
 

@@ -19,7 +19,7 @@ import torch
 
 from common.config.settings import ServiceSettings
 from common.kv.pool import KvPool, RowLease
-from common.service.service_main import Process, Serve, run_service
+from common.service.process import Process, Serve, run_service
 from common.wire.codec_frames import FrameCodec
 from common.wire.framed_payload import FramedPayload
 from common.wire.handoff import Frame

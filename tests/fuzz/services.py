@@ -22,7 +22,7 @@ from common.device.factory import open_device
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
-from common.service.serving import ServiceServer
+from common.service.server import ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.text.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint

@@ -15,7 +15,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, SharedPool
 from common.nixl.child import TransferProcess
-from common.service.serving import ServiceServer
+from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, RowFailure, error_for_row_failure
 from common.load import EngineLoad, PoolCounts
-from common.service.serving import ServerLimits, ServiceServer
+from common.service.server import ServerLimits, ServiceServer
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.codec_frames import FrameCodec

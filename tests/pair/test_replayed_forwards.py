@@ -20,8 +20,8 @@ from common.kv.pool_size import PoolSize
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.service.process import Process
 from common.service.runtime import Runtime
-from common.service.service_main import Process
 from common.telemetry.timeline import Timeline
 from decode_service import main as decode_main
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from common.rpc.requests import MAX_REQUEST_FIELDS
 from common.rpc.tls import channel_credentials, server_credentials
-from common.service import health
-from common.service.serving import ServerLimits
+from common.service import server
+from common.service.server import ServerLimits
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit
 from prefill_service.edge.servicer import HandoffLimits
@@ -278,7 +278,7 @@ async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, con
 async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them(
     edge: Edge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "_MAX_WATCHES_PER_HOST", NUM_STREAMS + 1)
+    monkeypatch.setattr(server, "_MAX_WATCHES_PER_HOST", NUM_STREAMS + 1)
     stub = health_pb2_grpc.HealthStub(edge.channel)
 
     def watch() -> grpc.aio.UnaryStreamCall[Any, Any]:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from baton import Client, Tls, errors
 from common.errors import ConfigError, PrefillUnavailable
 from common.rpc.tls import channel_credentials, server_credentials
-from common.service.serving import ServiceServer
+from common.service.server import ServiceServer
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
 from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer

@@ -21,7 +21,7 @@ from baton.server_info import HealthStatus
 from common.addresses import is_loopback
 from common.errors import ConfigError
 from common.rpc.bearer_tokens import authorization, read_tokens
-from common.service.serving import ServiceServer
+from common.service.server import ServiceServer
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.status_errors import error_info

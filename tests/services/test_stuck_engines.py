@@ -178,7 +178,7 @@ LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
     from types import SimpleNamespace
     from common.config.settings import DecodeSettings
     from common.errors import EngineStalled
-    from common.service import runtime, service_main
+    from common.service import process, runtime
 
     async def serve(settings, process):
         threading.Thread(target=threading.Event().wait).start()
@@ -186,7 +186,7 @@ LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
         raise EngineStalled("stream forward has not moved")
 
     runtime.open_runtime = lambda settings: SimpleNamespace(close=lambda: None)
-    sys.exit(service_main.run_service("decode_service", DecodeSettings, lambda: serve, []))
+    sys.exit(process.run_service("decode_service", DecodeSettings, lambda: serve, []))
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.service.serving import ServerLimits, ServiceServer
+from common.service.server import ServerLimits, ServiceServer
 from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.homes import LIMITS

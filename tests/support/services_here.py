@@ -22,8 +22,8 @@ from common.config.settings import ServiceSettings
 from common.errors import EngineLost
 from common.model.attention import ForwardInput
 from common.service.life import ServiceLife
+from common.service.process import Process
 from common.service.runtime import open_runtime
-from common.service.service_main import Process
 from common.telemetry.tracing import NO_TRACER
 from tests.support.faulty_target import FaultyTarget
 

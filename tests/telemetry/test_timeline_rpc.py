@@ -13,9 +13,9 @@ import pytest
 from baton import errors
 from baton.timeline import EventKind, record_timelines
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
-from common.service.serving import ServiceServer
-from common.service.timeline_rpc import MAX_EVENTS, TimelineServicer
+from common.service.server import ServiceServer
 from common.telemetry.timeline import RecordedTrack, Recording, Timeline
+from common.telemetry.timeline_rpc import MAX_EVENTS, TimelineServicer
 
 BOUND_S = 20.0
 SHORT_S = 0.05

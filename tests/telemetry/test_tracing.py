@@ -55,7 +55,7 @@ def test_a_ratio_of_0_begins_no_trace_and_follows_those_that_others_began(receiv
 def test_without_an_endpoint_there_is_no_sdk() -> None:
     program = """
         import sys
-        import common.service.service_main
+        import common.service.process
         from common.config.gateway_settings import GatewaySettings
         from common.telemetry.tracing import NO_TRACER, process_tracer
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from baton.v1 import timeline_pb2_grpc
 from common.addresses import is_loopback, why_not_listen
 from common.config.settings import ServiceSettings
-from common.errors import ConfigError, NotServed
+from common.errors import ConfigError, NotServed, Overloaded, RequestCancelled
 from common.host.descriptors import MAX_CONNECTIONS
 from common.peer_text import peer_text
 from common.rpc.bearer_tokens import TokenCheck, read_tokens
@@ -24,13 +25,15 @@ from common.rpc.errors import abort_with
 from common.rpc.limits import StreamLimit
 from common.rpc.requests import BoundedRequests, Context, clients_told_apart
 from common.rpc.tls import server_credentials
-from common.service.health import HealthServicer
-from common.service.service_main import Process
-from common.service.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
+from common.service.process import Process
+from common.telemetry.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
 from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 
 READINESS_INTERVAL_S = 0.1
 _ALIVE = ""
+_Response = health_pb2.HealthCheckResponse
+_MAX_WATCHES_PER_HOST = 1024
+_WRITE_TIMEOUT_S = 10.0
 _ANSWERING = {"baton.v1.Inference": "decode service", "baton.v1.Prefill": "prefill service"}
 
 _log = structlog.get_logger(__name__)
@@ -180,6 +183,62 @@ class _OtherCalls(grpc.GenericRpcHandler):
         if other is None or service == own:
             return f"{peer_text(method, 128)!r} is not served here: {here}"
         return f"{service} is served by the {other}, at another address: {here}"
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1 of a server that names its services beforehand.
+
+    Event loop only. A watcher that reads nothing keeps neither `set` nor another watcher waiting, and is left.
+
+    One host may watch so often that all clients behind it can, and not so often that nobody else can: what is more is
+    RESOURCE_EXHAUSTED.
+
+    (That of grpcio-health-checking holds a lock while it writes, on which every later change of the status waits.)
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Any] = {}
+        self._num_watches: Counter[str] = Counter()
+        self._changed = asyncio.Event()
+
+    def set(self, service: str, *, is_serving: bool) -> None:
+        self._statuses[service] = _Response.SERVING if is_serving else _Response.NOT_SERVING
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._statuses:
+            known = ", ".join(name for name in self._statuses if name)
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"{peer_text(request.service, 128)!r} is not here, {known} is"
+            )
+        return _Response(status=self._statuses[request.service])
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        host = str(context.peer()).rpartition(":")[0]
+        if self._num_watches[host] >= _MAX_WATCHES_PER_HOST:
+            await abort_with(context, Overloaded(f"{_MAX_WATCHES_PER_HOST} watches of this host are open"))
+        self._num_watches[host] += 1
+        try:
+            await self._write_changes(request.service, context)
+        except TimeoutError:
+            await abort_with(context, RequestCancelled("the watcher reads nothing"))
+        finally:
+            self._num_watches[host] -= 1
+            if not self._num_watches[host]:
+                del self._num_watches[host]
+
+    async def _write_changes(self, service: str, context: Context) -> NoReturn:
+        """Raises TimeoutError when a change is not taken."""
+        sent = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(service, _Response.SERVICE_UNKNOWN)
+            if status != sent:
+                async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                    await context.write(_Response(status=status))
+                sent = status
+            await changed.wait()
 
 
 def open_server(
