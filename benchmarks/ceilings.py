@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from baton_cpu.blocks.linear import can_pack
-from common.host.num_cores import num_cores
+from common.host.cores import num_cores
 
 READ_BYTES = 1 << 29
 MATRIX_SIZE = 2048

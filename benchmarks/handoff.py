@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.bare_stream import MESSAGE_BYTES, StreamRates, at_best_size, stream_rates
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.handoff_peers import DecodePeer, HandoffShape, prefill_peer
-from common.host.host_memory import keep_freed_memory
-from common.host.scheduling_policy import switch_threads_early
+from common.host.cores import switch_threads_early
+from common.host.memory import keep_freed_memory
 from common.kv.layer_group import LayerGroupSpec
 
 SHAPES = {

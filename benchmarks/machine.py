@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common.host.num_cores import num_cores
+from common.host.cores import num_cores
 
 _LOOPS = 1500
 _BEST_SHARE = 100  # one loop in so many is taken for the core's own speed

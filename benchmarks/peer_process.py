@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from common.host.host_memory import keep_freed_memory
-from common.host.scheduling_policy import switch_threads_early
+from common.host.cores import switch_threads_early
+from common.host.memory import keep_freed_memory
 
 _START_TIMEOUT_S = 60.0
 

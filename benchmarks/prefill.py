@@ -21,7 +21,7 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.peer import add_peer_argument, peer_row, run_peer
-from common.host.num_cores import num_cores
+from common.host.cores import num_cores
 
 MIN_RATIO = 1.0
 DTYPE = "bfloat16"

@@ -7,7 +7,7 @@ forward of each prompt, instead.
 
 from __future__ import annotations
 
-from common.host.openmp import spin_briefly
+from common.host.cores import spin_briefly
 
 spin_briefly()  # before torch is imported, as the services do
 

@@ -8,7 +8,7 @@ prefill time, by the median over rounds.
 
 from __future__ import annotations
 
-from common.host.openmp import spin_briefly
+from common.host.cores import spin_briefly
 
 spin_briefly()  # before torch is imported, as the services do
 
@@ -31,9 +31,12 @@ from benchmarks.full_speed_pair import full_speed_pair  # noqa: E402
 from benchmarks.machine import demo_model_dir  # noqa: E402
 from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
-from common.host.host_memory import keep_freed_memory  # noqa: E402
-from common.host.openmp import num_compute_threads, set_own_num_threads  # noqa: E402
-from common.host.scheduling_policy import switch_threads_early  # noqa: E402
+from common.host.cores import (  # noqa: E402
+    num_compute_threads,
+    set_own_num_threads,
+    switch_threads_early,
+)
+from common.host.memory import keep_freed_memory  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
 from common.service.fused_forwards import fuse  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from baton.events import Completion, Delta, Finished
-from common.rpc.requests import MAX_REQUEST_FIELDS
+from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.text.chat_messages import ChatMessage, ToolCall
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import ApiError, invalid, not_served

@@ -121,7 +121,7 @@ def _train(
     threads: int | None,
     **settings: Any,
 ) -> None:
-    from common.host.openmp import spin_briefly
+    from common.host.cores import spin_briefly
 
     spin_briefly()
     import torch

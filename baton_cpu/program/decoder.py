@@ -15,7 +15,7 @@ from baton_cpu.program.builder import ProgramBuilder
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH, step_of
 from baton_cpu.program.kernel.numbers import DTYPES
 from baton_cpu.program.kernel.operations import Store
-from common.host.available_memory import require_room
+from common.host.memory import require_room
 from common.model.forward_program import AttentionSize, FusedDecoder, NewDecoder, Program
 
 _MAX_POSITIONS = 131_072  # 64 MB of cosines and sines at a head_dim of 128 in bfloat16

@@ -19,7 +19,7 @@ from baton_cpu.program.kernel.operations import Store
 from common.draft.checkpoint import Checkpoint
 from common.draft.head import HeadPrograms, NewHeadPrograms
 from common.draft.spec import Eagle3Spec
-from common.host.available_memory import require_room
+from common.host.memory import require_room
 from common.model.forward_program import AttentionSize, FusedDecoder, Program
 from common.model.target import TargetModel
 

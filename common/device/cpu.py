@@ -29,9 +29,8 @@ from common.device.stream import (
     StreamProgress,
     Work,
 )
-from common.host.available_memory import available_bytes
-from common.host.openmp import set_own_num_threads
-from common.host.scheduling_policy import compute
+from common.host.cores import compute, set_own_num_threads
+from common.host.memory import available_bytes
 from common.telemetry.timeline import Timeline, Track
 
 _ABANDON_POLL_S = 0.1

@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from common.host.available_memory import require_room
+from common.host.memory import require_room
 
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14's mman.h
 _POPULATED_BYTES = 1 << 20  # at once: whoever changes the process's memory map waits for it

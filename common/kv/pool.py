@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.device.stream import Event, Stream
 from common.errors import StartupError
-from common.host.available_memory import require_room
+from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.row_columns import LeaseState, RowColumns

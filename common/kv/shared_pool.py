@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.host.available_memory import require_room
+from common.host.memory import require_room
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.kv.slot_allocator import Slots

@@ -14,7 +14,7 @@ import structlog
 
 from common.errors import Unauthenticated
 from common.rpc.errors import abort_with
-from common.rpc.requests import Context, Continuation
+from common.rpc.server_bounds import Context, Continuation
 from common.rpc.token_files import is_open_to_others, read_token_file
 from common.wire.grpc_options import Metadata
 

@@ -22,10 +22,9 @@ from common.config.fast_paths import FastPath
 from common.config.load import load_settings, log_format_asked
 from common.config.settings import ServiceSettings
 from common.errors import EngineLost
+from common.host.cores import spin_briefly, switch_threads_early, wait_for_computing
 from common.host.descriptors import raise_descriptor_limit
-from common.host.host_memory import keep_freed_memory
-from common.host.openmp import spin_briefly
-from common.host.scheduling_policy import switch_threads_early, wait_for_computing
+from common.host.memory import keep_freed_memory
 from common.service.process_exit import EXIT_ENGINE_LOST, EXIT_OK, exit_on_termination, exit_status_of
 from common.telemetry.logs import configure_logs, only_log_lines
 from common.telemetry.tracing import NO_TRACER, process_tracer

@@ -24,7 +24,7 @@ from common.device.stream import Device
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
-from common.host.openmp import num_compute_threads
+from common.host.cores import num_compute_threads
 from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolLimits, PoolSize, forward_bytes, row_bytes, size_pool
 from common.model.attention import MAX_SPLIT_BYTES
 from common.model.attention_choice import new_draw_kernels

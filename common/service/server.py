@@ -22,8 +22,7 @@ from common.host.descriptors import MAX_CONNECTIONS
 from common.peer_text import peer_text
 from common.rpc.bearer_tokens import TokenCheck, read_tokens
 from common.rpc.errors import abort_with
-from common.rpc.limits import StreamLimit
-from common.rpc.requests import BoundedRequests, Context, clients_told_apart
+from common.rpc.server_bounds import BoundedRequests, Context, StreamLimit, clients_told_apart
 from common.rpc.tls import server_credentials
 from common.service.process import Process
 from common.telemetry.timeline_rpc import TIMELINE_SERVICE, TimelineServicer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from common.host.openmp import set_own_num_threads
+from common.host.cores import set_own_num_threads
 
 Check = Callable[[], None]
 Work = Callable[[Check], None]

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from common.host.answering import DONE, FAILED, Asker
-from common.host.scheduling_policy import leave_service
+from common.host.cores import leave_service
 from common.peer_text import peer_text
 from common.text.chat_messages import messages_from_json
 from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong

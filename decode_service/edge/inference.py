@@ -15,7 +15,7 @@ from opentelemetry.trace import Tracer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
 from common.rpc.errors import abort_with
-from common.rpc.requests import BY_ADDRESS, ClientOf
+from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER

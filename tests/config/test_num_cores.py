@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.host.num_cores import num_cores
+from common.host.cores import num_cores
 
 
 @pytest.fixture(autouse=True)

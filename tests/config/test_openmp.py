@@ -8,8 +8,8 @@ import pytest
 
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import StartupError
-from common.host import openmp
-from common.host.openmp import num_compute_threads, spin_briefly
+from common.host import cores
+from common.host.cores import num_compute_threads, spin_briefly
 from common.service import runtime
 from common.service.process import Serve, run_service
 from common.service.process_exit import EXIT_STARTUP
@@ -17,12 +17,12 @@ from common.telemetry.timeline import Timeline
 
 
 @pytest.mark.parametrize(
-    ("wanted", "share", "cores", "expected"), [(0, 1.0, 4, 4), (0, 0.5, 5, 2), (0, 0.5, 1, 1), (3, 0.5, 2, 3)]
+    ("wanted", "share", "num_cores", "expected"), [(0, 1.0, 4, 4), (0, 0.5, 5, 2), (0, 0.5, 1, 1), (3, 0.5, 2, 3)]
 )
 def test_zero_threads_are_a_share_of_the_cores(
-    wanted: int, share: float, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    wanted: int, share: float, num_cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openmp, "num_cores", lambda: cores)
+    monkeypatch.setattr(cores, "num_cores", lambda: num_cores)
     assert num_compute_threads(wanted, share) == expected
 
 
@@ -57,7 +57,7 @@ def test_each_service_takes_its_share(
         seen.append(num_threads)
         raise StartupError("far enough")
 
-    monkeypatch.setattr(openmp, "num_cores", lambda: 6)
+    monkeypatch.setattr(cores, "num_cores", lambda: 6)
     monkeypatch.setattr(runtime, "open_device", open_device)
     with pytest.raises(StartupError):
         runtime.open_runtime(kind())

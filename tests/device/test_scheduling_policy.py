@@ -13,8 +13,8 @@ import pytest
 from baton_cpu.program.kernel.team import Team
 from common.device.cpu import CpuDevice
 from common.device.stream import StreamKind
-from common.host import scheduling_policy
-from common.host.scheduling_policy import compute, wait_for_computing
+from common.host import cores
+from common.host.cores import compute, wait_for_computing
 
 BOUND_S = 10.0
 
@@ -65,7 +65,7 @@ def test_what_a_sandbox_refuses_is_gone_without(name: str, monkeypatch: pytest.M
         refused.append(name)
         raise PermissionError
 
-    monkeypatch.setattr(scheduling_policy, "_ours", {"waiting"})
+    monkeypatch.setattr(cores, "_ours", {"waiting"})
     monkeypatch.setattr(os, name, refuse)
     wait_for_computing()
     compute()
@@ -74,7 +74,7 @@ def test_what_a_sandbox_refuses_is_gone_without(name: str, monkeypatch: pytest.M
 
 def test_a_policy_that_is_not_the_systems_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever starts a service with one has a reason."""
-    monkeypatch.setattr(scheduling_policy, "_ours", set())
+    monkeypatch.setattr(cores, "_ours", set())
     seen: list[int] = []
 
     def run() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.host.available_memory import available_bytes
+from common.host.memory import available_bytes
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import StartupError
-from common.host import available_memory, untouched_memory
+from common.host import untouched_memory
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.service.work_beside import Stopped
@@ -93,7 +93,7 @@ def test_populating_ends_where_others_have_taken_what_is_still_to_come(monkeypat
     monkeypatch.setattr(untouched_memory, "_ASKED_BYTES", 4 << 20)
     memory = untouched_memory.untouched_zeros(16 << 20)
     rooms = iter([16 << 20, 12 << 20, (8 << 20) - 1])
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: next(rooms))
+    monkeypatch.setattr("common.host.memory.available_bytes", lambda: next(rooms))
     with pytest.raises(OSError, match="are available"):
         untouched_memory.populate(memory, lambda: None)
     assert resident_bytes(memory) == 8 << 20
@@ -101,7 +101,7 @@ def test_populating_ends_where_others_have_taken_what_is_still_to_come(monkeypat
 
 @pytest.mark.parametrize("num_available", [2 * POOL_BYTES - 1, 2 * POOL_BYTES])
 def test_it_asks_for_all_its_groups_before_it_is_made(num_available: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: num_available)
+    monkeypatch.setattr("common.host.memory.available_bytes", lambda: num_available)
     groups = [GROUP, replace(GROUP, name="draft")]
     raises = pytest.raises(StartupError, match=r"^max_kv_tokens: 16384 tokens take 0\.1 GiB on cpu, .*are available")
     with nullcontext() if num_available == 2 * POOL_BYTES else raises:

@@ -21,7 +21,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.host import available_memory
 from common.kv import shared_pool as shared_pool_module
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
@@ -263,7 +262,7 @@ def test_it_asks_for_room_before_it_takes_any(
     tmp_path: Path, num_missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_available = PoolLayout(GROUPS, NUM_SLOTS).file_bytes - num_missing
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: num_available)
+    monkeypatch.setattr("common.host.memory.available_bytes", lambda: num_available)
     with pytest.raises(OSError, match="are available") if num_missing else nullcontext():
         SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path).close()
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
-from common.rpc.requests import MAX_REQUEST_FIELDS
+from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.rpc.tls import channel_credentials, server_credentials
 from common.service import server
 from common.service.server import ServerLimits

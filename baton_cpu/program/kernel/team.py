@@ -34,7 +34,7 @@ from baton_cpu.compiler.memory import (
     write_file,
     yield_core,
 )
-from common.host.scheduling_policy import compute
+from common.host.cores import compute
 
 _LINE_BYTES = 64
 _LINE = 8  # words; what threads write often lies on cache lines of its own

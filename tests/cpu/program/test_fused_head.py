@@ -17,7 +17,6 @@ from baton_cpu.program.start import relative
 from common.draft.head import DraftOutput
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.host import available_memory
 from common.model.attention import ForwardInput
 from common.model.loader import load_target
 from common.model.target import TargetModel
@@ -198,7 +197,7 @@ def test_a_head_is_loaded_where_there_is_no_room_for_its_programs(
     target: TargetModel, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = save_eagle3_head(tmp_path / "head", target_dir=target_dir)
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr("common.host.memory.available_bytes", lambda: 0)
     head = load_draft(directory, target=target, device="cpu", dtype="float32", fuses=True)
     assert head.new_programs is not None
     with pytest.raises(OSError, match="are available"):

@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 
 from baton_cpu.compiler import kernel_cache
 from baton_cpu.program import start, weight_memory
-from common.host import available_memory
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service import fused_forwards
@@ -132,7 +131,7 @@ def test_where_kernels_cannot_be_kept_they_are_compiled_for_this_process(
 def test_where_there_is_no_room_for_all_weights_none_are_packed(
     model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr("common.host.memory.available_bytes", lambda: 1000)
     monkeypatch.setattr(weight_memory, "untouched_zeros", lambda *_, **__: pytest.fail("took some of it"))
     with capture_logs() as logs:
         fuse_to_the_end(model)

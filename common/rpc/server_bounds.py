@@ -1,11 +1,12 @@
-"""Reads and parses the one request of a unary call by the rules of our streams: bounded in time and in number of
-fields, refused by name.
+"""What a server bounds of its callers: how many streams they have open, and when their one request is there, and how
+large. Each refusal has a name.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,8 +14,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from common.addresses import host_and_port, is_loopback, network_of
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from common.rpc.errors import abort_with
+from common.rpc.fair_places import FairPlaces, Full
 from common.wire.codec_checks import ProtocolError
 from common.wire.field_bound import require_few_fields
 
@@ -25,6 +27,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 ClientOf = Callable[[Context], str]
 """With whom others share: the name of whoever calls."""
 
+_WATCH = "/grpc.health.v1.Health/Watch"
 MAX_REQUEST_FIELDS = 16_384
 """Each message of a chat is one. As many empty ones as fit into 4 MiB take a third of a second to parse."""
 
@@ -51,6 +54,60 @@ def _whose(address: str) -> str:
 
 
 BY_ADDRESS = clients_told_apart(())
+
+
+class StreamLimit(grpc.aio.ServerInterceptor):
+    """Of each method that streams its answer at most `max_streams` at a time, which clients share; more are
+    RESOURCE_EXHAUSTED.
+
+    The small calls (health, load) are not counted: however many streams there are, they are answered. Nor is Watch, of
+    which each balanced client holds one: health bounds it by host. It must come before BoundedRequests, so that a
+    stream whose request has not come yet counts.
+    """
+
+    def __init__(self, *, max_streams: int, client_of: ClientOf) -> None:
+        self._max_streams = max_streams
+        self._client_of = client_of
+        self._places: dict[str, FairPlaces] = {}  # by method
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        method = str(handler_call_details.method)
+        if handler is None or not handler.response_streaming or method == _WATCH:
+            return handler
+        assert handler.request_streaming, "BoundedRequests comes after this"
+        serve = handler.stream_stream
+
+        async def write(requests: object, context: Context) -> None:
+            client = self._client_of(context)
+            taken_s = await self._take(method, client, context)
+            try:
+                await serve(requests, context)
+            finally:
+                self._places[method].give_back(client, taken_s)
+
+        async def generate(requests: object, context: Context) -> AsyncIterator[Any]:
+            client = self._client_of(context)
+            taken_s = await self._take(method, client, context)
+            try:
+                async for response in serve(requests, context):
+                    yield response
+            finally:
+                self._places[method].give_back(client, taken_s)
+
+        return grpc.stream_stream_rpc_method_handler(
+            generate if inspect.isasyncgenfunction(serve) else write,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    async def _take(self, method: str, client: str, context: Context) -> float:
+        places = self._places.setdefault(method, FairPlaces(self._max_streams))
+        try:
+            return places.take(client)
+        except Full as full:
+            message = f"{len(places)} streams of {method} are open"
+            await abort_with(context, Overloaded(message, retry_after_s=full.retry_after_s))
 
 
 class BoundedRequests(grpc.aio.ServerInterceptor):
