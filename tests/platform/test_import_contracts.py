@@ -51,6 +51,14 @@ def test_the_code_keeps_every_contract(checkout: Path) -> None:
         ("training/planted.py", "import decode_service", "training imports no service"),
         ("decode_service/planted.py", "import prefill_service", "the services do not import each other"),
         ("prefill_service/planted.py", "import decode_service.messages", "the services do not import each other"),
+        ("decode_service/forward/planted.py", "import decode_service.schedule.scheduler", "inside the decode service"),
+        ("decode_service/edge/planted.py", "import decode_service.schedule.request", "inside the decode service"),
+        ("decode_service/planted.py", "import torch", "inside the decode service"),
+        (
+            "prefill_service/forward/planted.py",
+            "import prefill_service.schedule.scheduler",
+            "inside the prefill service",
+        ),
         ("common/kv/planted.py", "import grpc", "the engine needs torch"),
         ("common/nixl/planted.py", "import torch", "the process that NIXL lives in"),
         ("common/model/planted.py", "def late():\n    import structlog", "the engine needs torch"),
@@ -69,7 +77,7 @@ def test_a_planted_import_breaks_its_contract(checkout: Path, module: str, state
     ("module", "statement"),
     [
         ("common/planted.py", "from baton.v1 import types_pb2"),
-        ("decode_service/planted.py", "from baton.v1 import inference_pb2\nfrom common import errors"),
+        ("decode_service/edge/planted.py", "from baton.v1 import inference_pb2\nfrom common import errors"),
         ("training/planted.py", "from baton.client import Client\nfrom common import errors"),
         ("baton/cli/planted.py", "def late():\n    import training.run"),
         ("common/kv/planted.py", "import dataclasses\nimport numpy\nimport torch.nn\nimport transformers"),
