@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from typing import Any, TypeVar
 
 from grpc_health.v1 import health_pb2
 
@@ -13,15 +15,14 @@ from baton.events import (
     Finished,
     FinishReason,
     PositionLogprobs,
-    SpeculationCounts,
     Started,
-    Timings,
     TokenLogprob,
     Usage,
 )
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad, PrefillReplica
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.peer_text import peer_text
+from common.request_stats import SpeculationCounts, Timings
 
 _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_EOS: FinishReason.EOS,
@@ -61,34 +62,23 @@ def _finished(finished: inference_pb2.Finished) -> Finished:
     if reason is None:
         raise Internal(f"the server finished for an unknown reason ({finished.reason})", reason="PROTOCOL")
     matched = finished.WhichOneof("matched_stop")
-    timings, speculation = finished.timings, finished.speculation
     return Finished(
         reason=reason,
         matched_stop=getattr(finished, matched) if matched else None,
         usage=Usage(finished.usage.num_prompt_tokens, finished.usage.num_completion_tokens),
-        timings=Timings(
-            queue_s=timings.queue_s,
-            prefill_s=timings.prefill_s,
-            transfer_s=timings.transfer_s,
-            first_decode_s=timings.first_decode_s,
-            decode_s=timings.decode_s,
-            kv_bytes=timings.kv_bytes,
-            num_handoff_attempts=timings.num_handoff_attempts,
-            num_retractions=timings.num_retractions,
-        ),
-        speculation=SpeculationCounts(
-            num_verify_steps=speculation.num_verify_steps,
-            num_drafted_tokens=speculation.num_drafted_tokens,
-            num_accepted_tokens=speculation.num_accepted_tokens,
-            drafted_at=tuple(speculation.drafted_at),
-            accepted_at=tuple(speculation.accepted_at),
-            draft_s=speculation.draft_s,
-            verify_s=speculation.verify_s,
-            extend_s=speculation.extend_s,
-        )
-        if finished.HasField("speculation")
-        else None,
+        timings=_stats_of(Timings, finished.timings),
+        speculation=_stats_of(SpeculationCounts, finished.speculation) if finished.HasField("speculation") else None,
     )
+
+
+StatsT = TypeVar("StatsT", Timings, SpeculationCounts)
+
+
+def _stats_of(kind: type[StatsT], message: inference_pb2.Timings | inference_pb2.SpeculationCounts) -> StatsT:
+    """The value whose fields are those of `message`."""
+    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in dataclasses.fields(kind)}
+    columns: dict[str, Any] = {name: tuple(n) for name, n in values.items() if not isinstance(n, int | float)}
+    return kind(**{**values, **columns})
 
 
 def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from common.request_stats import SpeculationCounts, Timings
+
 
 class FinishReason(Enum):
     EOS = "eos"
@@ -35,37 +37,6 @@ class PositionLogprobs:
 class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds per phase by the server's clock, and what the request cost there."""
-
-    queue_s: float
-    prefill_s: float
-    transfer_s: float
-    first_decode_s: float
-    decode_s: float
-    kv_bytes: int
-    num_handoff_attempts: int
-    num_retractions: int
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationCounts:
-    """`drafted_at[i]` and `accepted_at[i]`: steps that drafted, and accepted, i + 1 tokens ahead.
-
-    The seconds are the device's, of the whole batches that the request was in.
-    """
-
-    num_verify_steps: int
-    num_drafted_tokens: int
-    num_accepted_tokens: int
-    drafted_at: tuple[int, ...]
-    accepted_at: tuple[int, ...]
-    draft_s: float
-    verify_s: float
-    extend_s: float
 
 
 def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from baton.client import AsyncClient
 from baton.errors import BatonError
-from baton.events import Delta, Finished, SpeculationCounts, Timings
+from baton.events import Delta, Finished
+from common.request_stats import SpeculationCounts, Timings
 
 FIRST_PROMPT_TOKEN_ID = 100  # below it, vocabularies keep their special tokens
 

@@ -8,6 +8,7 @@ from enum import Enum
 
 from common.errors import BatonError
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.request_stats import SpeculationCounts, Timings
 from common.wire.handoff import Frame, HandoffRow
 
 # ---- edge to engine -------------------------------------------------------------------------------------------------
@@ -17,7 +18,7 @@ from common.wire.handoff import Frame, HandoffRow
 class Submit:
     """A validated request. `token_ids` past `prompt_len` are output an earlier stream delivered.
 
-    StageBegan is told of it only with `is_traced`. `client`: whose it is, as far as clients are told apart.
+    PhaseBegan is told of it only with `is_traced`. `client`: whose it is, as far as clients are told apart.
     """
 
     request_id: str
@@ -108,28 +109,34 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
-class Stage(Enum):
-    """What a request is in, one after the other. It may come back to an earlier one."""
+class Phase(Enum):
+    """Where a request is between its admission and its end; schedule/life.py says what it holds there.
 
-    QUEUE = "queue"
-    PREFILL = "prefill"  # handed to a replica, until that says that it has computed all
-    TRANSFER = "transfer"  # until its KV is in the pool; most of it came during PREFILL
-    BOOTSTRAP = "bootstrap"  # until it is in the batch and its first token is out
-    FIRST_DECODE = "first_decode"  # until its first decode step has ended
+    The values name the spans of traced requests.
+    """
+
+    QUEUE = "queue"  # it waits for a row, slots and a replica
+    PREFILL = "prefill"  # a replica has it and computes
+    RECEIVING = "receiving"  # the same, and some of its KV has come
+    TRANSFER = "transfer"  # the replica has computed all, and KV is still coming
+    BOOTSTRAP = "bootstrap"  # all of its KV is in the pool; it is not in the batch yet
+    FIRST_DECODE = "first_decode"  # in the batch; no decode step of it has ended
     DECODE = "decode"
-    DELIVERY = "delivery"  # the engine has finished it
+    RETRACTING = "retracting"  # out of the batch; a step in flight still carries its row
+    DELIVERY = "delivery"  # finished: the edge delivers what is left
+    ENDED = "ended"  # failed, or aborted
 
 
 @dataclass(frozen=True, slots=True)
-class StageBegan:
-    """A traced request's stage, which ends the one before it. `at_s` is by the engine's clock.
+class PhaseBegan:
+    """A traced request is in `phase` since `at_s`, by the engine's clock.
 
     `replica` and `attempt` are PREFILL's. `lost`: why the handoff before a QUEUE was lost; `was_retracted`: its slots
     went to an older request.
     """
 
     request_id: str
-    stage: Stage
+    phase: Phase
     at_s: float
     replica: str = ""
     attempt: int = 0
@@ -159,38 +166,6 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimings:
-    """Seconds per phase by the engine's clock, and what the request cost."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    first_decode_s: float = 0.0
-    decode_s: float = 0.0
-    kv_bytes: int = 0
-    num_handoff_attempts: int = 0
-    num_retractions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationCounts:
-    """Drafts verified and accepted, over a request's verify steps. What its end cuts off was not accepted.
-
-    `drafted_at[i]` counts steps that drafted i + 1 tokens ahead, `accepted_at[i]` those that accepted so many. The
-    seconds are those of the whole batches that the request was in.
-    """
-
-    num_verify_steps: int
-    num_drafted_tokens: int
-    num_accepted_tokens: int
-    drafted_at: tuple[int, ...] = ()
-    accepted_at: tuple[int, ...] = ()
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    extend_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
     """The request ended well. Counts exclude tokens past a stop string's match.
 
@@ -201,7 +176,7 @@ class Finished:
     reason: FinishReason
     num_prompt_tokens: int
     num_completion_tokens: int
-    timings: RequestTimings
+    timings: Timings
     speculation: SpeculationCounts | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
@@ -250,4 +225,4 @@ class SegmentsLanded:
     shared: tuple[int, ...] = ()
 
 
-Event = StageBegan | Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded
+Event = PhaseBegan | Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded

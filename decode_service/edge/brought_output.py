@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from common.model.sampling_params import ResolvedSampling
+from common.request_stats import Timings
 from decode_service.edge.live_request import Ending
 from decode_service.edge.output import OutputProcessor
-from decode_service.messages import FinishReason, RequestTimings
+from decode_service.messages import FinishReason
 
 
 def ending_of_brought(
@@ -41,7 +42,7 @@ def ending_of_brought(
         reason=reason,
         num_prompt_tokens=num_prompt_tokens,
         num_completion_tokens=num_output_tokens,
-        timings=RequestTimings(),
+        timings=Timings(),
         stop_token_id=stop_token_id,
         stop_string=stop_string,
     )

@@ -15,8 +15,8 @@ from decode_service.messages import (
     Event,
     Failed,
     Finished,
+    PhaseBegan,
     SegmentsLanded,
-    StageBegan,
     StartHandoff,
     Tokens,
 )
@@ -53,7 +53,7 @@ class EventRouter:
     def _dispatch(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
-                case StageBegan() | Tokens() | Finished() | Failed():
+                case PhaseBegan() | Tokens() | Finished() | Failed():
                     self._live_requests.dispatch(event)
                 case StartHandoff():
                     self._replicas.on_start(event)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from common.errors import BatonError
 from common.model.sampling_params import TokenLogprobs
+from common.request_stats import SpeculationCounts, Timings
 from decode_service.edge.output import OutputPiece, OutputProcessor, StopMatch
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
-from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts
+from decode_service.messages import Finished, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Ending:
     reason: FinishReason
     num_prompt_tokens: int
     num_completion_tokens: int
-    timings: RequestTimings
+    timings: Timings
     speculation: SpeculationCounts | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
@@ -103,7 +104,7 @@ class LiveRequest:
                 reason=FinishReason.STOP_STRING,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_completion_tokens=match.num_output_tokens,
-                timings=RequestTimings(),
+                timings=Timings(),
                 stop_string=match.stop_string,
             )
         )

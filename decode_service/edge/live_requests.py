@@ -19,11 +19,11 @@ from decode_service.edge.live_request import LiveRequest
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.output import OutputProcessor
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
-from decode_service.messages import Abort, Command, Failed, FinishAtStop, Finished, StageBegan, Submit, Tokens
+from decode_service.messages import Abort, Command, Failed, FinishAtStop, Finished, PhaseBegan, Submit, Tokens
 
 _log = structlog.get_logger(__name__)
 
-RequestEvent = StageBegan | Tokens | Finished | Failed
+RequestEvent = PhaseBegan | Tokens | Finished | Failed
 
 
 class LiveRequests:
@@ -136,8 +136,8 @@ class LiveRequests:
                 with self._track.span("take_tokens", requests=len(event.request_ids), tokens=len(event.token_ids)):
                     for request_id, token_ids, logprobs in event.each():
                         self._apply(request_id, partial(self._add_tokens, token_ids=token_ids, logprobs=logprobs))
-            case StageBegan():
-                self._apply(event.request_id, lambda live: live.trace.on_stage(event))
+            case PhaseBegan():
+                self._apply(event.request_id, lambda live: live.trace.on_phase(event))
             case Finished():
                 self._apply(event.request_id, lambda live: live.finish(event))
             case Failed():

@@ -50,12 +50,10 @@ class RequestObserver:
             fields["trace_id"] = live.trace.trace_id
         if ending:
             self._observe(ending)
-            timings = ending.timings
-            fields |= {name: round(getattr(timings, name), 6) for name in _LOGGED_S}
-            fields |= {name: getattr(timings, name) for name in _LOGGED_COUNTS}
-            if ending.speculation is not None:
-                counts = dataclasses.asdict(ending.speculation)
-                fields |= {name: round(n, 6) if isinstance(n, float) else n for name, n in counts.items()}
+            for stats in (ending.timings, ending.speculation):
+                if stats is not None:
+                    values = dataclasses.asdict(stats)
+                    fields |= {name: round(n, 6) if isinstance(n, float) else n for name, n in values.items()}
         else:
             fields["error"] = str(error)
         self._log.info("request_finished", **fields)
@@ -80,7 +78,3 @@ class RequestObserver:
 def client_left() -> RequestCancelled:
     """How a request ended whose stream was cancelled."""
     return RequestCancelled("the client left")
-
-
-_LOGGED_S = ("queue_s", "prefill_s", "transfer_s", "first_decode_s", "decode_s")
-_LOGGED_COUNTS = ("kv_bytes", "num_handoff_attempts", "num_retractions")

@@ -16,7 +16,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from common.errors import BatonError
 from common.telemetry.trace_context import UnixClock, context_of, headers_of, trace_id_of
 from common.telemetry.tracing import NO_TRACER
-from decode_service.messages import Stage, StageBegan
+from decode_service.messages import Phase, PhaseBegan
 
 AttributeValue = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
 Attributes = Mapping[str, AttributeValue]
@@ -45,8 +45,8 @@ class RequestTrace:
         self.trace_id = trace_id_of(span)
         self.traceparent = headers_of(span).get("traceparent", "")
         self._error: Status | None = None
-        self._stage_start_s = start_s
-        self._stage: Span | None = self._child("tokenize", start_s) if self.is_recording else None
+        self._phase_start_s = start_s
+        self._phase: Span | None = self._child("tokenize", start_s) if self.is_recording else None
         self._is_in_bootstrap = False
         self._first_token_s: float | None = None  # when it was out of the engine
         self._has_written = False
@@ -59,21 +59,21 @@ class RequestTrace:
     def submitted(self) -> None:
         """The engine gets it now."""
         if self.is_recording:
-            self._begin(Stage.QUEUE, self._clock())
+            self._begin(Phase.QUEUE, self._clock())
 
-    def on_stage(self, began: StageBegan) -> None:
-        if not self.is_recording or self._stage is None:
+    def on_phase(self, began: PhaseBegan) -> None:
+        if not self.is_recording or self._phase is None:
             return
         if began.lost:
-            self._stage.set_status(Status(StatusCode.ERROR, began.lost))
+            self._phase.set_status(Status(StatusCode.ERROR, began.lost))
         if began.was_retracted:
             self._span.add_event("retracted", timestamp=self._unix_clock.unix_ns(began.at_s))
         if self._is_in_bootstrap and self._first_token_s is None and not began.was_retracted:
             self._first_token_s = began.at_s
-        self._is_in_bootstrap = began.stage is Stage.BOOTSTRAP
-        self._begin(began.stage, began.at_s)
-        if began.stage is Stage.PREFILL:
-            self._stage.set_attributes({"baton.replica": began.replica, "baton.attempt": began.attempt})
+        self._is_in_bootstrap = began.phase is Phase.BOOTSTRAP
+        self._begin(began.phase, began.at_s)
+        if began.phase is Phase.PREFILL:
+            self._phase.set_attributes({"baton.replica": began.replica, "baton.attempt": began.attempt})
 
     def output_written(self) -> None:
         """The client's stream has taken some output, and it may be the first."""
@@ -95,20 +95,20 @@ class RequestTrace:
     ) -> None:
         if not self.is_recording:
             return
-        end_ns = self._unix_clock.unix_ns(max(self._clock(), self._stage_start_s))
-        for span in (self._stage, self._span):
+        end_ns = self._unix_clock.unix_ns(max(self._clock(), self._phase_start_s))
+        for span in (self._phase, self._span):
             if span is not None:
                 if self._error is not None:
                     span.set_status(self._error)
                 span.end(end_ns)
-        self._stage = None
+        self._phase = None
 
-    def _begin(self, stage: Stage, at_s: float) -> None:
+    def _begin(self, stage: Phase, at_s: float) -> None:
         """The edge and the engine tell the same time, but not in turn: no stage begins before the one before it."""
-        self._stage_start_s = at_s = max(at_s, self._stage_start_s)
-        if self._stage is not None:
-            self._stage.end(self._unix_clock.unix_ns(at_s))
-        self._stage = self._child(stage.value, at_s)
+        self._phase_start_s = at_s = max(at_s, self._phase_start_s)
+        if self._phase is not None:
+            self._phase.end(self._unix_clock.unix_ns(at_s))
+        self._phase = self._child(stage.value, at_s)
 
     def _child(self, name: str, start_s: float) -> Span:
         return self._tracer.start_span(

@@ -8,7 +8,7 @@ from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
 from decode_service.edge.live_request import Ending
 from decode_service.edge.output import OutputPiece, PositionLogprobs
-from decode_service.messages import FinishReason, RequestTimings
+from decode_service.messages import FinishReason
 
 _REASONS = {
     FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,
@@ -41,7 +41,7 @@ def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:
         usage=inference_pb2.Usage(
             num_prompt_tokens=ending.num_prompt_tokens, num_completion_tokens=ending.num_completion_tokens
         ),
-        timings=_timings(ending.timings),
+        timings=inference_pb2.Timings(**dataclasses.asdict(ending.timings)),
     )
     if ending.speculation is not None:
         finished.speculation.CopyFrom(inference_pb2.SpeculationCounts(**dataclasses.asdict(ending.speculation)))
@@ -53,14 +53,7 @@ def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:
 
 
 def pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:
-    return types_pb2.PoolLoad(
-        total=counts.total,
-        free=counts.free,
-        reserved=counts.reserved,
-        transferring=counts.transferring,
-        running=counts.running,
-        quarantined=counts.quarantined,
-    )
+    return types_pb2.PoolLoad(**dataclasses.asdict(counts))
 
 
 def _position_logprobs(token_id: int, position: PositionLogprobs) -> types_pb2.PositionLogprobs:
@@ -71,17 +64,4 @@ def _position_logprobs(token_id: int, position: PositionLogprobs) -> types_pb2.P
             types_pb2.TokenLogprob(token_id=top_id, logprob=value, token=token)
             for top_id, value, token in zip(logprobs.top_ids, logprobs.top_values, position.top_tokens, strict=True)
         ],
-    )
-
-
-def _timings(timings: RequestTimings) -> inference_pb2.Timings:
-    return inference_pb2.Timings(
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
-        transfer_s=timings.transfer_s,
-        first_decode_s=timings.first_decode_s,
-        decode_s=timings.decode_s,
-        kv_bytes=timings.kv_bytes,
-        num_handoff_attempts=timings.num_handoff_attempts,
-        num_retractions=timings.num_retractions,
     )

@@ -11,20 +11,19 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
-from common.kv.pool import KvPool
+from common.kv.pool import KvPool, RowLease
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
     BreakCall,
-    CancelHandoffRows,
     Event,
+    Phase,
     ReplicasChanged,
-    Stage,
     StartHandoff,
 )
-from decode_service.schedule.landing import FrameRejected, LandingZone, LostRow
-from decode_service.schedule.request import Phase, Request
+from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, LostRow
+from decode_service.schedule.life import Lives
+from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows
-from decode_service.schedule.stages import StageLog
 from decode_service.schedule.waiting_queue import ReplicaSet, WaitingQueue
 
 _HEADROOM_TOKENS = 16
@@ -32,7 +31,7 @@ _HEADROOM_TOKENS = 16
 
 
 class PrefillDispatcher:
-    """Owns requests in WAITING and HANDED_OFF. Only the engine thread calls it.
+    """Hands waiting requests to replicas, and takes what comes of them. Only the engine thread calls it.
 
     `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
     a row; with no replica ready, none that takes it, or all of them refusing, a request waits at most
@@ -45,12 +44,13 @@ class PrefillDispatcher:
         self,
         *,
         pool: KvPool,
+        waiting: WaitingQueue,
         landing: LandingZone,
+        lives: Lives,
         max_attempts: int,
         unavailable_timeout_s: float,
         clock: Callable[[], float],
         post: Callable[[Event], None],
-        stages: StageLog,
         fail: Callable[[Request, BatonError], None],
     ) -> None:
         self._pool = pool
@@ -59,9 +59,9 @@ class PrefillDispatcher:
         self._unavailable_timeout_s = unavailable_timeout_s
         self._clock = clock
         self._post = post
-        self._stages = stages
         self._fail = fail
-        self._waiting = WaitingQueue()
+        self._waiting = waiting
+        self._lives = lives
         self._replicas = ReplicaSet(clock())
         self._short_of_slots_since_s: float | None = None  # as of the last hand-off
         self._call_numbers = itertools.count()
@@ -75,39 +75,20 @@ class PrefillDispatcher:
     def is_landing(self) -> bool:
         return self._landing.is_copying
 
-    def add(self, req: Request) -> None:
-        self._waiting.add(req)
-
-    def requeue(self, req: Request) -> None:
-        """Give up what the request holds; it waits again at its own place, with all its tokens."""
-        assert req.lease is not None
-        self._pool.release(req.lease)
-        req.lease = None
-        req.phase = Phase.WAITING
-        self._waiting.add(req)
-
-    def take_back(self, req: Request) -> None:
-        """Cancel a handoff under way; the request waits again."""
-        now_s = self._clock()
-        req.clock.close("prefill_s", now_s)
-        self._stages.waits_again(req, now_s, was_retracted=True)
-        self.forget(req)
-        self.requeue(req)
-
-    def forget(self, req: Request) -> None:
-        """The request ended: it waits for nothing, and its replica is told."""
-        self._waiting.remove(req)
-        if (cancelled := self._landing.forget(req)) is not None:
-            call_id, row = cancelled
-            self._post(CancelHandoffRows(call_id, (row,)))
-
     def update_replicas(self, changed: ReplicasChanged) -> None:
         self._replicas.update(changed, self._clock())
 
     def take_frame(self, call_id: str, frame: Frame) -> None:
         """Apply a frame. One that fits no row fails the row it names and breaks its call; the others are retried."""
         try:
-            self._handle_lost(self._landing.take_frame(call_id, frame))
+            for news in self._landing.take_frame(call_id, frame):
+                match news:
+                    case FirstKv(req) if req.phase is Phase.PREFILL:
+                        self._lives.enter(req, Phase.RECEIVING)
+                    case AllComputed(req):
+                        self._lives.enter(req, Phase.TRANSFER)
+                    case LostRow():
+                        self._handle_lost([news])
         except FrameRejected as rejected:
             self._post(BreakCall(call_id, str(rejected)))
             guilty = self._landing.request_of(call_id, rejected.row)
@@ -126,20 +107,14 @@ class PrefillDispatcher:
             return ()
         landed = self._landing.poll()
         now_s = self._clock()
-        for req in landed.arrived:
-            req.clock.close("prefill_s", now_s)
-            if req.phase is Phase.HANDED_OFF:  # else it ended, or was lost after all, since the frame came
-                self._stages.began(req, Stage.TRANSFER, now_s)
         self._handle_lost(landed.lost)
         for freed in landed.freed:
             self._post(freed)
         for part in landed.ready:
             for req in part.reqs:
-                req.phase = Phase.READY
                 req.num_failures = 0
                 req.refused_since_s = None
-                req.clock.close("transfer_s", now_s)
-                self._stages.began(req, Stage.BOOTSTRAP, now_s)
+                self._lives.enter(req, Phase.BOOTSTRAP, at_s=now_s)
         return landed.ready
 
     def hand_off(self) -> None:
@@ -166,37 +141,34 @@ class PrefillDispatcher:
                 continue  # younger ones may fit
             if replica is None:
                 break
-            if not self._reserve(req, put_off):
+            lease = self._reserve(req, put_off)
+            if lease is None:
                 is_short = True
                 break
+            self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
             by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):
-                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
+                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])
         self._excuse_waiting_for_slots(now_s, is_short=is_short)
         self._fail_too_long(now_s)
         self._expire(now_s)
 
-    def _reserve(self, req: Request, older: Sequence[Request]) -> bool:
+    def _reserve(self, req: Request, older: Sequence[Request]) -> RowLease | None:
         """A row and slots, of those that `older` requests, which are to be tried again soon, do not need."""
         if self._pool.num_free_rows <= len(older):
-            return False
+            return None
         num_tokens = len(req.token_ids)
         num_wanted = num_tokens + sum(len(other.token_ids) for other in older)
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + len(older)
         if num_others and self._pool.num_free_slots < num_wanted + (num_others + 1) * _HEADROOM_TOKENS:
-            return False
-        req.lease = self._pool.reserve(num_tokens)
-        return req.lease is not None
+            return None
+        return self._pool.reserve(num_tokens)
 
-    def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
+    def _start_call(self, replica: str, reqs: list[Request]) -> None:
         call_id = f"call-{next(self._call_numbers)}"
         rows = []
         for req in reqs:
-            self._waiting.remove(req)
-            req.phase = Phase.HANDED_OFF
-            req.clock.close("queue_s", now_s)
-            self._stages.handed_off(req, now_s, replica=replica, attempt=req.num_attempts)
             rows.append(
                 HandoffRow(
                     request_id=req.request_id,
@@ -222,7 +194,7 @@ class PrefillDispatcher:
             if req.refused_since_s is None or req.not_before_s > now_s:
                 continue
             if self._replicas.too_long_error(len(req.token_ids)) is None:
-                req.refused_since_s += now_s - max(since_s, req.not_before_s, req.clock.since_s)
+                req.refused_since_s += now_s - max(since_s, req.not_before_s, req.since_s)
 
     def _fail_too_long(self, now_s: float) -> None:
         """Prompts that no replica takes, wherever in the queue: at once, or after the wait for one that may come."""
@@ -236,7 +208,7 @@ class PrefillDispatcher:
         if since_s is None:
             return
         for req in self._waiting:
-            has_waited_s = now_s - max(since_s, req.clock.since_s)
+            has_waited_s = now_s - max(since_s, req.since_s)
             if self._replicas.are_hopeless or has_waited_s >= self._unavailable_timeout_s:
                 self._fail(req, self._replicas.unavailable_error())
 
@@ -249,12 +221,9 @@ class PrefillDispatcher:
                 self._fail(req, row.error)
                 continue
             self.num_row_retries += 1
-            self._landing.forget(req)
             req.avoid_replica = row.replica
             req.not_before_s = now_s + min(row.retry_after_s, self._unavailable_timeout_s)
-            req.clock.close("prefill_s", now_s)
-            self._stages.waits_again(req, now_s, lost=str(row.error))
-            self.requeue(req)
+            self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
     def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
         """Losses are counted. A replica that is full or stopping refuses at once, so refusals are bounded by time."""

@@ -26,7 +26,7 @@ from common.errors import (
     error_for_row_failure,
 )
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import RemoteKv, SharedKv
 from common.kv.slot_allocator import Slots
 from common.kv.slot_run import run_of
@@ -59,6 +59,7 @@ class _LandingRow:
     scope: Scope
     columns: PrebuiltBatch | None = None
     entry: int = 0
+    has_kv: bool = False
     num_waiting: int = 0  # segments whose copies have not been started
     last_copy: Event | None = None
 
@@ -101,11 +102,24 @@ class LostRow:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstKv:
+    """Some of the request's KV has come."""
+
+    req: Request
+
+
+@dataclass(frozen=True, slots=True)
+class AllComputed:
+    """The replica has computed all of the request's prompt."""
+
+    req: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Landed:
     """What became known since the last poll. `freed`: segments that were read, or are not wanted."""
 
     ready: tuple[ReadyRows, ...]
-    arrived: tuple[Request, ...]
     lost: tuple[LostRow, ...]
     freed: tuple[SegmentsLanded, ...]
 
@@ -135,7 +149,6 @@ class LandingZone:
         self._copy = _copy_of(device.torch_device, nontemporal=nontemporal_copies)
         self._calls: dict[str, _Call] = {}
         self._complete: dict[_LandingRow, None] = {}
-        self._arrived: list[Request] = []
         self._waiting: deque[_Segment] = deque()
         self._copying: deque[tuple[str, KvSegment, Event]] = deque()
         self._freed: dict[str, list[KvSegment]] = {}
@@ -157,7 +170,7 @@ class LandingZone:
     @property
     def has_news(self) -> bool:
         """Whether `poll` has anything to look at."""
-        return bool(self._copying or self._complete or self._arrived or self._freed)
+        return bool(self._copying or self._complete or self._freed)
 
     def rows_at(self, replica: str) -> int:
         return sum(len(call.rows) for call in self._calls.values() if call.replica == replica)
@@ -197,17 +210,19 @@ class LandingZone:
                 break
         return None
 
-    def take_frame(self, call_id: str, frame: Frame) -> list[LostRow]:
-        """Apply one frame. Raises FrameRejected when it fits no row that it could be about."""
+    def take_frame(self, call_id: str, frame: Frame) -> Sequence[FirstKv | AllComputed | LostRow]:
+        """Apply one frame. Returns what it means for its rows.
+
+        Raises FrameRejected, and applies nothing, when it fits no row that it could be about.
+        """
         if isinstance(frame, KvSegment):
-            self._take_segment(call_id, frame)
-        elif isinstance(frame, PrebuiltBatch):
-            self._take_prebuilt(call_id, frame)
-        elif isinstance(frame, RowFailed):
+            return self._take_segment(call_id, frame)
+        if isinstance(frame, PrebuiltBatch):
+            return self._take_prebuilt(call_id, frame)
+        if isinstance(frame, RowFailed):
             return self._take_failure(call_id, frame)
-        else:
-            assert isinstance(frame, Accepted)
-        return []
+        assert isinstance(frame, Accepted)
+        return ()
 
     def end_call(self, call_id: str, error: BatonError | None) -> list[LostRow]:
         """No frame of the call follows: rows that still miss something are lost."""
@@ -241,8 +256,7 @@ class LandingZone:
                 is_retryable = isinstance(error, SlotsReused)
                 kind = PrefillUnavailable if is_retryable else EngineFault
                 lost.append(LostRow(row.req, row.replica, kind(f"landing KV failed: {error}"), is_retryable))
-        arrived, self._arrived = self._arrived, []
-        return Landed(tuple(_group(ready)), tuple(arrived), tuple(lost), tuple(map(_landed, freed, freed.values())))
+        return Landed(tuple(_group(ready)), tuple(lost), tuple(map(_landed, freed, freed.values())))
 
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
@@ -266,22 +280,24 @@ class LandingZone:
         call = self._calls.get(call_id)
         return call.rows.get(index) if call else None
 
-    def _take_segment(self, call_id: str, segment: KvSegment) -> None:
+    def _take_segment(self, call_id: str, segment: KvSegment) -> Sequence[FirstKv]:
         row = self._row(call_id, segment.row)
         if row is None:
             self._free(call_id, segment)
-            return
+            return ()
         try:
             slots = self._claim(row, segment)
         except FrameRejected:
             self._free(call_id, segment)
             raise
-        row.lease.state = LeaseState.TRANSFERRING
+        news = () if row.has_kv else (FirstKv(row.req),)
+        row.has_kv = True
         row.num_waiting += 1
         self._waiting.append(_Segment(call_id, row, segment, slots))
         self._note_if_complete(row)
         if self._device.runs_pieces_beside:
             self._start_copy()
+        return news
 
     def start_copies(self, until: Event | None) -> None:
         """Start copies of what has come, one at least, and on until `until` is done: while the device computes, the
@@ -352,26 +368,28 @@ class LandingZone:
         if isinstance(segment.shared, SharedKv) and not segment.shared.is_current:
             raise SlotsReused("the replica used the slots again")
 
-    def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> None:
-        for entry, index in enumerate(columns.rows.tolist()):
-            row = self._row(call_id, index)
-            if row is None:
-                continue
-            if row.columns is not None:
-                raise FrameRejected(index, "a second PrebuiltBatch entry")
-            if columns.seq_lens[entry] != len(row.req.token_ids):
-                raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
-            if not 0 <= columns.first_token_ids[entry] < self._vocab_size:
-                raise FrameRejected(index, f"first token {columns.first_token_ids[entry]} is not in the vocabulary")
-            if (drafts := columns.seed_columns.get(TOPK_INDEX)) is not None:
-                self._check_drafts(index, drafts[entry].tolist(), is_tree=TOPK_P in columns.seed_columns)
-            if columns.bytes_sent.keys() != self._pool.groups.keys():
-                raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
+    def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> Sequence[AllComputed]:
+        rows = [(entry, index, self._row(call_id, index)) for entry, index in enumerate(columns.rows.tolist())]
+        wanted = [(entry, index, row) for entry, index, row in rows if row is not None]
+        for entry, index, row in wanted:
+            self._check_entry(columns, entry, index, row)
+        for entry, _, row in wanted:
             row.columns = columns
             row.entry = entry
-            row.lease.state = LeaseState.TRANSFERRING
-            self._arrived.append(row.req)
             self._note_if_complete(row)
+        return [AllComputed(row.req) for _, _, row in wanted]
+
+    def _check_entry(self, columns: PrebuiltBatch, entry: int, index: int, row: _LandingRow) -> None:
+        if row.columns is not None or columns.rows.tolist().index(index) != entry:
+            raise FrameRejected(index, "a second PrebuiltBatch entry")
+        if columns.seq_lens[entry] != len(row.req.token_ids):
+            raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
+        if not 0 <= columns.first_token_ids[entry] < self._vocab_size:
+            raise FrameRejected(index, f"first token {columns.first_token_ids[entry]} is not in the vocabulary")
+        if (drafts := columns.seed_columns.get(TOPK_INDEX)) is not None:
+            self._check_drafts(index, drafts[entry].tolist(), is_tree=TOPK_P in columns.seed_columns)
+        if columns.bytes_sent.keys() != self._pool.groups.keys():
+            raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
 
     def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
         """Of a tree they are siblings: one twice would count as accepted twice."""
@@ -380,15 +398,15 @@ class LandingZone:
         if is_tree and len(set(drafts)) < len(drafts):
             raise FrameRejected(index, f"{TOPK_INDEX} {drafts} names a token twice")
 
-    def _take_failure(self, call_id: str, failed: RowFailed) -> list[LostRow]:
+    def _take_failure(self, call_id: str, failed: RowFailed) -> Sequence[LostRow]:
         call = self._calls.get(call_id)
         row = call.rows.pop(failed.row, None) if call else None
         if call is None or row is None:
-            return []
+            return ()
         self._complete.pop(row, None)
         error = error_for_row_failure(failed.reason, failed.message)
         is_refusal = failed.reason in (RowFailure.CAPACITY, RowFailure.DRAINING)
-        return [LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000, is_refusal)]
+        return (LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000, is_refusal),)
 
     def _note_if_complete(self, row: _LandingRow) -> None:
         if row.is_complete:

@@ -5,37 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Protocol
 
 from common.kv.pool import RowLease
 from common.model.sampling_params import ResolvedSampling
-from decode_service.messages import Finished, FinishReason, RequestTimings, SpeculationCounts, Submit
-
-
-class Phase(Enum):
-    WAITING = auto()  # holds nothing
-    HANDED_OFF = auto()  # row and slots reserved, a prefill replica works on it
-    READY = auto()  # everything landed, not merged yet
-    RUNNING = auto()
-    RETRACTING = auto()  # out of the batch; a step in flight still carries its row
-    ENDED = auto()
-
-
-@dataclass(slots=True)
-class PhaseClock:
-    """Adds up the seconds spent in each phase, over every attempt and retraction."""
-
-    since_s: float
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    first_decode_s: float = 0.0
-    decode_s: float = 0.0
-
-    def close(self, phase: str, now_s: float) -> None:
-        """Book the time since the last call to `phase`."""
-        setattr(self, phase, getattr(self, phase) + now_s - self.since_s)
-        self.since_s = now_s
+from common.request_stats import SpeculationCounts, Timings
+from decode_service.messages import Finished, FinishReason, Phase, Submit
 
 
 @dataclass(slots=True)
@@ -87,25 +62,32 @@ def _sum_of(counts: Sequence[int], more: Sequence[int]) -> list[int]:
     return [sum(pair) for pair in itertools.zip_longest(counts, more, fillvalue=0)]
 
 
+class RowTokens(Protocol):
+    """Where a running request's new tokens are."""
+
+    def new_tokens(self, row: int) -> list[int]:
+        """The output that the request in `row` has gained since it entered it."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """`token_ids` is prompt and output; its length past `prompt_len` is the output so far, but for that of a request
-    whose row is in RunningRows. `arrival` orders requests by age.
+    """`past_ids`: prompt and output until it last entered a row; `running_in` knows the output since. `arrival` orders
+    requests by age. Lives alone writes `phase`, `lease` and the seconds.
     """
 
     request_id: str
     arrival: int
-    token_ids: list[int]
+    past_ids: list[int]
     prompt_len: int
     sampling: ResolvedSampling
-    clock: PhaseClock
+    since_s: float
     choice_index: int = 0
     deadline_unix_ms: int = 0
     traceparent: str = ""
     wants_drafts: bool = True
     is_traced: bool = False
     client: str = ""
-    phase: Phase = Phase.WAITING
+    phase: Phase = Phase.QUEUE
     lease: RowLease | None = None
     num_attempts: int = 0
     num_failures: int = 0
@@ -114,7 +96,8 @@ class Request:
     avoid_replica: str = ""
     not_before_s: float = 0.0
     refused_since_s: float | None = None
-    has_decoded: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    running_in: RowTokens | None = None
     speculation: SpeculationTally = field(default_factory=SpeculationTally)
     end_ids: frozenset[int] = field(default_factory=frozenset)
 
@@ -123,10 +106,10 @@ class Request:
         return cls(
             request_id=submit.request_id,
             arrival=arrival,
-            token_ids=list(submit.token_ids),
+            past_ids=list(submit.token_ids),
             prompt_len=submit.prompt_len,
             sampling=submit.sampling,
-            clock=PhaseClock(since_s=now_s),
+            since_s=now_s,
             choice_index=submit.choice_index,
             deadline_unix_ms=submit.deadline_unix_ms,
             traceparent=submit.traceparent,
@@ -135,6 +118,28 @@ class Request:
             client=submit.client,
             end_ids=frozenset(submit.sampling.end_token_ids),
         )
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output, whatever phase the request is in."""
+        if self.running_in is None or self.lease is None:
+            return self.past_ids
+        return [*self.past_ids, *self.running_in.new_tokens(self.lease.row)]
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether a decode step of it has ended, in this row or an earlier one."""
+        return "decode_s" in self.seconds or self.phase is Phase.DECODE
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in (Phase.DELIVERY, Phase.ENDED)
+
+    def spend(self, seconds: str, *, until_s: float) -> None:
+        """Add the time since the last call to this field of Timings; "" drops it."""
+        if seconds:
+            self.seconds[seconds] = self.seconds.get(seconds, 0.0) + until_s - self.since_s
+        self.since_s = until_s
 
     @property
     def num_output(self) -> int:
@@ -171,13 +176,9 @@ class Request:
             stop_string=stop_string,
         )
 
-    def timings(self) -> RequestTimings:
-        return RequestTimings(
-            queue_s=self.clock.queue_s,
-            prefill_s=self.clock.prefill_s,
-            transfer_s=self.clock.transfer_s,
-            first_decode_s=self.clock.first_decode_s,
-            decode_s=self.clock.decode_s,
+    def timings(self) -> Timings:
+        return Timings(
+            **self.seconds,
             kv_bytes=self.kv_bytes,
             num_handoff_attempts=self.num_attempts,
             num_retractions=self.num_retractions,

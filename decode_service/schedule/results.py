@@ -9,35 +9,30 @@ from numpy.typing import NDArray
 
 from common.errors import BatonError, EngineFault
 from common.model.sampling_params import TokenLogprobs
-from decode_service.messages import Event, Stage, Tokens
+from decode_service.messages import Event, Phase, Tokens
+from decode_service.schedule.life import Lives
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.stages import StageLog
 from decode_service.schedule.step_in_flight import RowResults, StepInFlight
 
 
 class ResultTaker:
-    """Only the engine thread calls it. What all rows of a batch do is done at once; who begins or ends is met alone.
-
-    `end` and `fail` give up what a request holds.
-    """
+    """Only the engine thread calls it. What all rows of a batch do is done at once; who begins or ends is met alone."""
 
     def __init__(
         self,
         *,
         rows: RunningRows,
-        stages: StageLog,
+        lives: Lives,
         clock: Callable[[], float],
         post: Callable[[Event], None],
-        end: Callable[[Request], None],
         fail: Callable[[Request, BatonError], None],
     ) -> None:
         self._rows = rows
-        self._stages = stages
+        self._lives = lives
         self._clock = clock
         self._post = post
-        self._end = end
         self._fail = fail
 
     def take_first_tokens(self, prebuilt: ScheduleBatch, results: RowResults) -> None:
@@ -55,10 +50,9 @@ class ResultTaker:
             self._fail(step.reqs[i], EngineFault("a decode step relayed or produced no valid token"))
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
-        for i in entries[self._rows.decode(rows, now_s)].tolist():
-            req = step.reqs[i]
-            req.clock.close("first_decode_s", now_s)
-            self._stages.began(req, Stage.DECODE, now_s)
+        for i in entries[self._rows.decode(rows)].tolist():
+            if step.reqs[i].phase is Phase.FIRST_DECODE:  # else it is retracted meanwhile
+                self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
         self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
 
     def still_held(self, step: StepInFlight) -> NDArray[np.bool_]:
@@ -94,13 +88,11 @@ class ResultTaker:
             self._finish(reqs[i], now_s)
 
     def _finish(self, req: Request, now_s: float) -> None:
-        self._rows.leave(req)
         ending = req.ending()
         assert ending is not None
         reason, stop_token_id = ending
-        self._stages.began(req, Stage.DELIVERY, now_s)
+        self._lives.enter(req, Phase.DELIVERY, at_s=now_s)
         self._post(req.finished(reason, req.num_output, stop_token_id=stop_token_id))
-        self._end(req)
 
     def _count_drafts(self, entries: NDArray[np.intp], rows: Rows, num_added: Rows, step: StepInFlight) -> None:
         if step.batch.spec_info is None or step.speculation is None:

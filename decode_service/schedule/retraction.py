@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from common.kv.pool import KvPool
-from decode_service.schedule.dispatcher import PrefillDispatcher
-from decode_service.schedule.request import Phase, Request
+from decode_service.messages import Phase
+from decode_service.schedule.life import RULES, Lives, Place
+from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.stages import StageLog
 
 
 class Retraction:
@@ -20,28 +18,24 @@ class Retraction:
         *,
         pool: KvPool,
         rows: RunningRows,
-        dispatcher: PrefillDispatcher,
-        stages: StageLog,
-        clock: Callable[[], float],
+        lives: Lives,
     ) -> None:
         self._pool = pool
         self._rows = rows
-        self._dispatcher = dispatcher
-        self._stages = stages
-        self._clock = clock
+        self._lives = lives
         self._leaving: list[Request] = []  # a step in flight carries them
         self.num_retractions = 0
 
-    def prepare(self, running: ScheduleBatch, requests: Collection[Request]) -> bool:
-        """Prepare the next step, retracting of all live `requests` the youngest until there are slots for it.
+    def prepare(self, running: ScheduleBatch) -> bool:
+        """Prepare the next step. While slots are short for it, the youngest of all live requests is retracted.
 
         False when slots are on their way but a forward in flight still holds them: nothing is launched this time.
         """
         while not running.prepare_for_decode(self._pool):
             shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots
-            if self._num_coming(running, requests) >= shortage:
+            if self._num_coming(running) >= shortage:
                 return False
-            self._retract_youngest(running, requests)
+            self._retract_youngest(running)
         return True
 
     def requeue_left(self) -> None:
@@ -49,38 +43,30 @@ class Retraction:
         leaving, self._leaving = self._leaving, []
         for req in leaving:
             if req.phase is Phase.RETRACTING:
-                self._requeue(req)
+                self._lives.enter(req, Phase.QUEUE, was_retracted=True)
 
-    def _requeue(self, req: Request) -> None:
-        now_s = self._clock()
-        self._rows.leave(req)
-        req.clock.close("decode_s", now_s)
-        self._stages.waits_again(req, now_s, was_retracted=True)
-        self._dispatcher.requeue(req)
-
-    def _num_coming(self, running: ScheduleBatch, requests: Collection[Request]) -> int:
+    def _num_coming(self, running: ScheduleBatch) -> int:
         """Slots that come free when the forward in flight ends."""
         held = set(map(id, running.reqs))
         return self._pool.slot_counts().quarantined + sum(
             req.lease.num_tokens
-            for req in requests
-            if req.lease is not None
-            and (req.phase is Phase.RETRACTING or (req.phase is Phase.RUNNING and id(req) not in held))
+            for req in self._lives.requests.values()
+            if req.lease is not None and RULES[req.phase].place is Place.ROWS and id(req) not in held
         )
 
-    def _retract_youngest(self, running: ScheduleBatch, requests: Collection[Request]) -> None:
+    def _retract_youngest(self, running: ScheduleBatch) -> None:
         """Retract the youngest that holds slots: a handoff under way goes before an older, running request."""
-        handed_off = [req for req in requests if req.phase is Phase.HANDED_OFF]
+        handed_off = [req for req in self._lives.requests.values() if RULES[req.phase].place is Place.LANDING]
         req = max((*running.reqs, *handed_off), key=lambda req: req.arrival)
         self.num_retractions += 1
         req.num_retractions += 1
-        if req.phase is Phase.HANDED_OFF:
-            self._dispatcher.take_back(req)
+        assert req.lease is not None
+        if RULES[req.phase].place is Place.LANDING:
+            self._lives.enter(req, Phase.QUEUE, was_retracted=True)
             return
         running.filter_batch([i for i, other in enumerate(running.reqs) if other is not req])
-        req.phase = Phase.RETRACTING
-        assert req.lease is not None
         if self._rows.num_in_flight[req.lease.row]:
+            self._lives.enter(req, Phase.RETRACTING)
             self._leaving.append(req)
         else:
-            self._requeue(req)
+            self._lives.enter(req, Phase.QUEUE, was_retracted=True)

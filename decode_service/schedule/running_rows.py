@@ -1,6 +1,6 @@
 """What the engine knows of the requests in its batch, as columns addressed by pool row: a step asks all at once.
 
-Submit ─▶ Request ──enter──▶ columns, step after step ──leave──▶ Request: tokens, seconds and counts added up
+Request ──enter──▶ columns, step after step ──leave──▶ Request: tokens and counts added up
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from numpy.typing import NDArray
 
 from common.model.sampling_params import MAX_END_TOKEN_IDS
 from common.model.sampling_state import RowSeed
-from decode_service.schedule.draft_tallies import DraftTallies
-from decode_service.schedule.request import Request
+from common.telemetry.step_stats import SpeculationStats
+from decode_service.schedule.request import Request, SpeculationTally
+from decode_service.speculate.spec_info import SpecInfo
 
 Rows = NDArray[np.int64]
 _NO_TOKEN = -1
+_PARTS = ("draft_s", "verify_s", "extend_s")
+_NUM_TOTALS = 2 + len(_PARTS)  # verify steps, drafted tokens, seconds
 
 
 class RunningRows:
-    """Of requests in RUNNING and RETRACTING. Only the engine thread calls it.
+    """Requests from BOOTSTRAP to DECODE or RETRACTING. Only the engine thread calls it; only Lives enters and leaves.
 
-    Between `enter` and `leave` a Request's own `token_ids`, `clock`, `has_decoded` and `speculation` are as they were
-    when it entered. `serials` [rows]: whose a row is, by a number that no other request gets, nor the same one later; 0
-    where it is nobody's. `num_in_flight` [rows]: launched steps whose results are not taken; each adds one token at
-    least. `max_depth`: levels that are ever drafted.
+    A request's `speculation` counts what came of its drafts until it entered. `serials` [rows]: whose a row is, by a
+    number that no other request gets, nor the same one later; 0 where it is nobody's. `num_in_flight` [rows]: launched
+    steps whose results are not taken; each adds one token at least. `max_depth`: levels that are ever drafted.
     """
 
     def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
@@ -45,7 +47,6 @@ class RunningRows:
         self._num_new = column()  # output since it entered
         self._new_ids = np.empty((rows, max_context_tokens + max_depth), dtype=np.int32)
         self._has_decoded = np.zeros(rows, dtype=np.bool_)
-        self._decoded_at_s = np.zeros(rows)
         self.drafts = DraftTallies(rows, max_depth=max_depth)
 
     def enter(self, req: Request) -> None:
@@ -60,29 +61,23 @@ class RunningRows:
         self._set_num_end_ids(row, len(end_ids))
         self._num_new[row] = 0
         self._has_decoded[row] = req.has_decoded
-        self._decoded_at_s[row] = req.clock.since_s
+        req.running_in = self
         self.drafts.clear(row)
 
     def leave(self, req: Request) -> None:
-        """The request knows again what became of it. Nothing of a step in flight reaches it any more."""
+        """Nothing of a step in flight reaches the request any more."""
         assert req.lease is not None
         row = req.lease.row
-        if not self.serials[row]:
-            return
         self.serials[row] = self._num_left[row] = 0
         self._set_num_end_ids(row, 0)
-        req.token_ids += self._new_tokens(row)
-        if self._has_decoded[row]:
-            req.has_decoded = True
-            req.clock.close("decode_s", float(self._decoded_at_s[row]))
+        req.past_ids = req.token_ids
+        req.running_in = None
         self.drafts.tell(row, req.speculation)
 
     def row_seed(self, req: Request) -> RowSeed:
         """What its sampling starts from: with its tokens until now."""
         assert req.lease is not None
-        row = req.lease.row
-        token_ids = (*req.token_ids, *self._new_tokens(row))
-        return RowSeed(row, req.sampling, req.choice_index, token_ids, req.prompt_len)
+        return RowSeed(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
 
     def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
         """[B]: whether a further decode step can still add a token."""
@@ -122,17 +117,54 @@ class RunningRows:
         self._num_left[rows] = num_left - num_added
         return num_added, has_ended
 
-    def decode(self, rows: Rows, now_s: float) -> Rows:
-        """A step of `rows` [B] has ended. Returns which of them had not decoded before: indices."""
+    def decode(self, rows: Rows) -> Rows:
+        """A decode step of `rows` [B] has ended. Returns the indices of those that had not decoded before."""
         (are_first,) = (~self._has_decoded[rows]).nonzero()
         self._has_decoded[rows] = True
-        self._decoded_at_s[rows] = now_s
         return are_first
 
     def _set_num_end_ids(self, row: int, num_end_ids: int) -> None:
         self._num_end_ids[row] = num_end_ids
         self._most_end_ids = int(self._num_end_ids.max())
 
-    def _new_tokens(self, row: int) -> list[int]:
+    def new_tokens(self, row: int) -> list[int]:
+        """See RowTokens."""
         tokens: list[int] = self._new_ids[row, : self._num_new[row]].tolist()
         return tokens
+
+
+class DraftTallies:
+    """What drafts came to, row by row, since it was last told: one table, to which a step adds all its rows at once.
+
+    `max_depth`: levels that are ever drafted.
+    """
+
+    def __init__(self, num_rows: int, *, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._table = np.zeros((num_rows, _NUM_TOTALS + 2 * max_depth))  # counts stay far below what a float64 counts
+
+    def clear(self, row: int) -> None:
+        self._table[row] = 0
+
+    def add(
+        self, rows: NDArray[np.int64], spec_info: SpecInfo, *, num_accepted: NDArray[np.int64], stats: SpeculationStats
+    ) -> None:
+        """A step drafted for `rows` [B], distinct, of which `num_accepted` [B] drafts each were accepted."""
+        num_levels, accepted_at = spec_info.num_steps, _NUM_TOTALS + self._max_depth
+        step = np.zeros((len(rows), self._table.shape[1]))
+        step[:, :_NUM_TOTALS] = (1, spec_info.num_draft_tokens, *(getattr(stats, part) for part in _PARTS))
+        step[:, _NUM_TOTALS : _NUM_TOTALS + num_levels] = 1
+        step[:, accepted_at : accepted_at + num_levels] = np.arange(num_levels) < num_accepted[:, None]
+        self._table[rows] += step
+
+    def tell(self, row: int, tally: SpeculationTally) -> None:
+        """Add the row's to `tally`."""
+        num_verify_steps, num_drafted, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
+        levels = self._table[row, _NUM_TOTALS:].astype(np.int64).reshape(2, self._max_depth)
+        tally.add(
+            num_verify_steps=int(num_verify_steps),
+            num_drafted_tokens=int(num_drafted),
+            drafted_at=levels[0].tolist(),
+            accepted_at=levels[1].tolist(),
+            parts_s=dict(zip(_PARTS, parts_s, strict=True)),
+        )

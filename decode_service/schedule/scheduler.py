@@ -6,7 +6,6 @@ stream:            [ ........... forward N ........... ][ ........... forward N+
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from common.device.errors import PieceFailed
 from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device
 from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
-from common.kv.pool import KvPool, LeaseState
+from common.kv.pool import KvPool
 from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
@@ -35,20 +34,21 @@ from decode_service.messages import (
     FinishAtStop,
     FinishReason,
     FrameArrived,
+    Phase,
     ReplicasChanged,
-    Stage,
     Submit,
 )
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.landing import LandingZone
+from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.outbox import Deliver, Outbox
-from decode_service.schedule.request import Phase, Request
+from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
-from decode_service.schedule.stages import StageLog
 from decode_service.schedule.step_in_flight import StepInFlight, first_token_payload, first_tokens
+from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 
@@ -136,33 +136,38 @@ class DecodeEngine:
             nontemporal_copies=nontemporal_copies,
             on_event=self._wake_up.told,
         )
-        self._stages = StageLog(self._outbox.post)
-        self._dispatcher = PrefillDispatcher(
-            pool=self.pool,
-            landing=self._landing,
-            max_attempts=max_handoff_attempts,
-            unavailable_timeout_s=prefill_timeout_s,
-            clock=clock,
-            post=self._outbox.post,
-            stages=self._stages,
-            fail=self._fail,
-        )
         self._rows = RunningRows(
             max_rows=max_rows,
             max_context_tokens=max_context_tokens,
             max_depth=0 if spec_info is None else spec_info.num_steps,
         )
-        self._retraction = Retraction(
-            pool=self.pool, rows=self._rows, dispatcher=self._dispatcher, stages=self._stages, clock=clock
+        waiting = WaitingQueue()
+        self.lives = Lives(
+            pool=self.pool,
+            waiting=waiting,
+            landing=self._landing,
+            rows=self._rows,
+            clock=clock,
+            post=self._outbox.post,
         )
+        self._dispatcher = PrefillDispatcher(
+            pool=self.pool,
+            waiting=waiting,
+            landing=self._landing,
+            lives=self.lives,
+            max_attempts=max_handoff_attempts,
+            unavailable_timeout_s=prefill_timeout_s,
+            clock=clock,
+            post=self._outbox.post,
+            fail=self._fail,
+        )
+        self._retraction = Retraction(pool=self.pool, rows=self._rows, lives=self.lives)
         self._taker = ResultTaker(
-            rows=self._rows, stages=self._stages, clock=clock, post=self._outbox.post, end=self._end, fail=self._fail
+            rows=self._rows, lives=self.lives, clock=clock, post=self._outbox.post, fail=self._fail
         )
-        self._requests: dict[str, Request] = {}
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
         self._in_flight: StepInFlight | None = None
-        self._arrivals = itertools.count()
         self._is_draining = False
         self._is_stalled = False  # slots were short, and those coming free are still in use
         self._has_freed = False  # at the last step's end: who was short of it is not to wait
@@ -248,8 +253,8 @@ class DecodeEngine:
             case Submit():
                 self._submit(command)
             case Abort(request_id):
-                if (req := self._requests.get(request_id)) is not None:
-                    self._end(req)
+                if (req := self.lives.requests.get(request_id)) is not None:
+                    self.lives.enter(req, Phase.ENDED)
             case FinishAtStop():
                 self._finish_at_stop(command)
             case FrameArrived(call_id, frame):
@@ -262,7 +267,6 @@ class DecodeEngine:
                 self._is_draining = True
 
     def _submit(self, submit: Submit) -> None:
-        assert submit.request_id not in self._requests, "the edge refuses duplicates"
         total = submit.prompt_len + submit.sampling.max_tokens
         if self._is_draining:
             self._outbox.post(Failed(submit.request_id, Draining("the service is stopping")))
@@ -272,20 +276,16 @@ class DecodeEngine:
             message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
             self._outbox.post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
             return
-        req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
-        self._requests[req.request_id] = req
-        self._dispatcher.add(req)
+        self.lives.admit(submit)
 
     def _finish_at_stop(self, command: FinishAtStop) -> None:
-        req = self._requests.get(command.request_id)
+        req = self.lives.requests.get(command.request_id)
         if req is None:
             return
-        self._leave(req)
-        self._stages.began(req, Stage.DELIVERY, self._clock())
+        self.lives.enter(req, Phase.DELIVERY)
         self._outbox.post(
             req.finished(FinishReason.STOP_STRING, command.num_output_tokens, stop_string=command.stop_string)
         )
-        self._end(req)
 
     # ---- scheduling ---------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class DecodeEngine:
         if ready:
             self._merge_prebuilt(ready)
         running.spec_info = depth_within(self._depth, running, self.pool)
-        self._is_stalled = not (running.is_empty or self._retraction.prepare(running, self._requests.values()))
+        self._is_stalled = not (running.is_empty or self._retraction.prepare(running))
         return None if running.is_empty or self._is_stalled else running
 
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
@@ -339,15 +339,10 @@ class DecodeEngine:
 
     def _process_prebuilt(self, prebuilt: ScheduleBatch, ready: Sequence[ReadyRows]) -> None:
         """Deliver the first tokens; requests that end with theirs never enter the batch."""
-        for req in prebuilt.reqs:
-            assert req.lease is not None
-            req.phase = Phase.RUNNING
-            req.lease.state = LeaseState.RUNNING
-            self._rows.enter(req)
         self._taker.take_first_tokens(prebuilt, first_tokens(ready))
         for req in prebuilt.reqs:
-            if req.phase is Phase.RUNNING:
-                self._stages.began(req, Stage.DECODE if req.has_decoded else Stage.FIRST_DECODE, self._clock())
+            if not req.has_ended:
+                self.lives.enter(req, Phase.DECODE if req.has_decoded else Phase.FIRST_DECODE)
 
     # ---- launching and finishing --------------------------------------------------------------------------------
 
@@ -357,7 +352,7 @@ class DecodeEngine:
         forward_batch = batch.snapshot()
         batch.draft_lag = forward_batch.draft_lag_after
         self._forward_stream.wait(self._device.schedule_stream.record())
-        if seeds := [self._rows.row_seed(req) for req in self._unseeded if req.phase is Phase.RUNNING]:
+        if seeds := [self._rows.row_seed(req) for req in self._unseeded if RULES[req.phase].place is Place.ROWS]:
             self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
         self._unseeded.clear()
         on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
@@ -406,26 +401,7 @@ class DecodeEngine:
         num_tokens = len(step.reqs) * step.batch.num_tokens
         self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
 
-    # ---- endings ------------------------------------------------------------------------------------------------
-
     def _fail(self, req: Request, error: BatonError) -> None:
-        if req.phase is Phase.ENDED:
-            return
-        self._outbox.post(Failed(req.request_id, error))
-        self._end(req)
-
-    def _end(self, req: Request) -> None:
-        """The one owner of release: whatever the request held is given up, wherever it was. Idempotent."""
-        if req.phase is Phase.ENDED:
-            return
-        self._leave(req)
-        req.phase = Phase.ENDED
-        del self._requests[req.request_id]
-        self._dispatcher.forget(req)
-        if req.lease is not None:
-            self.pool.release(req.lease)
-            req.lease = None
-
-    def _leave(self, req: Request) -> None:
-        if req.phase in (Phase.RUNNING, Phase.RETRACTING):
-            self._rows.leave(req)
+        if not req.has_ended:
+            self._outbox.post(Failed(req.request_id, error))
+            self.lives.enter(req, Phase.ENDED)

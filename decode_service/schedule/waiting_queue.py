@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 
 from common.errors import BatonError, ContextExceeded, FingerprintMismatch, PrefillUnavailable
-from decode_service.messages import Replica, ReplicasChanged
+from decode_service.messages import Phase, Replica, ReplicasChanged
 from decode_service.schedule.request import Request
 
 
@@ -30,7 +30,7 @@ class WaitingQueue:
         return iter([*self._returned.values(), *chain(*(reqs.values() for reqs in self._newcomers.values()))])
 
     def in_turn(self) -> Iterator[Request]:
-        """Each request once. One that has no lease when the next is asked for costs its client no turn."""
+        """Each request once. One that still waits when the next is asked for costs its client no turn."""
         yield from list(self._returned.values())
         clients = deque(self._newcomers)
         rest: dict[str, deque[Request]] = {}
@@ -43,9 +43,10 @@ class WaitingQueue:
                 continue
             req = rest[client].popleft()
             yield req
-            if req.lease is not None:
+            if req.phase is not Phase.QUEUE:
                 clients.rotate(-1)
-                self._newcomers[client] = self._newcomers.pop(client)
+                if client in self._newcomers:
+                    self._newcomers[client] = self._newcomers.pop(client)
 
     def add(self, req: Request) -> None:
         if not req.num_attempts:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
+from common.request_stats import Timings
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
-from decode_service.messages import Finished, FinishReason, RequestTimings, Submit, Tokens
+from decode_service.messages import Finished, FinishReason, Submit, Tokens
 from tests.decode_edge.edge_under_test import events_of, ids_in, running_edge
 
 A, B, C = ord("a"), ord("b"), ord("c")
@@ -27,7 +28,7 @@ async def test_tokens_told_together_are_one_span_and_each_requests_write_a_task(
         edge.deliver(
             Tokens((by_id["r1"], by_id["r2"]), (1, 2), (A, B, C)),
             *(
-                Finished(by_id[request_id], FinishReason.LENGTH, 3, num_tokens, RequestTimings())
+                Finished(by_id[request_id], FinishReason.LENGTH, 3, num_tokens, Timings())
                 for request_id, num_tokens in (("r1", 1), ("r2", 2))
             ),
         )

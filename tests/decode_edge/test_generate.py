@@ -8,9 +8,10 @@ import pytest
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from common.errors import PrefillUnavailable
 from common.model.sampling_params import TokenLogprobs
+from common.request_stats import Timings
 from common.rpc.bearer_tokens import authorization
 from decode_service.edge.output import OutputProcessor
-from decode_service.messages import Abort, Failed, Finished, FinishReason, RequestTimings, Submit, Tokens
+from decode_service.messages import Abort, Failed, Finished, FinishReason, Submit, Tokens
 from tests.decode_edge.edge_under_test import (
     MAX_LIVE,
     AloneContext,
@@ -29,7 +30,7 @@ A, B, C = ord("a"), ord("b"), ord("c")
 
 
 def finished(request_id: str, num_tokens: int, reason: FinishReason = FinishReason.LENGTH, **more: object) -> Finished:
-    timings = RequestTimings(queue_s=0.25, prefill_s=0.5, kv_bytes=1000, num_handoff_attempts=1)
+    timings = Timings(queue_s=0.25, prefill_s=0.5, kv_bytes=1000, num_handoff_attempts=1)
     return Finished(request_id, reason, 3, num_tokens, timings, **more)  # type: ignore[arg-type]
 
 

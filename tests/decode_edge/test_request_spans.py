@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 
 from baton.v1 import inference_pb2
 from common.errors import EngineFault
-from decode_service.messages import Failed, Finished, FinishReason, RequestTimings, SpeculationCounts
+from common.request_stats import SpeculationCounts, Timings
+from decode_service.messages import Failed, Finished, FinishReason
 from tests.decode_edge.edge_under_test import AloneContext, Edge, events_of, running_edge, tokens_of
 from tests.decode_edge.fake_engine import until
 from tests.tracing.spans import EndedSpans
@@ -63,7 +64,7 @@ async def test_a_request_that_is_not_sampled_is_not_traced_by_the_engine(traced:
 async def test_a_finished_requests_span_says_what_it_took(traced: Edge, spans: EndedSpans) -> None:
     call = ask(traced, request_id="mine", choice_index=2)
     submit = await traced.engine.submitted()
-    timings = RequestTimings(kv_bytes=77, num_handoff_attempts=2, num_retractions=1)
+    timings = Timings(kv_bytes=77, num_handoff_attempts=2, num_retractions=1)
     traced.deliver(
         tokens_of(submit.request_id, (5,)),
         Finished(submit.request_id, FinishReason.LENGTH, 2, 1, timings, speculation=COUNTS),
@@ -111,7 +112,7 @@ async def test_a_client_that_does_not_take_the_ending_shows_as_an_error(traced: 
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2]))
     call = asyncio.create_task(traced.servicer.Generate(request, context))  # type: ignore[arg-type]
     submit = await traced.engine.submitted()
-    traced.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, RequestTimings()))
+    traced.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, Timings()))
     with pytest.raises(grpc.aio.AbortError):
         await call
 
@@ -123,7 +124,7 @@ async def test_a_service_that_does_not_trace_logs_the_callers_trace(edge: Edge) 
     call = ask(edge)
     submit = await edge.engine.submitted()
     assert not submit.is_traced
-    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, RequestTimings()))
+    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, Timings()))
     await events_of(call)
 
     (line,) = [line for line in edge.log if line["event"] == "request_finished"]
@@ -133,7 +134,7 @@ async def test_a_service_that_does_not_trace_logs_the_callers_trace(edge: Edge) 
 async def test_without_a_trace_the_log_names_none(edge: Edge) -> None:
     call = edge.generate()
     submit = await edge.engine.submitted()
-    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, RequestTimings()))
+    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, Timings()))
     await events_of(call)
 
     (line,) = [line for line in edge.log if line["event"] == "request_finished"]

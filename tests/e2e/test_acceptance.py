@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.events import Completion, SpeculationCounts
+from baton.events import Completion
 from baton.local_pair import LocalPair
 from common.model.sampling_params import ResolvedSampling
-from decode_service.messages import SpeculationCounts as EngineCounts
+from common.request_stats import SpeculationCounts
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
 from tests.support.pair import PairOptions, pairs_that_keep_all
@@ -58,7 +58,7 @@ def pair(
         yield running
 
 
-def acceptance(counts: Sequence[SpeculationCounts | EngineCounts | None]) -> Acceptance:
+def acceptance(counts: Sequence[SpeculationCounts | SpeculationCounts | None]) -> Acceptance:
     return [(each.drafted_at, each.accepted_at) for each in counts if each is not None]
 
 

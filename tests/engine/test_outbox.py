@@ -86,7 +86,7 @@ def ended_beside_another(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, li
     scripted.landing.run_all()
     for _ in range(20):
         scripted.step()
-        if "first" not in scripted.engine._requests:
+        if "first" not in scripted.engine.lives.requests:
             break
     assert scripted.outcomes["first"].finished is None, "nothing is kept"
     return scripted, heard

@@ -183,7 +183,7 @@ def test_holds(check: Check) -> None:
         (check_rows_and_slots_are_conserved, rows.slots_released_twice, "not conserved|held twice"),
         (check_a_late_copy_does_not_meet_another_request, rows.landing_does_not_hold_its_row, "landed in slots"),
         (check_a_late_copy_does_not_meet_another_request, rows.quarantine_skipped, "landed in slots"),
-        (check_a_released_row_takes_no_further_segment, rows.landing_into_a_released_row, "was given up"),
+        (check_a_released_row_takes_no_further_segment, rows.landing_into_a_released_row, "does not follow"),
         (check_a_released_row_takes_no_further_segment, rows.frames_matched_by_row_number_alone, "was given up"),
         (check_a_row_runs_only_when_its_kv_is_there, rows.row_merged_before_its_copies, "before the row's KV"),
         (check_tensors_live_until_the_end_event, rows.tensors_dropped_before_the_end, "was dropped"),

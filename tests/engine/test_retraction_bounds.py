@@ -16,12 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import Phase as Stage
+from hypothesis import Phase as Part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_service.messages import StartHandoff
-from decode_service.schedule.request import Phase
+from decode_service.messages import Phase, StartHandoff
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import retraction
@@ -132,7 +131,7 @@ class Watcher:
 
     def _note_retractions(self) -> list[int]:
         gave_way = []
-        for name, req in self.scripted.engine._requests.items():
+        for name, req in self.scripted.engine.lives.requests.items():
             seen = self.seen[int(name)]
             if req.num_retractions > seen.num_retractions:
                 gave_way.append(int(name))
@@ -142,13 +141,13 @@ class Watcher:
     def _look_at_slots(self, gave_way: list[int]) -> None:
         if not gave_way:
             return
-        keepers = [int(name) for name, req in self.scripted.engine._requests.items() if req.lease is not None]
+        keepers = [int(name) for name, req in self.scripted.engine.lives.requests.items() if req.lease is not None]
         oldest = min(number for number, seen in enumerate(self.seen) if seen.ended is None)
         assert oldest not in gave_way, "the oldest request gave way"
         assert all(keeper < min(gave_way) for keeper in keepers), f"{gave_way} gave way, {keepers} kept their slots"
 
     def _look_at_the_queue(self, handed_off: Iterable[int]) -> None:
-        waiting = [int(name) for name, req in self.scripted.engine._requests.items() if req.phase is Phase.WAITING]
+        waiting = [int(name) for name, req in self.scripted.engine.lives.requests.items() if req.phase is Phase.QUEUE]
         assert max(handed_off, default=-1) < min(waiting, default=len(self.seen)), "a younger request overtook"
 
     def check_bounds(self, of: Sequence[Seen] = ()) -> None:
@@ -200,7 +199,7 @@ lives = st.builds(
 def test_in_any_life_nobody_starves() -> None:
     num_retractions = 0
 
-    @settings(max_examples=12, database=None, derandomize=True, phases=[Stage.explicit, Stage.generate])
+    @settings(max_examples=12, database=None, derandomize=True, phases=[Part.explicit, Part.generate])
     @given(life=lives)
     def live(life: Life) -> None:
         nonlocal num_retractions

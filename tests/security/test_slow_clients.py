@@ -13,12 +13,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
+from common.request_stats import Timings
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.rpc.tls import channel_credentials, server_credentials
 from common.service import server
 from common.service.server import ServerLimits
 from common.wire.codec_commands import encode_prefill_batch
-from decode_service.messages import Abort, Finished, FinishReason, RequestTimings, Submit
+from decode_service.messages import Abort, Finished, FinishReason, Submit
 from prefill_service.edge.servicer import HandoffLimits
 from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_edge, tokens_of
 from tests.decode_edge.fake_engine import BOUND_S
@@ -98,7 +99,7 @@ async def is_served(edge: Edge) -> None:
     num_before = len(edge.engine.of_type(Submit))
     call = edge.generate(timeout=BOUND_S)
     request_id = (await edge.engine.submitted(num_before + 1)).request_id
-    edge.deliver(tokens_of(request_id, (97,)), Finished(request_id, FinishReason.LENGTH, 3, 1, RequestTimings()))
+    edge.deliver(tokens_of(request_id, (97,)), Finished(request_id, FinishReason.LENGTH, 3, 1, Timings()))
     assert [event.WhichOneof("event") async for event in call] == ["started", "delta", "finished"]
     await edge.stub.GetLoad(inference_pb2.GetInferenceLoadRequest(), timeout=BOUND_S)
     checked = await health_pb2_grpc.HealthStub(edge.channel).Check(
@@ -238,7 +239,7 @@ async def test_what_a_slow_reader_has_not_taken_is_kept_once(edge: Edge, connect
     request_id = (await edge.engine.submitted()).request_id
     for _ in range(40):
         edge.deliver(tokens_of(request_id, (97,)))
-    edge.deliver(Finished(request_id, FinishReason.LENGTH, 3, 40, RequestTimings()))
+    edge.deliver(Finished(request_id, FinishReason.LENGTH, 3, 40, Timings()))
 
     for _ in range(200):
         slow.send(frame(WINDOW_UPDATE, 0, stream, (16).to_bytes(4, "big")))

@@ -46,7 +46,7 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     num_deliveries: int = 0
-    stages: list[decode.StageBegan] = field(default_factory=list)
+    phases: list[decode.PhaseBegan] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: decode.Finished | None = None
     error: BatonError | None = None
@@ -365,12 +365,12 @@ class InProcessPair:
             case _:
                 self._deliver(event)
 
-    def _deliver(self, event: decode.StageBegan | decode.Tokens | decode.Finished | decode.Failed) -> None:
+    def _deliver(self, event: decode.PhaseBegan | decode.Tokens | decode.Finished | decode.Failed) -> None:
         if not isinstance(event, decode.Tokens):
             assert event.request_id not in self._aborted, f"an event after the abort: {event}"
         match event:
-            case decode.StageBegan():
-                self.outcomes[event.request_id].stages.append(event)
+            case decode.PhaseBegan():
+                self.outcomes[event.request_id].phases.append(event)
             case decode.Tokens():
                 for request_id, token_ids, logprobs in event.each():
                     assert request_id not in self._aborted, f"tokens after the abort: {event}"

@@ -7,7 +7,7 @@ from opentelemetry.trace import StatusCode
 
 from common.errors import EngineFault
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
-from decode_service.messages import Stage, StageBegan
+from decode_service.messages import Phase, PhaseBegan
 from tests.tracing.spans import Clock, EndedSpans, parent_ids, seconds
 
 SAMPLED = f"00-{'ab' * 16}-{'cd' * 8}-01"
@@ -23,17 +23,17 @@ def spans() -> EndedSpans:
     return EndedSpans()
 
 
-def reaches(trace: RequestTrace, *stages: tuple[Stage, float]) -> None:
+def reaches(trace: RequestTrace, *stages: tuple[Phase, float]) -> None:
     for stage, at_s in stages:
-        trace.on_stage(StageBegan("r", stage, at_s))
+        trace.on_phase(PhaseBegan("r", stage, at_s))
 
 
 def test_stages_last_until_the_next_and_fill_the_request(spans: EndedSpans, clock: Clock) -> None:
     with RequestTraces(spans.tracer, clock=clock).begin([("traceparent", SAMPLED)]) as trace:
         clock.now_s = 1001.0
         trace.submitted()
-        reaches(trace, (Stage.PREFILL, 1003.0), (Stage.TRANSFER, 1006.0), (Stage.BOOTSTRAP, 1010.0))
-        reaches(trace, (Stage.FIRST_DECODE, 1010.5), (Stage.DECODE, 1011.0), (Stage.DELIVERY, 1020.0))
+        reaches(trace, (Phase.PREFILL, 1003.0), (Phase.TRANSFER, 1006.0), (Phase.BOOTSTRAP, 1010.0))
+        reaches(trace, (Phase.FIRST_DECODE, 1010.5), (Phase.DECODE, 1011.0), (Phase.DELIVERY, 1020.0))
         clock.now_s = 1021.0
 
     generate, stages = spans.all[-1], spans.all[:-1]
@@ -59,8 +59,8 @@ def test_stages_last_until_the_next_and_fill_the_request(spans: EndedSpans, cloc
 def test_the_first_token_is_a_span_from_the_engine_to_the_clients_stream(spans: EndedSpans, clock: Clock) -> None:
     with RequestTraces(spans.tracer, clock=clock).begin([]) as trace:
         trace.submitted()
-        reaches(trace, (Stage.PREFILL, 1001.0), (Stage.TRANSFER, 1001.0), (Stage.BOOTSTRAP, 1002.0))
-        reaches(trace, (Stage.FIRST_DECODE, 1003.0), (Stage.DECODE, 1004.0))
+        reaches(trace, (Phase.PREFILL, 1001.0), (Phase.TRANSFER, 1001.0), (Phase.BOOTSTRAP, 1002.0))
+        reaches(trace, (Phase.FIRST_DECODE, 1003.0), (Phase.DECODE, 1004.0))
         for clock.now_s in (1003.5, 1006.0):
             trace.output_written()
 
@@ -70,15 +70,15 @@ def test_the_first_token_is_a_span_from_the_engine_to_the_clients_stream(spans: 
 def test_a_lost_handoff_and_a_retraction_show_as_further_stages(spans: EndedSpans, clock: Clock) -> None:
     with RequestTraces(spans.tracer, clock=clock).begin([]) as trace:
         trace.submitted()
-        trace.on_stage(StageBegan("r", Stage.PREFILL, 1001.0, replica="a:1", attempt=0))
-        trace.on_stage(StageBegan("r", Stage.QUEUE, 1002.0, lost="it died"))
-        trace.on_stage(StageBegan("r", Stage.PREFILL, 1004.0, replica="b:1", attempt=1))
-        reaches(trace, (Stage.TRANSFER, 1005.0), (Stage.BOOTSTRAP, 1006.0), (Stage.FIRST_DECODE, 1007.0))
+        trace.on_phase(PhaseBegan("r", Phase.PREFILL, 1001.0, replica="a:1", attempt=0))
+        trace.on_phase(PhaseBegan("r", Phase.QUEUE, 1002.0, lost="it died"))
+        trace.on_phase(PhaseBegan("r", Phase.PREFILL, 1004.0, replica="b:1", attempt=1))
+        reaches(trace, (Phase.TRANSFER, 1005.0), (Phase.BOOTSTRAP, 1006.0), (Phase.FIRST_DECODE, 1007.0))
         clock.now_s = 1008.0
         trace.output_written()
-        trace.on_stage(StageBegan("r", Stage.QUEUE, 1009.0, was_retracted=True))
-        reaches(trace, (Stage.PREFILL, 1009.0), (Stage.TRANSFER, 1009.0), (Stage.BOOTSTRAP, 1009.0))
-        reaches(trace, (Stage.FIRST_DECODE, 1009.5))
+        trace.on_phase(PhaseBegan("r", Phase.QUEUE, 1009.0, was_retracted=True))
+        reaches(trace, (Phase.PREFILL, 1009.0), (Phase.TRANSFER, 1009.0), (Phase.BOOTSTRAP, 1009.0))
+        reaches(trace, (Phase.FIRST_DECODE, 1009.5))
         clock.now_s = 1010.0
         trace.output_written()
 
@@ -100,7 +100,7 @@ def test_a_lost_handoff_and_a_retraction_show_as_further_stages(spans: EndedSpan
 def test_an_error_shows_on_the_request_and_on_the_stage_it_came_in(spans: EndedSpans, clock: Clock) -> None:
     with RequestTraces(spans.tracer, clock=clock).begin([]) as trace:
         trace.submitted()
-        reaches(trace, (Stage.PREFILL, 1001.0))
+        reaches(trace, (Phase.PREFILL, 1001.0))
         trace.failed(EngineFault("broken"))
 
     assert [(span.name, span.status.status_code.name) for span in spans.all] == [
@@ -119,7 +119,7 @@ def test_a_stage_that_the_engine_saw_before_the_edge_submitted_has_no_negative_l
     with RequestTraces(spans.tracer, clock=clock).begin([]) as trace:
         clock.now_s = 1002.0
         trace.submitted()
-        reaches(trace, (Stage.PREFILL, 1001.9), (Stage.TRANSFER, 1003.0))
+        reaches(trace, (Phase.PREFILL, 1001.9), (Phase.TRANSFER, 1003.0))
 
     assert seconds(spans.named("queue")) == 0.0
     assert seconds(spans.named("prefill")) == pytest.approx(1.0)
@@ -130,7 +130,7 @@ def test_what_comes_after_the_end_is_dropped(spans: EndedSpans, clock: Clock) ->
     with RequestTraces(spans.tracer, clock=clock).begin([]) as trace:
         trace.submitted()
     num_spans = len(spans.all)
-    reaches(trace, (Stage.PREFILL, 1001.0), (Stage.TRANSFER, 1003.0))
+    reaches(trace, (Phase.PREFILL, 1001.0), (Phase.TRANSFER, 1003.0))
 
     assert len(spans.all) == num_spans
 
@@ -140,7 +140,7 @@ def test_an_unsampled_request_records_nothing_and_stays_unsampled(spans: EndedSp
     with RequestTraces(spans.tracer, clock=clock).begin([("traceparent", SAMPLED[:-2] + flags)]) as trace:
         trace.describe(lambda: pytest.fail("nobody reads it"))
         trace.submitted()
-        reaches(trace, (Stage.PREFILL, 1001.0))
+        reaches(trace, (Phase.PREFILL, 1001.0))
         trace.failed(EngineFault("broken"))
 
     assert not spans.all and not trace.is_recording

@@ -14,6 +14,7 @@ import prefill_service.messages as prefill
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.request_stats import Timings
 from common.wire.handoff import Accepted, Frame, KvSegment, RowFailed
 from tests.wire.strategies import SPECULATIVE, comparable
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_batch
@@ -55,10 +56,10 @@ SAMPLES: tuple[object, ...] = (
     *(decode.FrameArrived("call", frame) for frame in FRAMES),
     decode.CallEnded("call", None),
     decode.CallEnded("call", FingerprintMismatch("algorithm", "eagle", "none")),
-    decode.StageBegan("id", decode.Stage.PREFILL, 1.5, replica="a:1", attempt=1),
-    decode.StageBegan("id", decode.Stage.QUEUE, 1.5, lost="why", was_retracted=True),
+    decode.PhaseBegan("id", decode.Phase.PREFILL, 1.5, replica="a:1", attempt=1),
+    decode.PhaseBegan("id", decode.Phase.QUEUE, 1.5, lost="why", was_retracted=True),
     decode.Tokens(("id", "other"), (1, 2), (1, 2, 3), (TokenLogprobs(-0.5, (1,), (-0.5,)), None, None)),
-    decode.Finished("id", decode.FinishReason.EOS, 2, 1, decode.RequestTimings(queue_s=1.0), stop_token_id=2),
+    decode.Finished("id", decode.FinishReason.EOS, 2, 1, Timings(queue_s=1.0), stop_token_id=2),
     decode.Failed("id", EngineFault("broken")),
     decode.Failed("id", InvalidRequest("prompt", "is empty")),
     decode.StartHandoff("call", "a:1", ROWS),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 
 from common.kv.pool import KvPool
 from common.wire.handoff import HandoffRow
+from decode_service.messages import Phase
 from decode_service.schedule import dispatcher, retraction, scheduler
 from decode_service.schedule.dispatcher import PrefillDispatcher
+from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.request import Request
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.schedule_batch import ScheduleBatch
@@ -26,23 +29,37 @@ def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
     """Whatever was reserved for them, a running request gives way."""
-    sound = Retraction._retract_youngest
 
-    def mutant(self: Retraction, running: ScheduleBatch, requests: Collection[Request]) -> None:
-        sound(self, running, ())
+    class OnlyRunning:
+        def __init__(self, lives: Lives) -> None:
+            self.enter = lives.enter
+            self._lives = lives
 
-    patch.setattr(Retraction, "_retract_youngest", mutant)
+        @property
+        def requests(self) -> dict[str, Request]:
+            everyone = self._lives.requests.items()
+            return {name: req for name, req in everyone if RULES[req.phase].place is not Place.LANDING}
+
+    def retraction_of_running(*, lives: Lives, **parts: Any) -> Retraction:
+        return Retraction(lives=cast(Lives, OnlyRunning(lives)), **parts)
+
+    patch.setattr(scheduler, "Retraction", retraction_of_running)
+
+
+def _before_entering(patch: pytest.MonkeyPatch, phase: Phase, change: Callable[[Request], None]) -> None:
+    enter = Lives.enter
+
+    def mutant(self: Lives, req: Request, entered: Phase, **about: Any) -> None:
+        if entered is phase:
+            change(req)
+        enter(self, req, entered, **about)
+
+    patch.setattr(Lives, "enter", mutant)
 
 
 def returns_behind_the_others(patch: pytest.MonkeyPatch) -> None:
     later = itertools.count(1 << 20)
-    requeue = PrefillDispatcher.requeue
-
-    def mutant(self: PrefillDispatcher, req: Request) -> None:
-        req.arrival = next(later)
-        requeue(self, req)
-
-    patch.setattr(PrefillDispatcher, "requeue", mutant)
+    _before_entering(patch, Phase.QUEUE, lambda req: setattr(req, "arrival", next(later)))
 
 
 def newcomers_are_handed_off_first(patch: pytest.MonkeyPatch) -> None:
@@ -70,15 +87,7 @@ def output_is_left_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def retractions_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    sound = Retraction._retract_youngest
-
-    def mutant(self: Retraction, running: ScheduleBatch, requests: Collection[Request]) -> None:
-        before = {id(req): req.num_retractions for req in requests}
-        sound(self, running, requests)
-        for req in requests:
-            req.num_retractions = before[id(req)]
-
-    patch.setattr(Retraction, "_retract_youngest", mutant)
+    _before_entering(patch, Phase.QUEUE, lambda req: setattr(req, "num_retractions", 0))
 
 
 def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the decode engine says of a traced request: every stage it comes to, also those it comes to again."""
+"""What the decode engine says of a traced request: every phase it comes to, also those it comes to again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from decode_service.messages import FinishAtStop, Stage, StageBegan
+from decode_service.messages import FinishAtStop, Phase, PhaseBegan
 from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
 from tests.support.pair import MakePair, PairOptions
 
-PREFILLED = [Stage.PREFILL, Stage.TRANSFER, Stage.BOOTSTRAP]
-DECODED = [Stage.FIRST_DECODE, Stage.DECODE, Stage.DELIVERY]
+PREFILLED = [Phase.PREFILL, Phase.TRANSFER, Phase.BOOTSTRAP]
+DECODED = [Phase.FIRST_DECODE, Phase.DECODE, Phase.DELIVERY]
 
 Tiny = Callable[[str], TargetModel]
 
@@ -23,28 +23,28 @@ def sampling(max_tokens: int) -> ResolvedSampling:
     return ResolvedSampling(seed=1, max_tokens=max_tokens)
 
 
-def names(stages: Sequence[StageBegan]) -> list[Stage]:
-    return [began.stage for began in stages]
+def names(phases: Sequence[PhaseBegan]) -> list[Phase]:
+    return [began.phase for began in phases]
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_a_traced_request_tells_its_stages_in_order(overlap: bool, make_pair: MakePair, tiny_target: Tiny) -> None:
+def test_a_traced_request_tells_its_phases_in_order(overlap: bool, make_pair: MakePair, tiny_target: Tiny) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(overlap=overlap))
     traced = pair.submit("traced", range(10, 40), sampling(6), is_traced=True)
     other = pair.submit("other", range(10, 40), sampling(6))
     pair.run()
 
-    assert names(traced.stages) == PREFILLED + DECODED
-    assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(traced.stages))
-    assert traced.stages[0].replica == "replica-0"
-    assert not other.stages
+    assert names(traced.phases) == PREFILLED + DECODED
+    assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(traced.phases))
+    assert traced.phases[0].replica == "replica-0"
+    assert not other.phases
     assert traced.finished is not None
     timings = traced.finished.timings
-    by_stage = {began.stage: began.at_s for began in traced.stages}
-    assert by_stage[Stage.TRANSFER] - by_stage[Stage.PREFILL] == pytest.approx(timings.prefill_s)
-    assert by_stage[Stage.BOOTSTRAP] - by_stage[Stage.TRANSFER] == pytest.approx(timings.transfer_s)
-    assert by_stage[Stage.DECODE] - by_stage[Stage.BOOTSTRAP] == pytest.approx(timings.first_decode_s)
-    assert by_stage[Stage.DELIVERY] - by_stage[Stage.DECODE] == pytest.approx(timings.decode_s)
+    by_phase = {began.phase: began.at_s for began in traced.phases}
+    assert by_phase[Phase.TRANSFER] - by_phase[Phase.PREFILL] == pytest.approx(timings.prefill_s)
+    assert by_phase[Phase.BOOTSTRAP] - by_phase[Phase.TRANSFER] == pytest.approx(timings.transfer_s)
+    assert by_phase[Phase.DECODE] - by_phase[Phase.BOOTSTRAP] == pytest.approx(timings.first_decode_s)
+    assert by_phase[Phase.DELIVERY] - by_phase[Phase.DECODE] == pytest.approx(timings.decode_s)
 
 
 def test_a_request_that_ends_with_its_first_token_never_decodes(make_pair: MakePair, tiny_target: Tiny) -> None:
@@ -52,7 +52,7 @@ def test_a_request_that_ends_with_its_first_token_never_decodes(make_pair: MakeP
     outcome = pair.submit("r", range(10, 40), sampling(1), is_traced=True)
     pair.run()
 
-    assert names(outcome.stages) == [*PREFILLED, Stage.DELIVERY]
+    assert names(outcome.phases) == [*PREFILLED, Phase.DELIVERY]
 
 
 def test_a_request_that_ends_at_a_stop_string_is_left_to_be_delivered(make_pair: MakePair, tiny_target: Tiny) -> None:
@@ -62,7 +62,7 @@ def test_a_request_that_ends_at_a_stop_string_is_left_to_be_delivered(make_pair:
     pair.post(FinishAtStop("r", 3, "stop"))
     pair.run()
 
-    assert names(outcome.stages) == PREFILLED + DECODED
+    assert names(outcome.phases) == PREFILLED + DECODED
 
 
 def test_a_retracted_request_queues_again(make_pair: MakePair, tiny_target: Tiny) -> None:
@@ -73,12 +73,12 @@ def test_a_retracted_request_queues_again(make_pair: MakePair, tiny_target: Tiny
     assert pair.decode.load().num_retractions > 0
     for outcome in outcomes:
         assert outcome.finished is not None
-        again = [began for began in outcome.stages if began.stage is Stage.QUEUE]
+        again = [began for began in outcome.phases if began.phase is Phase.QUEUE]
         assert len(again) == outcome.finished.timings.num_retractions
         assert all(began.was_retracted and not began.lost for began in again)
-        assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(outcome.stages))
-        assert names(outcome.stages).count(Stage.PREFILL) == outcome.finished.timings.num_handoff_attempts
-        assert outcome.stages[-1].stage is Stage.DELIVERY
+        assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(outcome.phases))
+        assert names(outcome.phases).count(Phase.PREFILL) == outcome.finished.timings.num_handoff_attempts
+        assert outcome.phases[-1].phase is Phase.DELIVERY
 
 
 def test_a_lost_handoff_tells_why_and_the_next_one_is_another_attempt(make_pair: MakePair, tiny_target: Tiny) -> None:
@@ -88,14 +88,12 @@ def test_a_lost_handoff_tells_why_and_the_next_one_is_another_attempt(make_pair:
     outcome = pair.submit("r", range(10, 40), sampling(6), is_traced=True)
     pair.run()
 
-    assert names(outcome.stages) == [Stage.PREFILL, Stage.QUEUE, *PREFILLED, *DECODED]
-    assert "planted" in outcome.stages[1].lost and not outcome.stages[1].was_retracted
-    assert [began.attempt for began in outcome.stages if began.stage is Stage.PREFILL] == [0, 1]
+    assert names(outcome.phases) == [Phase.PREFILL, Phase.QUEUE, *PREFILLED, *DECODED]
+    assert "planted" in outcome.phases[1].lost and not outcome.phases[1].was_retracted
+    assert [began.attempt for began in outcome.phases if began.phase is Phase.PREFILL] == [0, 1]
 
 
-def test_a_row_that_is_lost_as_its_first_token_arrives_is_not_in_transfer(
-    make_pair: MakePair, tiny_target: Tiny
-) -> None:
+def test_a_row_that_is_lost_in_transfer_queues_again(make_pair: MakePair, tiny_target: Tiny) -> None:
     narrow = PairOptions(
         num_replicas=2, max_segment_bytes=2048, send_budget_bytes=2048, receive_budget_bytes=2048
     )  # the first token comes before most of the KV
@@ -105,5 +103,5 @@ def test_a_row_that_is_lost_as_its_first_token_arrives_is_not_in_transfer(
     pair.lose(pair.replicas[0])
     pair.run()
 
-    assert names(outcome.stages) == [Stage.PREFILL, Stage.QUEUE, *PREFILLED, *DECODED]
-    assert [began.replica for began in outcome.stages if began.replica] == ["replica-0", "replica-1"]
+    assert names(outcome.phases) == [Phase.PREFILL, Phase.TRANSFER, Phase.QUEUE, *PREFILLED, *DECODED]
+    assert [began.replica for began in outcome.phases if began.replica] == ["replica-0", "replica-1"]

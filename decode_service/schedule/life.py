@@ -1,0 +1,161 @@
+"""One life of a request: its phases, what it holds in each, and the one place that moves it from phase to phase.
+
+QUEUE ─▶ PREFILL ─▶ RECEIVING ─▶ TRANSFER ─▶ BOOTSTRAP ─▶ FIRST_DECODE ─▶ DECODE ─▶ DELIVERY
+  ▲          └───────────┴───────────┤                          └─────┬──────┘
+  │         the handoff was lost     │                                ▼ (a step in flight carries the row)
+  └──────────────────────────────────┴──────── retracted ──────── RETRACTING
+
+Every phase may also end in DELIVERY, when the request finished, or in ENDED, when it failed or was aborted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.kv.pool import KvPool, LeaseState, RowLease
+from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, Submit
+from decode_service.schedule.landing import LandingZone
+from decode_service.schedule.request import Request
+from decode_service.schedule.running_rows import RunningRows
+from decode_service.schedule.waiting_queue import WaitingQueue
+
+
+class Place(Enum):
+    """Which component has the request, and gives it up when it leaves."""
+
+    WAITING = auto()
+    LANDING = auto()
+    ROWS = auto()
+    NOWHERE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What holds in a phase: the request is at `place`, its row's lease is in state `lease` (None: it holds no row),
+    and one of `following` comes next. The time spent is added to `seconds`, a field of Timings; "" counts it nowhere.
+    Only a phase that is announced begins a span.
+    """
+
+    place: Place
+    lease: LeaseState | None
+    seconds: str
+    following: frozenset[Phase]
+    is_announced: bool = True
+
+
+_ENDS = (Phase.DELIVERY, Phase.ENDED)
+
+
+def _rule(place: Place, lease: LeaseState | None, seconds: str, *following: Phase, is_announced: bool = True) -> Rule:
+    return Rule(place, lease, seconds, frozenset((*following, *_ENDS)), is_announced)
+
+
+RULES: Mapping[Phase, Rule] = {
+    Phase.QUEUE: _rule(Place.WAITING, None, "queue_s", Phase.PREFILL),
+    Phase.PREFILL: _rule(Place.LANDING, LeaseState.RESERVED, "prefill_s", Phase.RECEIVING, Phase.TRANSFER, Phase.QUEUE),
+    Phase.RECEIVING: _rule(
+        Place.LANDING, LeaseState.TRANSFERRING, "prefill_s", Phase.TRANSFER, Phase.QUEUE, is_announced=False
+    ),
+    Phase.TRANSFER: _rule(Place.LANDING, LeaseState.TRANSFERRING, "transfer_s", Phase.BOOTSTRAP, Phase.QUEUE),
+    Phase.BOOTSTRAP: _rule(Place.ROWS, LeaseState.RUNNING, "first_decode_s", Phase.FIRST_DECODE, Phase.DECODE),
+    Phase.FIRST_DECODE: _rule(
+        Place.ROWS, LeaseState.RUNNING, "first_decode_s", Phase.DECODE, Phase.RETRACTING, Phase.QUEUE
+    ),
+    Phase.DECODE: _rule(Place.ROWS, LeaseState.RUNNING, "decode_s", Phase.RETRACTING, Phase.QUEUE),
+    Phase.RETRACTING: _rule(Place.ROWS, LeaseState.RUNNING, "decode_s", Phase.QUEUE, is_announced=False),
+    Phase.DELIVERY: Rule(Place.NOWHERE, None, "", frozenset()),
+    Phase.ENDED: Rule(Place.NOWHERE, None, "", frozenset(), is_announced=False),
+}
+
+
+class Lives:
+    """Every live request, and the only writer of a request's phase, lease and seconds. Only the engine thread calls it.
+
+    `clock` is the engine's (monotonic seconds); `post` takes events for the edge.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: KvPool,
+        waiting: WaitingQueue,
+        landing: LandingZone,
+        rows: RunningRows,
+        clock: Callable[[], float],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._pool = pool
+        self._waiting = waiting
+        self._landing = landing
+        self._rows = rows
+        self._clock = clock
+        self._post = post
+        self._arrivals = itertools.count()
+        self.requests: dict[str, Request] = {}
+
+    def admit(self, submit: Submit) -> Request:
+        """A new request, which waits."""
+        assert submit.request_id not in self.requests, "the edge refuses duplicates"
+        req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
+        self.requests[req.request_id] = req
+        self._waiting.add(req)
+        return req
+
+    def enter(
+        self,
+        req: Request,
+        phase: Phase,
+        *,
+        at_s: float | None = None,
+        lease: RowLease | None = None,
+        replica: str = "",
+        lost: str = "",
+        was_retracted: bool = False,
+    ) -> None:
+        """Move the request to `phase`: whatever that phase does not hold is released.
+
+        `lease` is the row it holds from now on, where it held none. `at_s` is by the engine's clock, now by default.
+        `replica`, `lost` and `was_retracted` are told with the phase (PhaseBegan). AssertionError when the phase cannot
+        follow the one that the request is in.
+        """
+        before, after = RULES[req.phase], RULES[phase]
+        assert phase in before.following, f"{req.request_id}: {phase} does not follow {req.phase}"
+        at_s = self._clock() if at_s is None else at_s
+        req.spend(before.seconds, until_s=at_s)
+        if after.place is not before.place:
+            self._leave(req, before.place, after.place)
+        if lease is not None:
+            assert req.lease is None, f"{req.request_id} holds a row already"
+            req.lease = lease
+        req.phase = phase
+        if after.lease is not None:
+            assert req.lease is not None, f"{req.request_id} holds no row in {phase}"
+            req.lease.state = after.lease
+        elif req.lease is not None:
+            self._pool.release(req.lease)
+            req.lease = None
+        if after.place is not before.place:
+            self._arrive(req, after.place)
+        if after.is_announced and req.is_traced:
+            attempt = req.num_attempts if phase is Phase.PREFILL else 0
+            self._post(PhaseBegan(req.request_id, phase, at_s, replica, attempt, lost, was_retracted))
+
+    def _leave(self, req: Request, place: Place, following: Place) -> None:
+        if place is Place.WAITING:
+            self._waiting.remove(req)
+        elif place is Place.ROWS:
+            self._rows.leave(req)
+        elif following is not Place.ROWS and (cancelled := self._landing.forget(req)) is not None:
+            call_id, row = cancelled
+            self._post(CancelHandoffRows(call_id, (row,)))
+
+    def _arrive(self, req: Request, place: Place) -> None:
+        if place is Place.WAITING:
+            self._waiting.add(req)
+        elif place is Place.ROWS:
+            self._rows.enter(req)
+        elif place is Place.NOWHERE:
+            del self.requests[req.request_id]

@@ -1,0 +1,92 @@
+"""One life of a request: the table of phases, and that nobody but `Lives` moves a request."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from common.kv.pool import LeaseState
+from common.request_stats import Timings
+from decode_service.messages import Phase
+from decode_service.schedule.life import RULES, Place
+from tests.engine.harness import ScriptedEngine
+
+ROOT = Path(__file__).parents[2]
+ENGINE_FOLDERS = ("decode_service", "common/kv")
+WRITERS = {"phase": {"life.py"}, "lease": {"life.py"}, "state": {"life.py", "pool.py"}, "since_s": {"request.py"}}
+"""By attribute: the files that may write it."""
+
+
+def writers(attribute: str, planted: str = "") -> set[str]:
+    sources = {path.name: path.read_text() for folder in ENGINE_FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    found = set()
+    for name, source in {**sources, "planted": planted}.items():
+        for node in ast.walk(ast.parse(source)):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                # A class's own `self.phase = ...` when it is built is not a request's.
+                if isinstance(target, ast.Attribute) and target.attr == attribute and "self" not in ast.unparse(target):
+                    found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("attribute", ["phase", "lease"])
+def test_one_module_writes(attribute: str) -> None:
+    assert writers(attribute) == WRITERS[attribute]
+
+
+def test_only_the_pool_and_the_life_write_a_leases_state() -> None:
+    assert writers("state") <= WRITERS["state"]
+
+
+@pytest.mark.parametrize("planted", ["req.phase = Phase.QUEUE", "row.req.phase: Phase = Phase.QUEUE"])
+def test_a_second_writer_is_found(planted: str) -> None:
+    assert "planted" in writers("phase", planted)
+
+
+def test_every_phase_has_its_rule_and_every_time_its_field() -> None:
+    assert set(RULES) == set(Phase)
+    fields = set(Timings.__dataclass_fields__)
+    for phase, rule in RULES.items():
+        assert rule.seconds in fields or not rule.seconds
+        assert (rule.place is Place.NOWHERE) == (not rule.following), f"{phase} is no end, or is one and goes on"
+        assert (rule.lease is None) == (rule.place in (Place.WAITING, Place.NOWHERE)), f"{phase} holds what it may not"
+        assert rule.lease not in (LeaseState.QUARANTINED, LeaseState.FREE), "the pool alone puts a row there"
+
+
+def test_every_phase_can_be_reached_and_ends() -> None:
+    reached, left = {Phase.QUEUE}, [Phase.QUEUE]
+    while left:
+        new = RULES[left.pop()].following - reached
+        reached |= new
+        left += new
+    assert reached == set(Phase)
+    assert all(Phase.ENDED in rule.following for rule in RULES.values() if rule.following)
+
+
+@pytest.mark.parametrize("phase", [Phase.BOOTSTRAP, Phase.DECODE, Phase.RETRACTING])
+def test_a_phase_that_cannot_follow_is_refused(phase: Phase) -> None:
+    scripted = ScriptedEngine()
+    scripted.submit("a", [1, 2, 3], 4)
+    scripted.step()
+    (req,) = scripted.engine.lives.requests.values()
+    assert req.phase is Phase.PREFILL
+    with pytest.raises(AssertionError, match="does not follow"):
+        scripted.engine.lives.enter(req, phase)
+
+
+def test_a_running_requests_tokens_are_those_it_has() -> None:
+    """In the middle of its stay, not only once it has left its row."""
+    scripted = ScriptedEngine()
+    outcome = scripted.submit("a", [1, 2, 3], 8)
+    scripted.start("a")
+    num_seen = set()
+    while not outcome.has_ended:
+        scripted.step()
+        scripted.forward.run_all()
+        for req in scripted.engine.lives.requests.values():
+            assert req.token_ids == [1, 2, 3, *outcome.token_ids]
+            num_seen.add(len(outcome.token_ids))
+    assert len(num_seen) > 3, "it was never looked at while it ran"
