@@ -32,7 +32,7 @@ from grpc_status import rpc_status
 
 from baton.service_log import why_it_ended
 from common.peer_text import peer_text
-from common.rpc.connection_words import connection_words
+from common.rpc.errors import connection_words
 
 _MAX_MESSAGE_BYTES = 1024
 

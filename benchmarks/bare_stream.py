@@ -24,8 +24,8 @@ from torch.utils.dlpack import from_dlpack
 from baton.v1 import prefill_pb2
 from baton_cpu.kv_copy import copy_blocks, copy_kv
 from benchmarks.peer_process import peer_process, until_closed
+from common.rpc.grpc_options import channel_options, server_options
 from common.wire.framed_payload import FramedPayload
-from common.wire.grpc_options import channel_options, server_options
 
 MESSAGE_BYTES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _SERVICE, _METHOD = "benchmark.Bare", "Stream"

@@ -32,7 +32,7 @@ from common.model.loader import DTYPES, target_of
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME
-from common.wire.grpc_options import MAX_SEGMENT_BYTES
+from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.worker import WorkerOutput

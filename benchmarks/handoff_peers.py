@@ -20,11 +20,11 @@ from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput
+from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.framed_payload import FramedPayload
-from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport

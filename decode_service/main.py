@@ -23,6 +23,7 @@ from common.errors import StartupError
 from common.host.descriptors import max_connections
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.rpc.bearer_tokens import authorization, read_tokens
+from common.rpc.grpc_options import Metadata
 from common.rpc.name_lookup import look_up
 from common.rpc.tls import channel_credentials
 from common.service.engine_thread import EngineInbox, EngineThread
@@ -35,7 +36,6 @@ from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
 from common.text.tokenizer import TextTokenizer
-from common.wire.grpc_options import Metadata
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer

@@ -24,13 +24,13 @@ from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
 from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.step_stats import OnStep
 from common.wire.framed_payload import FramedPayload
 from prefill_service.edge.prefill_edge import PrefillEdge
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
+from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command, Event, FrameReady, SegmentBytesSent
 from prefill_service.schedule.scheduler import PrefillEngine

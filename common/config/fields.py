@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from common.addresses import DnsName, host_and_port, is_dns_name
-from common.wire.grpc_options import MAX_MESSAGE_BYTES, MAX_SEGMENT_BYTES
+from common.rpc.grpc_options import MAX_MESSAGE_BYTES, MAX_SEGMENT_BYTES
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 

@@ -19,7 +19,7 @@ from common.config.fields import (
     Targets,
 )
 from common.config.process_settings import ProcessSettings
-from common.wire.grpc_options import MAX_SEGMENT_BYTES
+from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 
 KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
 

@@ -14,14 +14,13 @@ from common.draft.head import DraftOutput, HeadProgram, NewHeadPrograms, output_
 from common.draft.kernels import Kernels, Op, Rotation, kernels_for
 from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.capture import HiddenCapture
 from common.model.model_files import ModelFiles
 from common.model.target import TargetModel
 from common.telemetry.forward_counts import ForwardCounts
-from common.wire.handoff import DRAFT_GROUP
 
 
 @dataclass(frozen=True, slots=True)

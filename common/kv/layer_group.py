@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TARGET_GROUP = "target"
+DRAFT_GROUP = "draft"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

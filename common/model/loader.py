@@ -11,7 +11,7 @@ from torch import nn
 
 from baton_cpu.blocks.linear import pack_linears
 from common.errors import UnsupportedModel
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import TARGET_GROUP, LayerGroupSpec
 from common.model.attention import ATTENTION_NAME
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.end_tokens import end_token_ids, read_end_tokens
@@ -31,7 +31,6 @@ from common.model.model_files import (
 )
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, check_config, probe_attention
-from common.wire.handoff import TARGET_GROUP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,9 +14,9 @@ import structlog
 
 from common.errors import Unauthenticated
 from common.rpc.errors import abort_with
+from common.rpc.grpc_options import Metadata
 from common.rpc.server_bounds import Context, Continuation
 from common.rpc.token_files import is_open_to_others, read_token_file
-from common.wire.grpc_options import Metadata
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _SCHEME = "Bearer "

@@ -17,8 +17,7 @@ from common.addresses import host_and_port, is_loopback, network_of
 from common.errors import InvalidRequest, Overloaded
 from common.rpc.errors import abort_with
 from common.rpc.fair_places import FairPlaces, Full
-from common.wire.codec_checks import ProtocolError
-from common.wire.field_bound import require_few_fields
+from common.rpc.messages import ProtocolError, require_few_fields
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]

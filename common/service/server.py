@@ -22,11 +22,11 @@ from common.host.descriptors import MAX_CONNECTIONS
 from common.peer_text import peer_text
 from common.rpc.bearer_tokens import TokenCheck, read_tokens
 from common.rpc.errors import abort_with
+from common.rpc.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 from common.rpc.server_bounds import BoundedRequests, Context, StreamLimit, clients_told_apart
 from common.rpc.tls import server_credentials
 from common.service.process import Process
 from common.telemetry.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
-from common.wire.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 
 READINESS_INTERVAL_S = 0.1
 _ALIVE = ""

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
+from common.rpc.messages import ProtocolError, parse, require, require_few_fields
 from common.wire.checksums import checksum
-from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_rows import decode_row, encode_row
-from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
 from common.wire.handoff import MAX_CALL_ROWS, MAX_ROW_TOKENS, HandoffRow, RowFailed
 

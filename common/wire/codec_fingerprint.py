@@ -6,7 +6,7 @@ from collections.abc import Sized
 
 from baton.v1 import types_pb2
 from common.kv.layer_group import LayerGroupSpec
-from common.wire.codec_checks import require
+from common.rpc.messages import require
 from common.wire.fingerprint import Fingerprint, SeedColumnSpec
 
 _MAX_ENTRIES = 32

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
 from common.peer_text import peer_text
+from common.rpc.messages import ProtocolError, parse, require, require_few_fields
 from common.wire.checksums import checksum
-from common.wire.codec_checks import ProtocolError, parse, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_prebuilt import decode_prebuilt, encode_prebuilt
 from common.wire.codec_segment import ReadablePool, decode_segment, encode_segment
-from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from common.wire.segment_bytes import split

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.model.sampling_params import TokenLogprobs
+from common.rpc.messages import require
 from common.wire.checksums import checksum
-from common.wire.codec_checks import require
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import HandoffRow, PrebuiltBatch
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from baton.v1 import prefill_pb2
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, ResolvedSampling
 from common.peer_text import peer_text
-from common.wire.codec_checks import require
+from common.rpc.messages import require
 from common.wire.handoff import HandoffRow
 
 _NO_LOGPROBS = -1

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv, SharedKv, runs_of, slots_of
+from common.rpc.grpc_options import MAX_SEGMENT_BYTES
+from common.rpc.messages import ProtocolError, require
 from common.wire.checksums import checksum
-from common.wire.codec_checks import ProtocolError, require
 from common.wire.framed_payload import FramedPayload
-from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import HandoffRow, KvSegment
 from common.wire.segment_bytes import joined
 

@@ -18,7 +18,7 @@ from awscrt.checksums import crc32c
 from google.protobuf.descriptor import FieldDescriptor
 
 from baton.v1 import prefill_pb2
-from common.wire.varint import varint
+from common.rpc.messages import varint
 
 _DELIMITED, _FIXED32 = 2, 5
 _NUMBER_WIDTH = 5

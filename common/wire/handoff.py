@@ -20,8 +20,6 @@ from common.telemetry.timeline import FLOW
 
 MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
-TARGET_GROUP = "target"
-DRAFT_GROUP = "draft"
 
 Payload = bytes | NDArray[np.uint8]
 NewPayload = Callable[[str, int], tuple[NDArray[np.uint8], Callable[[], None]]]

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
-from common.wire.codec_checks import require
+from common.rpc.messages import read_varint, require, varint
 from common.wire.handoff import Payload
-from common.wire.varint import read_varint, varint
 
 _DELIMITED = 2
 _SEGMENT_TAG = prefill_pb2.HandoffFrame.DESCRIPTOR.fields_by_name["kv_segment"].number << 3 | _DELIMITED

@@ -16,12 +16,12 @@ from common.kv.shared_kv import RemoteKv
 from common.kv.shared_pool import MappedPool
 from common.nixl.child import NixlError
 from common.peer_text import peer_text
+from common.rpc.grpc_options import Metadata
+from common.rpc.messages import ProtocolError
 from common.telemetry.timeline import Track
-from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from common.wire.grpc_options import Metadata
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.receive_budget import AsyncReceiveBudget

@@ -17,12 +17,11 @@ from common.errors import BatonError, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import MappedPool, PoolUnusable, sweep
 from common.nixl.backoff import Backoff
 from common.peer_text import peer_text
-from common.rpc.connection_words import connection_words
-from common.wire.codec_checks import MessageT, ProtocolError, parse
+from common.rpc.errors import connection_words
+from common.rpc.grpc_options import Metadata, Options
+from common.rpc.messages import MessageT, ProtocolError, parse, require_few_fields
 from common.wire.codec_fingerprint import decode_fingerprint
-from common.wire.field_bound import require_few_fields
 from common.wire.fingerprint import Fingerprint, first_difference
-from common.wire.grpc_options import Metadata, Options
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.messages import Replica

@@ -10,11 +10,11 @@ import grpc
 import structlog
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.rpc.grpc_options import MAX_MESSAGE_BYTES, Metadata, channel_options
 from common.rpc.name_lookup import LookUp, look_up
 from common.telemetry.timeline import HANDOFF, Timeline
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from common.wire.grpc_options import MAX_MESSAGE_BYTES, Metadata, channel_options
 from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.grpc_replicas import GrpcReplicas

@@ -10,7 +10,7 @@ from grpc_status import rpc_status
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.peer_text import peer_text
-from common.rpc.connection_words import connection_words
+from common.rpc.errors import connection_words
 
 # Without details of ours the connection or the peer's process is at fault, not the rows: another replica may serve.
 _PEER_LOST = frozenset(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 from common.errors import BatonError
-from common.wire.codec_checks import ProtocolError, require
+from common.rpc.messages import ProtocolError, require
 from common.wire.handoff import Frame, KvSegment
 from prefill_service.edge.row_checks import RowNumbering
 from prefill_service.edge.row_traces import RowTraces

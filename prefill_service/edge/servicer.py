@@ -30,10 +30,10 @@ from common.errors import (
 from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc.errors import abort_with
+from common.rpc.messages import ProtocolError, require
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
-from common.wire.codec_checks import ProtocolError, require
 from common.wire.codec_commands import PrefillBatch, ReleaseSegments, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec

@@ -24,9 +24,9 @@ from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
+from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from common.wire.grpc_options import MAX_SEGMENT_BYTES
 from common.wire.handoff import NewPayload, RowFailed
 from prefill_service.forward.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.forward.worker import Meanwhile, PrefillWorker

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from common.draft.head import DraftOutput, output_of
 from common.draft.seed import Seed
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.sampling import propose, propose_branches
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
-from common.wire.handoff import DRAFT_GROUP
 from tests.engine.tags import VOCAB_SIZE, choose, is_argmax, kv_of, logits_of, oracle, read_slots
 
 DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")

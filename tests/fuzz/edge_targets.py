@@ -14,7 +14,7 @@ from baton.client.event_order import EventOrder
 from baton.errors import error_from_rpc
 from baton.events import Finished
 from baton.v1 import inference_pb2, prefill_pb2
-from common.wire.grpc_options import channel_options
+from common.rpc.grpc_options import channel_options
 from decode_service.handoff.timeouts import HandoffTimeouts
 from tests.fuzz.engine_target import fingerprint_of
 from tests.fuzz.pure_targets import MAX_STATUS_BYTES, checksummed

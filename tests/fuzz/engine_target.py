@@ -18,7 +18,7 @@ from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillU
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
-from common.wire.codec_checks import ProtocolError
+from common.rpc.messages import ProtocolError
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import NO_SPECULATION, Fingerprint
 from common.wire.handoff import HandoffRow

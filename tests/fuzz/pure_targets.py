@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.errors import BatonError, FingerprintMismatch, InvalidRequest
 from common.rpc.errors import status_of
+from common.rpc.messages import ProtocolError, parse
 from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused
 from common.wire.checksums import checksum
-from common.wire.codec_checks import ProtocolError, parse
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec

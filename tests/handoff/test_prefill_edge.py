@@ -15,12 +15,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, RowFailure, error_for_row_failure
 from common.load import EngineLoad, PoolCounts
+from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from common.wire.grpc_options import channel_options
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
 from decode_service.handoff.status_errors import error_info
 from prefill_service.edge.row_checks import ModelLimits

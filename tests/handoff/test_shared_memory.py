@@ -15,7 +15,7 @@ from common.errors import EngineFault, PrefillUnavailable
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import MAX_LENT_BYTES, SharedKv
 from common.kv.shared_pool import DIRECTORY, MappedPool, PoolUnusable
-from common.wire.codec_checks import ProtocolError
+from common.rpc.messages import ProtocolError
 from common.wire.codec_commands import decode_command, encode_release_segments
 from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import KvSegment

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from common.load import EngineLoad, PoolCounts
 from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import SpeculationStats, StepStats
@@ -21,6 +20,7 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
 from gateway.metrics import GatewayMetrics
 from gateway.request_record import route_of
+from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from tests.compose.panels import read_panels
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from common.checkpoints.demo_model import ensure_demo_model
 from common.checkpoints.draft_source import resolve_draft
-from common.wire.grpc_options import MAX_SEGMENT_BYTES
+from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from tests.parity.prompts import PROMPTS
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
 from tests.support.drafted import Drafted, load_drafted

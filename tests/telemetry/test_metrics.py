@@ -16,13 +16,13 @@ from common.load import EngineLoad, PoolCounts
 from common.telemetry import exposition
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
-from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.histogram import OneWriterHistogram
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import SpeculationStats, StepStats
 from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import FinishReason
+from prefill_service.handoff.handoff_metrics import HandoffMetrics
 
 LOAD = EngineLoad(
     rows=PoolCounts(total=8, free=1, reserved=2, transferring=3, running=1, quarantined=1),

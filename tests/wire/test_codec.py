@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
+from common.rpc.messages import ProtocolError
 from common.wire.checksums import checksum
-from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import (
     CancelRows,
     PrefillBatch,

@@ -8,8 +8,8 @@ import pytest
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
+from common.rpc.messages import ProtocolError
 from common.wire.checksums import checksum
-from common.wire.codec_checks import ProtocolError
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_rows import encode_row

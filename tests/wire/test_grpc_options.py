@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.client import channel
-from common.wire.grpc_options import channel_options, server_options
+from common.rpc.grpc_options import channel_options, server_options
 from tests.decode_edge.fake_engine import until
 from tests.security.raw_http2 import ACK, GOAWAY, PING, RawHttp2, frame
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import prefill_pb2
-from common.wire.codec_checks import ProtocolError
+from common.rpc.messages import ProtocolError
 from common.wire.segment_bytes import joined, split
 
 HEADER = prefill_pb2.KvSegment(row=3, layer_group="target", num_layers=2, num_tokens=300, crc32c=7, num_shards=1)

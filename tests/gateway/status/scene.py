@@ -14,12 +14,12 @@ from common.load import EngineLoad, PoolCounts
 from common.rpc.name_lookup import LookUp
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
-from common.telemetry.handoff_metrics import HandoffMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from decode_service.messages import FinishReason
 from gateway.status.addresses import Address
 from gateway.status.sampler import Sampler
+from prefill_service.handoff.handoff_metrics import HandoffMetrics
 
 IDLE = EngineLoad(
     rows=PoolCounts(total=8, free=4, reserved=1, transferring=1, running=1, quarantined=1),
