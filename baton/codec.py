@@ -1,4 +1,4 @@
-"""Turns the wire's messages into the values users see."""
+"""Turns messages of the wire into the client's values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
-    """Raises Internal when the message is none of the three events."""
+    """Raises Internal when the message holds none of the three events."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started

@@ -1,4 +1,4 @@
-"""What a generation yields: one Started, any number of Delta, one Finished."""
+"""The events of a generation: one Started, any number of Delta, one Finished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """`token` is its bytes as they stand in text, which of one token need not be UTF-8; of a special token its name."""
+    """`token` has the token's bytes in text, which need not be UTF-8, or a special token's name."""
 
     token_id: int
     logprob: float
@@ -40,7 +40,7 @@ class Usage:
 
 
 def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:
-    """Of the target, over several requests: 1 where every draft was refused, or none was made."""
+    """Tokens per forward of the target over several requests; 1 if no draft was accepted or made."""
     each = list(counts)
     num_steps = sum(count.num_verify_steps for count in each)
     return 1 + sum(count.num_accepted_tokens for count in each) / num_steps if num_steps else 1.0

@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int, *, taken: Collection[int] = ()) -> list[int]:
-    """Different ones, free on loopback at this moment, and none of those that others are about to take."""
+    """Returns different ports that are free on loopback now, without those that others are about to take."""
     ports: list[int] = []
     with ExitStack() as stack:
         while len(ports) < count:

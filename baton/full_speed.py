@@ -1,4 +1,4 @@
-"""When services on CPUs have their forwards fused, by their metrics pages: figures taken earlier are not their own."""
+"""Waits until services on CPUs have fused their forwards, by their metrics pages: figures taken earlier are too low."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servic
 
 
 def are_fused(metrics_addresses: Sequence[str]) -> bool:
-    """All of them. Raises OSError, which names the page, where one does not tell."""
+    """Whether all services have fused forwards. Raises OSError, with the page's address, when one does not answer."""
     return all(_is_fused(f"http://{address}/metrics") for address in metrics_addresses)
 
 
 def await_fused(metrics_addresses: Sequence[str], *, timeout_s: float) -> bool:
-    """False when it took longer than `timeout_s`. Raises OSError as above."""
+    """Returns False after `timeout_s`. Raises OSError like `are_fused`."""
     deadline_s = time.monotonic() + timeout_s
     while not are_fused(metrics_addresses):
         if time.monotonic() >= deadline_s:

@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.events import Delta, Finished
 from common.request_stats import SpeculationCounts, Timings
 
-FIRST_PROMPT_TOKEN_ID = 100  # below it, vocabularies keep their special tokens
+FIRST_PROMPT_TOKEN_ID = 100  # vocabularies keep their special tokens below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request by the client's clock. `token_times_s` holds every token's arrival, tokens of one delta alike."""
+    """One request, timed by the client. `token_times_s` has each token's arrival; tokens of one delta share one."""
 
     sent_s: float
     token_times_s: tuple[float, ...]
@@ -110,7 +110,7 @@ async def send_prompts(
     ignore_eos: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
-    """The same for prompts of one's own. Records are in the order of sending."""
+    """Like `run_workload`, for given prompts. Records are in the order of sending."""
     turns = zip(itertools.cycle(clients), prompts, strict=False)
 
     async def send_in_turn() -> list[RequestRecord]:
@@ -209,7 +209,7 @@ def _gaps_s(token_times_s: Sequence[float]) -> list[float]:
 
 
 def _full_load(records: Sequence[RequestRecord], concurrency: int) -> tuple[int, float]:
-    """Tokens, and seconds, of the time in which so many of `records` have their first token and not their last."""
+    """Tokens and seconds of the time in which `concurrency` of `records` have their first token and not their last."""
     decoding = [(record.token_times_s[0], record.token_times_s[-1]) for record in records]
     bounds_s = sorted({time_s for interval in decoding for time_s in interval})
     num_tokens, seconds = 0, 0.0

@@ -1,4 +1,4 @@
-"""Prefill and decode services, and a gateway before them, as child processes of this one, on this machine."""
+"""Runs prefill and decode services, and optionally a gateway, as child processes on this machine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ GATEWAY_HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
 MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
 _MISMATCH = "FINGERPRINT_MISMATCH"
-_READ_LOGS = {"log-format": "json"}  # whatever the environment says: they are read here
+_READ_LOGS = {"log-format": "json"}  # whatever the environment says: logs are parsed here
 
 
 class Phase(Enum):
-    """The state of a process, by its health check."""
+    """A process's state, by its health check."""
 
     STARTING = "starting"
     ALIVE = "alive"
@@ -45,20 +45,20 @@ class Phase(Enum):
 
 
 OnPhase = Callable[[ServiceProcess, Phase, str], None]
-"""The text says why a process that is alive is not ready, "" where that is not known."""
+"""The text says why a live process is not ready; "" if unknown."""
 OnWords = Callable[[ServiceProcess, str], None]
 
 
 class LocalPair:
-    """`num_prefill` prefill services and `num_decode` decode services that know them all, with `gateway_listen` the
-    OpenAI-compatible gateway too.
+    """`num_prefill` prefill services, `num_decode` decode services that know them all, and with `gateway_listen` the
+    OpenAI-compatible gateway.
 
     As a context manager it is entered once all are ready, and left once all have ended. The processes die with the
-    thread that starts them, however it ends. Options that are None are left to the services' own defaults. `modules`
-    are run as the services. With `exposes_metrics` each has a port for them, else none; with a gateway each has. The
-    first decode service listens on `decode_port` where that is free. `taken_ports` are others', who do not listen yet.
-    Logs go to `log_dir`; without one they are kept only where the pair failed. `on_phase` and `on_words` hear what
-    health and logs tell while the pair is looked at.
+    thread that starts them, however it ends. Options that are None keep the services' defaults. `modules` run as the
+    services. With `exposes_metrics`, or with a gateway, each has a port for metrics. The first decode service listens
+    on `decode_port` if that is free. `taken_ports` belong to others, who do not listen yet. Logs go to `log_dir`;
+    without one they are kept only if the pair failed. While the pair is watched, `on_phase` and `on_words` receive
+    what health and logs tell.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LocalPair:
         taken_ports: Collection[int] = (),
         gateway_listen: str | None = None,
         start_timeout_s: float = 300.0,
-        stop_timeout_s: float = 40.0,  # longer than the grace that services give their requests
+        stop_timeout_s: float = 40.0,  # longer than the services' grace period for requests
         on_phase: OnPhase = lambda service, phase, why: None,
         on_words: OnWords = lambda service, words: None,
     ) -> None:
@@ -146,7 +146,7 @@ class LocalPair:
 
     @property
     def processes(self) -> tuple[ServiceProcess, ...]:
-        """The services, and the gateway where there is one."""
+        """The services, and the gateway if there is one."""
         return self.services if self.gateway is None else (*self.services, self.gateway)
 
     @property
@@ -154,7 +154,7 @@ class LocalPair:
         return None if self.gateway is None else f"http://{self.gateway.address}"
 
     def start(self) -> None:
-        """Start every process. Their order does not matter."""
+        """Start every process. The order does not matter."""
         for process in self.processes:
             process.start()
 
@@ -177,7 +177,7 @@ class LocalPair:
                 idle.wait(POLL_INTERVAL_S)
 
     def watch(self) -> PairWatch:
-        """To look at the processes again and again, as `on_phase` and `on_words` hear."""
+        """Returns a watch that reports to `on_phase` and `on_words`."""
         return PairWatch(self._logs, self._on_phase, self._on_words)
 
     def check(self) -> None:
@@ -186,8 +186,8 @@ class LocalPair:
             process.check()
 
     def stop(self, *, keeps_logs: bool = False) -> None:
-        """End every process: first the gateway drains, then decode services, then prefill services; then those left
-        are killed.
+        """End every process. The gateway drains first, then decode services, then prefill services. What is left is
+        killed.
         """
         try:
             for processes in ((self.gateway,) if self.gateway else (), self.decode, self.prefill):
@@ -239,7 +239,7 @@ class LocalPair:
 
 
 class PairWatch:
-    """Looks at processes: how they are by their health, and what they say in their logs. A context manager."""
+    """Watches processes by their health and their logs. A context manager."""
 
     def __init__(self, logs: Mapping[ServiceProcess, ServiceLog], on_phase: OnPhase, on_words: OnWords) -> None:
         self.phases = dict.fromkeys(logs, Phase.STARTING)
@@ -262,7 +262,7 @@ class PairWatch:
             self._on_phase(process, phase, self.why_not_ready(process) if phase is Phase.ALIVE else "")
 
     def require_agreement(self, process: ServiceProcess) -> None:
-        """Raises PairMismatch when no prefill service can ever serve this decode service, as it knows by now."""
+        """Raises PairMismatch when the decode service has found that no prefill service can ever serve it."""
         if self.phases[process] is Phase.ALIVE:
             difference = self._healths[process].mismatch()
             if difference:
@@ -291,7 +291,7 @@ class _Health(Protocol):
 
 
 class _GrpcHealth:
-    """Asks a prefill or a decode service, over gRPC."""
+    """The health of a prefill or decode service, over gRPC."""
 
     def __init__(self, process: ServiceProcess) -> None:
         reconnect_at_once = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
@@ -329,7 +329,7 @@ class _GrpcHealth:
 
 
 class _HttpHealth:
-    """Asks the gateway, over HTTP."""
+    """The gateway's health, over HTTP."""
 
     def __init__(self, process: ServiceProcess) -> None:
         self._url = f"http://{process.address}/health"
@@ -362,8 +362,9 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 
 
 def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mapping[str, object]]:
-    """The flag for each kind, of which so many start with such arguments: services that are told no `memory_share`
-    divide what they would take alone. A GPU's is of all its memory; a CPU's is by itself divided for two.
+    """The `memory_share` flag for each kind of service. Services without a configured share divide what one would take.
+
+    On a GPU the share is of all its memory; on a CPU the default already counts two services.
     """
     from common.config.load import load_settings
     from common.config.settings import DecodeSettings, PrefillSettings
@@ -376,7 +377,7 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
             kind = PrefillSettings if role == "prefill" else DecodeSettings
             settings[role] = load_settings(kind, arguments, program=role, without=TLS_SETTINGS)
     except ConfigError:
-        return shares  # the checks before a start, or the service itself, say what is wrong
+        return shares  # the checks before a start, or the service itself, report the error
     for device in dict.fromkeys(each.device_key for each in settings.values()):
         here = {role: num for role, num, _ in kinds if settings[role].device_key == device}
         untold = [role for role in here if "memory_share" not in settings[role].model_fields_set]
@@ -391,8 +392,8 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
 
 
 def _url_address(listen: str, taken_ports: Collection[int]) -> str:
-    """Where the gateway listens; port 0 becomes a free one. Raises InvalidArgument without HOST:PORT, or where it is
-    taken.
+    """The address that the gateway listens on; port 0 becomes a free one. Raises InvalidArgument unless it is HOST:PORT
+    and free.
     """
     try:
         host, port = host_and_port(listen)
@@ -408,7 +409,7 @@ def _url_address(listen: str, taken_ports: Collection[int]) -> str:
 
 
 def _writable(log_dir: Path | None) -> Path:
-    """The directory, made if need be. Raises InvalidArgument where no log can be written."""
+    """Returns the directory, and creates it if needed. Raises InvalidArgument when no log can be written there."""
     try:
         if log_dir is None:
             return Path(tempfile.mkdtemp(prefix="baton-"))

@@ -21,22 +21,22 @@ from common.config.settings import DecodeSettings, PrefillSettings, ServiceSetti
 from common.errors import ConfigError, StartupError
 
 _ALIKE = ("dtype", "draft_topk")
-"""Settings that both kinds of service must have the same value of, whatever the model is."""
+"""Settings that must be equal on both kinds of service, whatever the model is."""
 _PLAIN = ("tls_cert", "tls_ca", "prefill_tls")
 
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """With what the services of a pair will start: flags, environment, files and defaults together."""
+    """The resolved settings of a pair's services, from flags, environment, files and defaults."""
 
     prefill: PrefillSettings
     decode: DecodeSettings
 
 
 def check_pair(pair: LocalPair) -> PairSettings:
-    """Raises InvalidArgument, which names the setting, for what would only be found once the processes run.
+    """Raises InvalidArgument, which names the setting, for errors that would else appear only in running processes.
 
-    Nothing is fetched, no library of the models is imported.
+    Fetches nothing, and imports no model library.
     """
     prefill = _settings(PrefillSettings, pair.prefill[0])
     decode = _settings(DecodeSettings, pair.decode[0])
@@ -59,7 +59,7 @@ def check_pair(pair: LocalPair) -> PairSettings:
 
 
 def fetch_models(settings: PairSettings, progress: Progress) -> None:
-    """Have the models and heads here that the services will load, once for all of them. Raises FailedPrecondition."""
+    """Fetch the models and heads that the services will load, once for all. Raises FailedPrecondition."""
     try:
         for model, dtype in {(each.model, each.dtype) for each in (settings.prefill, settings.decode)}:
             resolve_model(model, progress, dtype=dtype)
@@ -84,7 +84,7 @@ def _settings(kind: type[SettingsT], process: ServiceProcess) -> SettingsT:
 
 
 def _check_agreement(prefill: PrefillSettings, decode: DecodeSettings) -> None:
-    """Looks only at what is sure to differ: two names may well be the same model."""
+    """Compares only what certainly differs: two names may be the same model."""
     if bool(prefill.draft) != bool(decode.draft):
         raise _differ("draft", prefill.draft or "none", decode.draft or "none")
     for name in _ALIKE:
@@ -106,7 +106,7 @@ def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: Gat
 
 
 def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSettings, num_decode: int) -> None:
-    """Of a GPU, whose memory two pools cannot have at once. A pool whose tokens are told takes no share."""
+    """Refuses pools that share a GPU and want more than its memory. A pool with configured tokens takes no share."""
     for device in {prefill.device_key, decode.device_key} - {"cpu"}:
         parts = [
             (num, name, settings.memory_share)
@@ -123,7 +123,7 @@ def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSett
 
 
 def _check_device(device: str) -> None:
-    """Asks the driver itself: torch, which would, takes seconds to import."""
+    """Asks the driver directly, because importing torch takes seconds."""
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return
@@ -139,7 +139,7 @@ def _check_device(device: str) -> None:
 
 
 def _check_ports(pair: LocalPair, *settings: ServiceSettings) -> None:
-    """A taken port is found by who would listen there too, but only after it has loaded its model."""
+    """Finds taken ports now; a service would notice only after it has loaded its model."""
     given = [("gateway_listen", pair.gateway.address)] if pair.gateway else []
     given += [("metrics_listen", each.metrics_listen) for each in settings if each.metrics_listen]
     metrics = [address for name, address in given if name == "metrics_listen"]

@@ -43,7 +43,7 @@ def generate_request(
     choice_index: int | None,
     sampling: SamplingOptions,
 ) -> inference_pb2.GenerateRequest:
-    """Raises InvalidArgument, naming the field, for what the wire cannot carry; ranges are the server's to judge."""
+    """Raises InvalidArgument, naming the field, for values that the wire cannot carry. The server checks ranges."""
     if sum(source is not None for source in (prompt, token_ids, chat)) != 1:
         raise _invalid("prompt", "give exactly one of prompt, token_ids and chat")
     request = inference_pb2.GenerateRequest()

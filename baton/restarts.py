@@ -1,4 +1,4 @@
-"""Starts a process again that ended, as a container's restart policy does."""
+"""Restarts a process that ended, like a container's restart policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONFIG_ERROR = 2
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`error` says how; the process is started again in `restart_in_s`."""
+    """A process ended with `error`; it is started again in `restart_in_s`."""
 
     error: BatonError
     restart_in_s: float
@@ -30,8 +30,8 @@ class StartedAgain:
 
 
 class Restarts:
-    """Of one process. The wait before each start is twice the one before, up to a minute; it is short again once the
-    process was ready for half a minute. To be used by the thread that first started it, which it dies with.
+    """Restarts one process. The wait doubles before each start, up to a minute, and is short again once the process was
+    ready for half a minute. Only the thread that first started the process may use it; the process dies with it.
     """
 
     def __init__(self, process: ChildProcess, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,13 +40,13 @@ class Restarts:
         self._next_wait_s = FIRST_WAIT_S
         self._start_at_s: float | None = None
         self._ready_since_s: float | None = None
-        self._num_failed = 0  # starts in a row after which it was not ready
-        self._is_start_open = False  # it was started again, and not ready since
+        self._num_failed = 0  # consecutive starts after which it was not ready
+        self._is_start_open = False  # restarted, and not ready since
 
     def look(self, *, is_ready: bool) -> Ended | StartedAgain | None:
-        """To be called again and again: what happened at this look. `is_ready`: what the process's health says.
+        """Check the process once; call this repeatedly. `is_ready` is its health. Returns what happened, if anything.
 
-        Raises ServiceDied when it is not to be started again.
+        Raises ServiceDied when it is not restarted.
         """
         now_s = self._clock()
         if self._start_at_s is not None:

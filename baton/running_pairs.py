@@ -1,7 +1,7 @@
-"""Where the pairs are that `baton up` keeps running for this user, so that other commands find them.
+"""Announces the pairs that `baton up` runs for this user, so that other commands find them.
 
-One file for each, locked by the process that keeps the pair for as long as it lives: however that ends, the lock goes
-with it, and a file without one is taken for what it is, a leftover.
+Each pair has a file, locked by its process for as long as that lives. The lock goes with the process, however it ends,
+so a file without a lock is a leftover.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def choosing_ports(*, wait_s: float = 10.0) -> Iterator[frozenset[int]]:
 
 @contextmanager
 def announced(decode_addresses: Sequence[str], ports: Sequence[int] = ()) -> Iterator[None]:
-    """The pair is found by this user's commands until this is left, and nobody chooses its ports.
+    """While open, this user's commands find the pair, and nobody else chooses its ports.
 
-    A place that cannot be written makes it unfound.
+    If the directory cannot be written, the pair is not found.
     """
     with ExitStack() as stack:
         with suppress(OSError):
@@ -59,7 +59,7 @@ def announced(decode_addresses: Sequence[str], ports: Sequence[int] = ()) -> Ite
 
 
 def running_pairs() -> list[str]:
-    """The decode addresses of each, as a client takes them, newest first."""
+    """The decode addresses of each pair, as a client takes them, newest first."""
     return [",".join(pair.decode) for pair in sorted(_read_pairs(), reverse=True)]
 
 
@@ -70,12 +70,12 @@ class _Pair(NamedTuple):
 
 
 def _read_pairs() -> list[_Pair]:
-    """Returns the pairs that run, and removes what ended ones left."""
+    """Returns the running pairs, and removes the files of ended ones."""
     found: list[_Pair] = []
     with suppress(OSError):
         directory = _directory()
         if directory.stat().st_uid != os.getuid():
-            return []  # what others write there is not ours to follow
+            return []  # other users' files do not count
         for path in directory.glob(f"*{_SUFFIX}"):
             with suppress(OSError, ValueError, TypeError), path.open() as file:
                 if _is_leftover(file.fileno()):
@@ -86,7 +86,7 @@ def _read_pairs() -> list[_Pair]:
 
 
 def _lock(descriptor: int, wait_s: float) -> None:
-    """Raises Unavailable where another process holds it for so long."""
+    """Raises Unavailable when another process holds the lock for too long."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:

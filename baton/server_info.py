@@ -16,7 +16,7 @@ class HealthStatus(Enum):
 class ModelInfo:
     """`layer_groups` maps each group of KV layers to its bytes per token.
 
-    `digest`: of the model's configuration, weights and tokenizer, as both services compare them.
+    `digest` covers the model's configuration, weights and tokenizer; both services compare it.
     """
 
     model: str
@@ -45,7 +45,7 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReplica:
-    """`reason`: why it is not ready, in words; `error_reason`: as the error of a request would name it."""
+    """`reason` says in words why it is not ready; `error_reason` is the reason of a request's error."""
 
     address: str
     is_ready: bool

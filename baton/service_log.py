@@ -1,4 +1,4 @@
-"""What a service has written to its log, in words for whoever started it."""
+"""Turns a service's log into words for whoever started it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FAILURES = ("error", "critical")
 
 
 class ServiceLog:
-    """Follows a file that grows, from its present end on."""
+    """Follows a growing file from its present end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
     def new_words(self) -> list[str]:
-        """What the lines that were written since the last call say, those that tell people nothing left out."""
+        """Returns the words of new lines since the last call, without lines that say nothing to people."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -44,7 +44,7 @@ class ServiceLog:
 
 
 def log_tail(path: Path, *, start: int = 0) -> str:
-    """The end of what was written from byte `start` on."""
+    """The end of the file, from byte `start` at the earliest."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -85,7 +85,7 @@ def _words(text: str) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """None for what is no line of a log."""
+    """Returns None for text that is not a log line."""
     try:
         line = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A child process of this one: its log, its end."""
+"""A child process with its log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WRAPPER = Path(__file__).with_name("die_with_parent.py")
 class ChildProcess:
     """Runs `arguments` with this interpreter in a session of its own, and dies with the thread that started it.
 
-    It speaks in plain, to this machine: TLS settings in this process's environment are not its own.
+    It uses no TLS: TLS settings in this process's environment do not reach it.
     """
 
     def __init__(self, *, name: str, address: str, arguments: Sequence[str], log_file: Path) -> None:
@@ -43,7 +43,7 @@ class ChildProcess:
         self.address = address
         self.log_file = log_file
         self.arguments = tuple(arguments)
-        self._log_start = 0  # of this start's lines
+        self._log_start = 0  # where this start's lines begin
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -56,7 +56,7 @@ class ChildProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Also starts it again after its end; the log is continued."""
+        """Start the process, or start it again after its end; the log continues."""
         assert not self.is_running, f"{self.name} is running"
         self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]
@@ -87,7 +87,7 @@ class ChildProcess:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within `timeout_s`."""
+        """Wait for the end; returns whether it came within `timeout_s`."""
         if self._process is None:
             return True
         try:

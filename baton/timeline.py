@@ -1,4 +1,4 @@
-"""What services did meanwhile: their timelines, recorded at the same time through the Timeline service of each."""
+"""Records the timelines of several services at the same time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from common.peer_text import peer_text
 
 ANSWER_TIMEOUT_S = 60.0
-"""How long what was recorded may take to come, once the recording is over."""
+"""How long a recording may take to arrive once it is over."""
 
 
 class EventKind(Enum):
-    """As in `baton.v1`: spans of a track nest, and so do those of one task."""
+    """As in `baton.v1`. The spans of a track nest, and so do the spans of a task."""
 
     SPAN = timeline_pb2.TimelineEvent.SPAN
     TASK = timeline_pb2.TimelineEvent.TASK
@@ -30,7 +30,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """`start_ns` is of the service's CLOCK_MONOTONIC."""
+    """`start_ns` is a time of the service's CLOCK_MONOTONIC."""
 
     kind: EventKind
     name: str
@@ -47,9 +47,9 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class ServiceTimeline:
-    """One service's recording. `tracks`: events in the order in which they ended. `num_dropped`: by track, older ones.
+    """One service's recording. `tracks` holds events in the order of their ends, `num_dropped` counts lost older ones.
 
-    Equal `clock_id`s, unless empty: times of the two are of one clock. Unix time is `unix_offset_ns` later.
+    Two services with equal, non-empty `clock_id`s share a clock. Unix time is `unix_offset_ns` later.
     """
 
     address: str
@@ -71,10 +71,10 @@ def record_timelines(
     tls: Tls | None = None,
     token: str | None = None,
 ) -> list[ServiceTimeline]:
-    """The timelines of all of them, in their order. When one fails, the recordings of the others end.
+    """Returns the timelines of all services, in their order. When one fails, the other recordings end.
 
-    Raises a BatonError that names the service: ResourceExhausted while somebody else records it, InvalidArgument for a
-    bound that is out of range, Unavailable, Unauthenticated.
+    Raises a BatonError that names the service: ResourceExhausted while someone else records it, InvalidArgument for a
+    bound out of range, Unavailable, Unauthenticated.
     """
     request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s, max_events=max_events)
     timeout_s = duration_s + ANSWER_TIMEOUT_S

@@ -1,7 +1,7 @@
-"""Timelines as a file that Perfetto's viewer reads: Chrome's JSON trace events, compressed.
+"""Writes timelines as a file for Perfetto's viewer: Chrome's JSON trace events, compressed.
 
-A service is a process, a track a thread of it; tasks are async slices, counters are counters. Spans of one flow, on
-whichever service, are joined by arrows in the order of time.
+A service becomes a process, a track a thread, a task an async slice. Arrows join the spans of one flow, across
+services, in the order of time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def trace_events(timelines: Sequence[ServiceTimeline]) -> list[TraceEvent]:
 
 
 def _offsets_ns(timelines: Sequence[ServiceTimeline]) -> list[int]:
-    """What makes times of all comparable: nothing where there is one clock, else each service's Unix time."""
+    """Offsets that put all times on one axis: zero if there is one clock, else each service's offset to Unix time."""
     first = timelines[0]
     is_one_clock = first.clock_id != "" and all(each.clock_id == first.clock_id for each in timelines)
     return [first.unix_offset_ns if is_one_clock else each.unix_offset_ns for each in timelines]
@@ -72,7 +72,7 @@ def _event(event: TimelineEvent, pid: int, tid: int, track: str, shift_ns: int) 
 
 
 def _arrows(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """Each flow's: from its first span through all others to its last."""
+    """The arrows of each flow, from its first span through all others to its last."""
     spans = [event for event in events if event["ph"] == "X" and FLOW in event["args"]]
     spans.sort(key=lambda span: (span["args"][FLOW], span["ts"]))
     for flow, group in groupby(spans, key=lambda span: span["args"][FLOW]):
@@ -86,7 +86,7 @@ def _arrows(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def _about(timelines: Sequence[ServiceTimeline]) -> dict[str, str]:
-    """By service: which instance, and how many events its rings had no room for."""
+    """For each service: its instance, and how many events its rings dropped."""
     return {
         f"{each.service} {each.address}": f"instance {each.instance_id}, {sum(each.num_dropped.values())} dropped"
         for each in timelines

@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported; what it would print is in its errors too
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported; its errors say the same

@@ -82,7 +82,7 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """None at the end of the input, and when the wait for it is interrupted."""
+    """Returns None at the end of the input, and when the wait is interrupted."""
     is_asked = sys.stdin.isatty()
     try:
         if is_asked:

@@ -25,8 +25,8 @@ from common.text.chat_messages import ChatMessage
 
 _FULL_SPEED_TIMEOUT_S = 180.0
 _FUSED = "fused_forwards"  # among the disabled fast paths of a service that computes by operators
-_PARITY_DTYPE = "float32"  # in it the greedy answer is the same on every machine
-_SPEED_DTYPE = "bfloat16"  # in it services compute unless they are told otherwise
+_PARITY_DTYPE = "float32"  # the greedy answer is the same on every machine
+_SPEED_DTYPE = "bfloat16"  # the services' default
 _OPTIONS = ("--max-rows=4", "--max-kv-tokens=4096")  # short answers take little memory
 _MEASURED_TOKENS = 128
 _WARM_UP = "Name the planets of the solar system."
@@ -45,7 +45,7 @@ _PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Figures of prompts answered one at a time. `is_full_speed`: whether forwards were fused meanwhile, if known."""
+    """Figures of prompts answered one at a time. `is_full_speed` says whether forwards were fused, if known."""
 
     drafted: Sequence[Shown]
     plain: Sequence[Shown]
@@ -68,7 +68,7 @@ class _Figures:
 
 
 def _rate(runs: Sequence[Shown]) -> float:
-    """Tokens a second over all of them, each one's first left out."""
+    """Tokens per second over all prompts, without each one's first token."""
     seconds = sum(run.wall_s - (run.ttft_s or 0.0) for run in runs)
     return sum(len(run.completion.token_ids) - 1 for run in runs) / seconds if seconds > 0 else 0.0
 
@@ -79,7 +79,7 @@ def demo(
     start_timeout_s: Annotated[float, typer.Option(min=0.0)] = 120.0,
     as_json: options.Json = False,
 ) -> None:
-    """Serve SmolLM2-135M and its draft head on two processes, stream an answer, then show what the pair is good for."""
+    """Serve SmolLM2-135M and its draft head on two processes, stream an answer, then measure the pair."""
     console = text_console()
     arguments = (prefill_args or [], decode_args or [])
     with reported_errors(as_json):
@@ -137,8 +137,9 @@ def _started(
 def _reach_full_speed(
     pair: LocalPair, arguments: tuple[list[str], list[str]], console: Console, as_json: bool
 ) -> bool | None:
-    """Waits until the services' kernels are compiled, which the first start on a machine takes; not for ever. None, and
-    why, where their metrics do not tell.
+    """Wait, within a bound, until the services' kernels are compiled, as the first start on a machine does.
+
+    Returns None and prints the reason if their metrics do not tell.
     """
     fusing = [
         address
@@ -157,12 +158,12 @@ def _reach_full_speed(
 
 
 def _measure(client: Client, is_full_speed: bool | None) -> _Figures:
-    """Each prompt with drafts and without, in turns, so that a machine whose speed drifts favours neither."""
+    """Measure each prompt with and without drafts, in turns, so that a drifting machine favours neither."""
 
     def answered(prompt: str, speculate: bool) -> Shown:
         return measure(_ask(client, prompt, max_tokens=_MEASURED_TOKENS, speculate=speculate))
 
-    for speculate in (True, False, True):  # how deep to draft is learnt while serving
+    for speculate in (True, False, True):  # the policy learns the depth while serving
         answered(_WARM_UP, speculate)
     runs: dict[bool, list[Shown]] = {True: [], False: []}
     for number, prompt in enumerate(_PROMPTS):

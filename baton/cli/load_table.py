@@ -65,7 +65,7 @@ def load_table(addresses: Mapping[str, str], loads: Mapping[str, ServiceLoad]) -
 
 
 def pool_text(pool: PoolLoad) -> str:
-    """What is in use, by state; states that hold nothing are left out."""
+    """The used members of a pool by state, without empty states."""
     states = ("reserved", "transferring", "running", "quarantined")
     in_use = [f"{getattr(pool, state)} {state}" for state in states if getattr(pool, state)]
     return ", ".join([f"{pool.free} of {pool.total} free", *in_use])

@@ -48,7 +48,7 @@ def about(
 
 
 def main() -> None:
-    """SIGTERM ends a command as Ctrl-C does, so that what it started is stopped."""
+    """Run the command. SIGTERM ends it like Ctrl-C, so that it stops what it started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 

@@ -57,7 +57,7 @@ _DEFAULTS = ResolvedSampling(seed=0, max_tokens=0)
 
 
 def _sampling(*names: str, help: str, default: object, **more: Any) -> Any:
-    """An option that is sent only when it is given; `default` is what the server then takes."""
+    """An option that is sent only if given; `default` names what the server takes otherwise."""
     return typer.Option(*names, help=help, rich_help_panel=_SAMPLING, show_default=str(default), **more)
 
 
@@ -133,9 +133,9 @@ DecodeArgs = Annotated[
 
 @contextmanager
 def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iterator[Client]:
-    """A client of the address a command talks to: the one given, or that of the pair that `baton up` runs here.
+    """Returns a client for the given address, or for the pair that `baton up` runs here.
 
-    Waits while that pair loads. Raises Unavailable after `LOADING_S` of that.
+    Waits while that pair loads. Raises Unavailable after `LOADING_S`.
     """
     found = [] if given else running_pairs()
     address = given or (found[0] if found else _DEFAULT_ADDRESS)
@@ -148,7 +148,7 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
         try:
             yield client
         except (Unavailable, Unimplemented) as error:
-            if found or (error.reason and error.reason != _NOT_SERVED):  # a reason is a server's, which is there
+            if found or (error.reason and error.reason != _NOT_SERVED):  # the error has a reason, so a server answered
                 raise
             pairs = running_pairs()
             if pairs and not _is_announced(address):
@@ -161,7 +161,7 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
 
 
 def _is_announced(address: str) -> bool:
-    """Whether all of it are decode services of one pair of `baton up`."""
+    """Whether all addresses are decode services of one pair of `baton up`."""
     parts = set(address.replace("localhost:", f"{LOOPBACK}:").split(","))
     return any(parts <= set(pair.split(",")) for pair in running_pairs())
 
@@ -188,14 +188,14 @@ def _wait_loaded(pair: str) -> None:
 def tls_options(
     use_tls: bool, ca_file: Path | None, cert_file: Path | None, key_file: Path | None, server_name: str | None
 ) -> Tls | None:
-    """TLS when asked for, or when any of its files is given."""
+    """TLS if asked for, or if any of its files is given."""
     if not (use_tls or ca_file or cert_file or key_file):
         return None
     return Tls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
 
 
 def read_token(path: Path | None) -> str | None:
-    """The first token in a file, which is read as the services read theirs."""
+    """The first token in a file, read like the services' files."""
     if path is None:
         return None
     try:

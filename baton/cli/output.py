@@ -18,14 +18,14 @@ from rich.console import Console
 from baton.errors import BatonError, FailedPrecondition, Unauthenticated
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All but tabs and line feeds."""
+"""All control characters but tabs and line feeds."""
 _OWN_PACKAGES = frozenset({"baton", "common", "training"})
 
 
 def print_json(event: str, **fields: Any) -> None:
     """One line on standard output, written at once."""
     line = json.dumps({"event": event, **fields}, default=_plain, ensure_ascii=False)
-    print(_CONTROLS.sub(lambda code: f"\\u{ord(code[0]):04x}", line), flush=True)  # those that JSON leaves as they are
+    print(_CONTROLS.sub(lambda code: f"\\u{ord(code[0]):04x}", line), flush=True)  # those that JSON does not escape
 
 
 def print_event(value: Any) -> None:
@@ -34,22 +34,22 @@ def print_event(value: Any) -> None:
 
 
 def print_text(text: str) -> None:
-    """The model's, as it comes. Codes in it could command a terminal: there they are shown."""
+    """Print the model's text as it arrives. A terminal gets control characters escaped: they could command it."""
     if sys.stdout.isatty():
         text = _CONTROLS.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
     print(text, end="", flush=True)
 
 
 def text_console() -> Console:
-    """Everything that is not the answer itself goes to standard error, so that answers can be piped."""
+    """A console on standard error for everything but the answer, so that answers can be piped."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def reported_errors(as_json: bool) -> Iterator[None]:
-    """Ends the command with status 1 on a BatonError, which is printed without a traceback.
+    """Print a BatonError without a traceback and end the command with status 1.
 
-    So does a library that is not installed: some commands need those of the services.
+    The same for a missing library, because some commands need the services' libraries.
     """
     try:
         try:
@@ -76,7 +76,7 @@ def reported_errors(as_json: bool) -> Iterator[None]:
 
 
 def print_error(error: BatonError) -> None:
-    """On standard error, after the text that came before it."""
+    """Print the error on standard error, after earlier text."""
     sys.stdout.flush()
     remedy = "; give --token-file" if isinstance(error, Unauthenticated) else ""
     text_console().print(f"{error.code.name}: {error}{remedy}", style="red", markup=False)

@@ -1,4 +1,4 @@
-"""Has models here before services start, so that people see the download and only one process does it."""
+"""Fetches models before services start, so that people see the download and only one process does it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DEMO_MODEL = "demo"
 
 
 def prepare_model(model: str, *, as_json: bool) -> None:
-    """Nothing for a model other than the demo. Raises FailedPrecondition when the demo model cannot be made."""
+    """Fetch and convert the demo model; do nothing for others. Raises FailedPrecondition if that fails."""
     if model != DEMO_MODEL:
         return
     from common.checkpoints.cache import default_cache_dir
     from common.checkpoints.demo_model import ensure_demo_model
     from common.errors import StartupError
 
-    cache_dir = default_cache_dir()  # before anything is shown: it says what is not installed
+    cache_dir = default_cache_dir()  # before anything is shown: it reports what is not installed
     try:
         with shown_progress(as_json) as progress:
             ensure_demo_model(progress, cache_dir=cache_dir)
@@ -35,8 +35,8 @@ def prepare_model(model: str, *, as_json: bool) -> None:
 
 
 def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:
-    """Everything that can be done and seen before its processes start. Raises what `baton.preflight` raises; the pair
-    is of no use then.
+    """Check the pair and fetch its models before its processes start. Raises what `baton.preflight` raises; the pair is
+    not usable then.
     """
     try:
         from baton.preflight import check_pair, fetch_models

@@ -14,7 +14,7 @@ from baton.events import Completion, Delta, Event, Finished
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A generation that was shown to its end. Times are the client's; `ttft_s` is None without a token."""
+    """A generation that ended well. Times are the client's; `ttft_s` is None without a token."""
 
     completion: Completion
     ttft_s: float | None
@@ -22,7 +22,7 @@ class Shown:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first, over the seconds since the first."""
+        """Tokens after the first, divided by the seconds since the first."""
         if self.ttft_s is None or self.wall_s <= self.ttft_s:
             return 0.0
         return (len(self.completion.token_ids) - 1) / (self.wall_s - self.ttft_s)
@@ -36,7 +36,7 @@ class Shown:
 
 
 def show(events: EventStream, *, as_json: bool) -> Shown:
-    """Print text as it arrives, or every event as a JSON line. A line of text is ended even where the stream is not."""
+    """Print text as it arrives, or every event as a JSON line. Ends the last line of text even if the stream breaks."""
     if as_json:
         return _follow(events, print_event)
     is_line_open = False
@@ -58,7 +58,7 @@ def show(events: EventStream, *, as_json: bool) -> Shown:
 
 
 def measure(events: EventStream) -> Shown:
-    """The same without printing anything."""
+    """Like `show`, without printing."""
     return _follow(events, lambda event: None)
 
 

@@ -1,4 +1,4 @@
-"""`baton train-draft`: a draft head for a target."""
+"""`baton train-draft`: trains a draft head for a target."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _train(
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Signals that asked to stop; the second one raises KeyboardInterrupt."""
+    """Records signals to stop; the second one raises KeyboardInterrupt."""
     received: list[int] = []
 
     def receive(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""`baton up`: a pair on this machine."""
+"""`baton up`: runs a pair on this machine."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def up(
                     told.stopping(stop_timeout_s)
                     raise
     except KeyboardInterrupt:
-        pass  # how `up` is meant to end; the pair has been stopped
+        pass  # the intended end of `up`; the pair has been stopped
     told.stopped()
 
 
 class _Told:
-    """Tells people, or programs that read JSON lines, what happens to the pair."""
+    """Reports what happens to the pair: to people as text, to programs as JSON lines."""
 
     def __init__(self, as_json: bool, *, keeps_logs: bool) -> None:
         self.as_json = as_json
@@ -192,7 +192,7 @@ class _Told:
 
 
 def _follow(pair: LocalPair, told: _Told, loads: LoadReader, restarts: bool, refresh_s: float) -> None:
-    """Until an interrupt. Raises ServiceDied when a process has ended that is not to be started again."""
+    """Watch the pair until an interrupt. Raises ServiceDied when a process ended that is not restarted."""
     addresses = {service.name: service.address for service in pair.services}
     restarting = {process: Restarts(process) for process in pair.processes} if restarts else {}
     idle = threading.Event()

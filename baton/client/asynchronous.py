@@ -32,14 +32,14 @@ class AsyncEventStream(AsyncIterator[Event]):
     def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
         self._generation = generation
         self._generate = generate
-        self._metadata = trace_metadata()  # of every call: the stream belongs to the span that began it
+        self._metadata = trace_metadata()  # sent with every call: the stream belongs to the span that began it
         self._is_closed = asyncio.Event()
         self._call: Any = None
         self._call = self._next_call()
 
     @property
     def progress(self) -> Progress:
-        """What has been delivered: enough to go on by hand, whatever ended the stream."""
+        """What has been delivered, which is enough to continue by hand however the stream ended."""
         return self._generation.progress
 
     async def __anext__(self) -> Event:
@@ -105,9 +105,9 @@ class AsyncClient:
 
     `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
     (model_info, load, health). A generation is bounded by its own `timeout_s`, which travels as the request's deadline;
-    None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE goes on in another, where it
-    broke; it fails once `resume_timeout_s` have passed since the break without an event, or `admission_timeout_s` (the
-    same, unless given) when no server has taken it yet. `token` is shown
+    None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE continues in another call. It
+    fails when no event has come for `resume_timeout_s` after the break, or, before any server took it, for
+    `admission_timeout_s` (by default the same). `token` is sent
     with every call but health. Needs a running event loop.
     """
 
@@ -150,7 +150,7 @@ class AsyncClient:
     ) -> AsyncEventStream:
         """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
-        `generated_token_ids` is output that an earlier stream of this request delivered: the new stream goes on
+        `generated_token_ids` is output that an earlier stream of this request delivered: the new stream continues
         after it. The caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
         """
         request = generate_request(
@@ -182,7 +182,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """`generate`, added up."""
+        """Run `generate` to its end and add up its events."""
         builder = CompletionBuilder()
         async with self.generate(
             prompt,
@@ -230,7 +230,7 @@ class AsyncClient:
             raise error_from_rpc(error) from None
 
     async def close(self) -> None:
-        """Cancels the calls that are open."""
+        """Cancel the open calls."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

@@ -30,13 +30,13 @@ class EventStream(Iterator[Event]):
     def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
         self._generation = generation
         self._generate = generate
-        self._metadata = trace_metadata()  # of every call: the stream belongs to the span that began it
+        self._metadata = trace_metadata()  # sent with every call: the stream belongs to the span that began it
         self._is_closed = threading.Event()
         self._call = self._next_call()  # cancels itself when it is collected
 
     @property
     def progress(self) -> Progress:
-        """What has been delivered: enough to go on by hand, whatever ended the stream."""
+        """What has been delivered, which is enough to continue by hand however the stream ended."""
         return self._generation.progress
 
     def __next__(self) -> Event:
@@ -95,9 +95,9 @@ class Client:
 
     `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
     (model_info, load, health). A generation is bounded by its own `timeout_s`, which travels as the request's deadline;
-    None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE goes on in another, where it
-    broke; it fails once `resume_timeout_s` have passed since the break without an event, or `admission_timeout_s` (the
-    same, unless given) when no server has taken it yet. `token` is shown
+    None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE continues in another call. It
+    fails when no event has come for `resume_timeout_s` after the break, or, before any server took it, for
+    `admission_timeout_s` (by default the same). `token` is shown
     with every call but health.
     """
 
@@ -140,7 +140,7 @@ class Client:
     ) -> EventStream:
         """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
-        `generated_token_ids` is output that an earlier stream of this request delivered: the new stream goes on
+        `generated_token_ids` is output that an earlier stream of this request delivered: the new stream continues
         after it. The caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
         """
         request = generate_request(
@@ -172,7 +172,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """`generate`, added up."""
+        """Run `generate` to its end and add up its events."""
         builder = CompletionBuilder()
         with self.generate(
             prompt,
@@ -220,7 +220,7 @@ class Client:
             raise error_from_rpc(error) from None
 
     def close(self) -> None:
-        """Cancels the calls that are open."""
+        """Cancel the open calls."""
         self._channel.close()
 
     def __enter__(self) -> Self:

@@ -30,7 +30,7 @@ class Tls:
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
-    server_name: str | None = None  # expected in the certificate, when it is not the address's host
+    server_name: str | None = None  # expected in the certificate, if not the address's host
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Raises InvalidArgument for a file that cannot be read."""
@@ -64,9 +64,9 @@ def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[t
 
 
 def authorized(channel: ChannelT, token: str | None) -> ChannelT:
-    """What stubs need of a channel, with `token` shown as a bearer in every call.
+    """A channel for stubs that sends `token` as a bearer token with every call.
 
-    (gRPC's own call credentials work over TLS alone.) Raises ValueError, without quoting it, when it could not travel.
+    (gRPC's own call credentials work over TLS alone.) Raises ValueError, without the token, when it cannot be sent.
     """
     if token is None:
         return channel
@@ -75,7 +75,7 @@ def authorized(channel: ChannelT, token: str | None) -> ChannelT:
 
 
 def check_token(token: str) -> None:
-    """Raises ValueError, without quoting it, for a token that could not travel."""
+    """Raises ValueError, without the token, when it cannot be sent in metadata."""
     if not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError("token: must be printable ASCII without spaces")
 

@@ -1,4 +1,4 @@
-"""The order every generation keeps, whoever reads it."""
+"""The order of a generation's events, checked on the client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.v1 import inference_pb2
 
 
 class EventOrder:
-    """Lets events through in the order Started, Delta*, Finished; anything else raises Internal."""
+    """Passes events on in the order Started, Delta*, Finished; raises Internal for any other order."""
 
     def __init__(self) -> None:
         self._has_started = False
@@ -43,7 +43,7 @@ class CompletionBuilder:
         self._started: Started | None = None
 
     def add(self, event: Event) -> Completion | None:
-        """The completion once `event` is Finished, else None."""
+        """Returns the completion when `event` is Finished, else None."""
         match event:
             case Started():
                 self._started = event

@@ -1,4 +1,4 @@
-"""One generation over the calls that carry it, without the calls: both clients share it.
+"""The state of one generation across its calls. Both clients use it; it makes no call itself.
 
 call 1:  Started  Delta  Delta  ✗          what its caller sees:  Started  Delta  Delta  Delta  Finished
 call 2:                           (Started)  Delta  Finished
@@ -28,9 +28,9 @@ from baton.v1 import inference_pb2
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 TOLD_SPREAD_S = 0.5
-"""Clients that were told the same second come at different times up to so long after it; a place is kept for 1 s."""
+"""Upper bound of a random delay: clients told to return in the same second spread out. A place is kept for 1 s."""
 MAX_BREAKS = 40
-"""Without output in between, more than `resume_timeout_s` usually allows: here stops what ends its servers."""
+"""Bound on breaks without output in between. It stops a request that brings down each server it reaches."""
 
 _QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
@@ -38,9 +38,9 @@ _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a generation has delivered. With its prompt and options these two make a request that goes on after it.
+    """What a generation has delivered. With the same prompt and options it makes a request that continues the output.
 
-    `seed` is None before Started. `generated_token_ids` begins with those that the request itself brought.
+    `seed` is None before Started. `generated_token_ids` begins with those in the request.
     """
 
     seed: int | None
@@ -48,16 +48,17 @@ class Progress:
 
 
 class Generation:
-    """`timeout_s` is for all calls together. A call that broke is followed by another until `resume_timeout_s` has
-    passed since the break without an event; with None no other follows. Before the first event, `admission_timeout_s`
-    takes its place.
+    """Decides after each call whether another one continues the generation.
+
+    `timeout_s` covers all calls together. After a break another call follows until `resume_timeout_s` has passed
+    without an event; with None none follows. Before the first event `admission_timeout_s` takes its place.
 
     Another call follows UNAVAILABLE, and CANCELLED without a reason. Once a call broke, it also follows refusals that
     the break may cause: admission is full, or the server that lost the connection still holds the caller's own request
-    id. With both times set, a request that is refused because admission is full is sent again when the server said, if
-    that is within `admission_timeout_s`.
+    id. With both times set, a request refused by a full admission is sent again when the server said, if that is within
+    `admission_timeout_s`.
 
-    A stream that has begun and is too long for one server may fit another's context; when none is found that it fits,
+    A stream that has begun and is too long for one server may fit another's context. If none fits in time,
     it ends UNAVAILABLE.
     """
 
@@ -106,7 +107,7 @@ class Generation:
         return request, timeout_s
 
     def accept(self, message: inference_pb2.GenerateEvent) -> Event | None:
-        """The caller's event; None for a further call's Started. Raises Internal for what breaks the order."""
+        """Returns the caller's event; None for a later call's Started. Raises Internal for a wrong order."""
         event = self._order.accept(message)
         if isinstance(event, Started):
             if self._started is not None:
@@ -125,7 +126,7 @@ class Generation:
         self._order.end()
 
     def pause_s_after(self, error: BatonError) -> float:
-        """How long to wait before `next_call`. Raises `error`, or DeadlineExceeded, when there is none."""
+        """Returns how long to wait before `next_call`. Raises `error` or DeadlineExceeded if no call follows."""
         limit_s = self._admission_timeout_s if self._started is None else self._resume_timeout_s
         told_s = self._told_s(error)
         if limit_s is None or (told_s is None and not self._may_pass(error)):
@@ -144,14 +145,14 @@ class Generation:
         return pause_s
 
     def _pause_s(self) -> float:
-        """None after the first break, since another replica may be ready; then twice as long each time."""
+        """No pause after the first break, because another replica may be ready; then twice as long each time."""
         if self._num_breaks == 0:
             return 0.0
         pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._num_breaks - 1))
         return pause_s * (0.5 + 0.5 * self._jitter())
 
     def _told_s(self, error: BatonError) -> float | None:
-        """When a request that waits for a place is to come again; None where it was not told, or waits for none."""
+        """When the server told a request that waits for a place to return; None without such a time."""
         if not self._waits_for_a_place or self._started is not None or error.reason != _QUEUE_FULL:
             return None
         told_s = error.metadata.get(_RETRY_AFTER_S, "")
@@ -161,7 +162,7 @@ class Generation:
         match error:
             case Unavailable():
                 return True
-            case Cancelled():  # without a reason it is gRPC's: a server that shuts down ends its calls so
+            case Cancelled():  # without a reason it is gRPC's: a server that shuts down ends its calls this way
                 return not error.reason
             case AlreadyExists():
                 return self._num_breaks > 0 and self._request.HasField("request_id")

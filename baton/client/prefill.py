@@ -1,4 +1,4 @@
-"""What an operator asks a prefill service; requests reach it through a decode service only."""
+"""A client for operators of a prefill service. Requests reach that service only through a decode service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 
 
 class PrefillClient:
-    """`rpc_timeout_s` bounds every call; `token` is shown with it."""
+    """`rpc_timeout_s` bounds every call; `token` is sent with it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a client's calls go: to one server, or in turn to those of several that are ready."""
+"""Which servers a client calls: one, or in turn the ready ones of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's trace, as it travels with a call."""
+"""The caller's trace context as call metadata."""
 
 from __future__ import annotations
 
