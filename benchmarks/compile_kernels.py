@@ -2,7 +2,7 @@
 
 What is compiled is what a service would launch: forwards over tensors without memory tell their launches. For each
 kernel: shared memory, registers of a thread, bytes that a thread spills. Exit status 1 where a kernel does not fit the
-device, or spills more than a few numbers. Writes a table into benchmarks/results. `--few` compiles a dozen or so that
+device, or spills more than a few numbers. Writes a table into benchmarks/results. `--few` compiles some dozen that
 differ most and saves nothing.
 """
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from benchmarks.kernel_variants import Variant
 from common.errors import StartupError
 from common.model.attention import ForwardInput, KernelShape
 from common.model.attention_triton import HeadShape, Tiles, TritonAttention
+from common.model.layers_triton import LayerKernels, Norm, multiply
 from common.model.sampling_state import SamplingState
 from common.model.sampling_triton import TritonDraws, draw
 from common.model.triton_kernels import attend
@@ -35,6 +36,7 @@ from common.model.triton_launch import Launch
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 """By compute capability: the most that a program may have of a multiprocessor's shared memory."""
+OVERLAPPING = 90  # from here on kernels start while the one before them ends
 NUM_REGISTERS = 65_536  # of a multiprocessor
 MAX_SPILLED_BYTES = 256  # of a thread
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,6 +48,30 @@ HEADS = [
 """Query heads, heads of K and V, and their size: every size that is served at one grouping, then groupings from a head
 of K and V for each query head (Llama 2) to one for all (Falcon).
 """
+
+
+_WORDS = {
+    "IS_SPLIT": "parts",
+    "HAS_MASK": "mask",
+    "HAS_NORM": "norm",
+    "IS_GATED": "gated",
+    "HAS_ADDED": "sum",
+}
+"""What a kernel's constants make of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """`heads` of the query, of K and V, and their size."""
+
+    hidden_size: int
+    intermediate_size: int
+    heads: tuple[int, int, int]
+    vocab_size: int
+    dtype: torch.dtype
+
+
+LLAMA_8B = LayerSizes(4096, 14336, (32, 8, 128), 128256, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +104,11 @@ class Compiled:
 
 
 def attention_launches(
-    heads: HeadShape, shape: KernelShape, shared_bytes: int, *, num_slots: int = 4096
+    heads: HeadShape, shape: KernelShape, shared_bytes: int, *, num_slots: int = 4096, overlaps: bool = False
 ) -> list[Launch]:
     """Of one layer of a forward, over a pool of so many slots. Raises StartupError."""
     launches: list[Launch] = []
-    backend = TritonAttention(heads, shared_bytes=shared_bytes, launch=launches.append)
+    backend = TritonAttention(heads, shared_bytes=shared_bytes, overlaps=overlaps, launch=launches.append)
 
     def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -125,7 +151,9 @@ def compiled(
         words = [f"{tiles.query_block} x {tiles.token_block}"]
     if variant.kernel is draw:
         words = ["target" if constants["IS_TARGET"] else "draft" if constants["IS_CHOSEN"] else "draft's tree"]
-    words += [word for name, word in (("IS_SPLIT", "parts"), ("HAS_MASK", "mask")) if constants.get(name)]
+    if variant.kernel is multiply:
+        words = [f"{constants['NUM_OUTPUTS']} of {constants['NUM_INPUTS']}"]
+    words += [word for name, word in _WORDS.items() if constants.get(name)]
     return Compiled(
         capability=capability,
         kernel=variant.kernel.name,
@@ -160,7 +188,8 @@ def attention_kernels(
     limit = SHARED_BYTES[capability]
     try:
         wanted = shapes or TritonAttention(heads, shared_bytes=limit).kernel_shapes(with_masks=True)
-        launches = [launch for shape in wanted for launch in attention_launches(heads, shape, limit)]
+        overlaps = capability >= OVERLAPPING
+        launches = [launch for shape in wanted for launch in attention_launches(heads, shape, limit, overlaps=overlaps)]
     except StartupError as error:
         yield error
         return
@@ -186,9 +215,46 @@ def sampling_kernels(capability: int) -> Iterator[Compiled]:
         yield compiled(Variant.of(launch), capability, torch.float32)
 
 
+def layer_launches(layer: LayerSizes, *, overlaps: bool = False) -> list[Launch]:
+    """Of a decoder layer's forwards of one token and of many."""
+    launches: list[Launch] = []
+    kernels, dtype = LayerKernels(overlaps=overlaps, launch=launches.append), layer.dtype
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    hidden, inner, (num_heads, num_kv_heads, head_dim) = layer.hidden_size, layer.intermediate_size, layer.heads
+    norm, head_norm = Norm(empty(hidden), 1e-5), Norm(empty(head_dim), 1e-5)
+    num_joined = num_heads + 2 * num_kv_heads
+    one, attended = empty(1, hidden), empty(1, num_heads * head_dim)
+    kernels.multiplied(one, empty(num_joined * head_dim, hidden), norm=norm)
+    kernels.multiplied(attended, empty(hidden, num_heads * head_dim), added=one)
+    kernels.multiplied(one, empty(2 * inner, hidden), norm=norm, is_gated=True)
+    kernels.multiplied(empty(1, inner), empty(hidden, inner), added=one)
+    kernels.multiplied(one, empty(layer.vocab_size, hidden))
+    many, rotation = empty(64, hidden), (empty(64, head_dim), empty(64, head_dim))
+    kernels.normed(many, norm)
+    kernels.added_and_normed(many, many, norm)
+    kernels.gated(empty(64, 2 * inner))
+    for norms in (None, (head_norm, head_norm)):
+        kernels.rotate(
+            empty(64, num_joined, head_dim),
+            rotation,
+            num_query_heads=num_heads,
+            num_key_heads=num_kv_heads,
+            norms=norms,
+        )
+    return launches
+
+
+def layer_kernels(capability: int, layer: LayerSizes) -> Iterator[Compiled]:
+    for launch in layer_launches(layer, overlaps=capability >= OVERLAPPING):
+        yield compiled(Variant.of(launch), capability, layer.dtype)
+
+
 def few() -> Iterator[Compiled | StartupError]:
-    """A dozen or so: of each target the kernels of decoding, of prompts and of trees, in each dtype; what draws tokens
-    for each, and drafts for one.
+    """A few dozen: of each target the kernels of decoding, of prompts and of trees, in each dtype; what draws tokens
+    for each, and drafts for one; and a layer's for two.
     """
     llama, narrow = HeadShape(32, 8, 128, torch.bfloat16), HeadShape(32, 8, 64, torch.float32)
     wide = HeadShape(16, 8, 256, torch.float16)
@@ -199,6 +265,8 @@ def few() -> Iterator[Compiled | StartupError]:
     for capability, heads in ((80, wide), (90, narrow), (100, llama)):
         yield list(attention_kernels(capability, heads, [prompt]))[-1]
     small, shared = HeadShape(32, 8, 16, torch.bfloat16), HeadShape(71, 1, 64, torch.float32)
+    yield from layer_kernels(80, replace(LLAMA_8B, dtype=torch.float32))
+    yield from layer_kernels(90, LLAMA_8B)
     for capability, heads in ((100, small), (90, shared)):  # what holds the most in registers
         yield list(attention_kernels(capability, heads, [KernelShape(64, 64, has_mask=True)]))[-1]
 
@@ -207,6 +275,8 @@ def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
     """Of heads of these sizes."""
     for capability in SHARED_BYTES:
         yield from sampling_kernels(capability)
+        for dtype in DTYPES:
+            yield from layer_kernels(capability, replace(LLAMA_8B, dtype=dtype))
     for capability, dtype, heads in itertools.product(SHARED_BYTES, DTYPES, HEADS):
         if heads[2] in head_sizes:
             yield from attention_kernels(capability, HeadShape(*heads, dtype))

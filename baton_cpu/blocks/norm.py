@@ -7,19 +7,12 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from baton_cpu.compiler.jit import Kernel
 from baton_cpu.compiler.kernel_cache import compiled
 from baton_cpu.compiler.numbers import number_format, read, rounded
+from common.model.blocks import NORMS
 from common.model.replace import replace_modules
-
-_KNOWN = (LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-"""Others go by similar names and add one to the weight, or round elsewhere."""
 
 
 class CpuRMSNorm(nn.Module):
@@ -43,7 +36,7 @@ class CpuRMSNorm(nn.Module):
 
 def replace_norms(model: nn.Module) -> int:
     """Replace, in a model on a CPU, the norms of the classes known here. Returns how many."""
-    return replace_modules(model, lambda module: CpuRMSNorm(module) if type(module) in _KNOWN else None)
+    return replace_modules(model, lambda module: CpuRMSNorm(module) if type(module) in NORMS else None)
 
 
 @cache

@@ -39,7 +39,7 @@ class FastPath(StrEnum):
     )
     OPTIMIZED_MODULES = (
         "optimized_modules",
-        "On a CPU, forwards that are not fused run on faster modules in place of the model's own. "
+        "Forwards that are not fused run on faster modules in place of the model's own. "
         "Switch it off to compare with transformers.",
     )
     KERNEL_CACHE = (

@@ -28,6 +28,11 @@ def shared_bytes_of(torch_device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+def overlaps_kernels(torch_device: torch.device) -> bool:
+    """Whether a CUDA device starts a kernel while the one before it ends."""
+    return torch.cuda.get_device_capability(torch_device) >= (9, 0)
+
+
 def new_attention(
     kind: AttentionKind,
     *,
@@ -37,6 +42,7 @@ def new_attention(
     dtype: torch.dtype,
     torch_device: torch.device,
     shared_bytes: Callable[[torch.device], int] = shared_bytes_of,
+    overlaps: Callable[[torch.device], bool] = overlaps_kernels,
 ) -> AttentionBackend:
     """For layers that all have `num_heads` query heads over `num_kv_heads` of `head_dim`. Raises StartupError."""
     if kind == "torch":
@@ -49,7 +55,7 @@ def new_attention(
     from common.model.attention_triton import HeadShape, TritonAttention
 
     heads = HeadShape(num_heads, num_kv_heads, head_dim, dtype)
-    return TritonAttention(heads, shared_bytes=shared_bytes(torch_device))
+    return TritonAttention(heads, shared_bytes=shared_bytes(torch_device), overlaps=overlaps(torch_device))
 
 
 def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> TritonDraws | None:

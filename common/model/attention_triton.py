@@ -120,7 +120,8 @@ class TritonAttention:
 
     Programs take no more than `shared_bytes` of a multiprocessor's shared memory. Raises StartupError where heads are
     too large for that. Parts of rows that are attended side by side take no more than `split_bytes` of the device's
-    memory, but for one row's. `launch` is what becomes of its kernels' launches.
+    memory, but for one row's. `overlaps`: whether the device starts a kernel while the one before it ends. `launch` is
+    what becomes of its kernels' launches.
     """
 
     follows_lengths = True
@@ -131,11 +132,13 @@ class TritonAttention:
         *,
         shared_bytes: int = NO_LIMIT,
         split_bytes: int = MAX_SPLIT_BYTES,
+        overlaps: bool = False,
         launch: Launcher = Launch.run,
     ) -> None:
         self.split_bytes = split_bytes
         self._heads = heads
         self._shared_bytes = shared_bytes
+        self._overlaps = overlaps
         self._launch = launch
         for shape in self.kernel_shapes():
             self.tiles(shape.num_new)
@@ -163,14 +166,17 @@ class TritonAttention:
         return tiles
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        return _PagedPlan(batch, self, self._heads, self._launch)
+        return _PagedPlan(batch, self, self._heads, self._overlaps, self._launch)
 
 
 class _PagedPlan:
-    def __init__(self, batch: ForwardInput, backend: TritonAttention, heads: HeadShape, launch: Launcher) -> None:
+    def __init__(
+        self, batch: ForwardInput, backend: TritonAttention, heads: HeadShape, overlaps: bool, launch: Launcher
+    ) -> None:
         assert batch.kv.is_contiguous(), "the kernels write to the pool itself"
         self._batch = batch
         self._heads = heads
+        self._overlaps = overlaps
         self._launch = launch
         # The kernels step through these one number at a time; a caller may hold a column of something wider.
         self._out_cache_loc = batch.out_cache_loc.contiguous()
@@ -263,11 +269,13 @@ class _PagedPlan:
                     "QUERY_BLOCK": tiles.query_block,
                     "HAS_MASK": self._mask is not None,
                     "IS_SPLIT": is_split,
+                    "OVERLAPS": self._overlaps,
                     **head,
                     **cut,
                 },
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
+                overlaps=self._overlaps,
             )
         )
         if is_split:
@@ -285,7 +293,8 @@ class _PagedPlan:
                         "num_splits": self._num_splits,
                         "first_token": first_token,
                     },
-                    constants={**head, **cut},
+                    constants={"OVERLAPS": self._overlaps, **head, **cut},
+                    overlaps=self._overlaps,
                 )
             )
 
@@ -309,7 +318,13 @@ class _PagedPlan:
                     "plane_stride": kv.stride(0),
                     "slot_stride": kv.stride(1),
                 },
-                constants={"TOKEN_SIZE": size, "HEAD_DIM": head_dim, "BLOCK": _power_of_two(size)},
+                constants={
+                    "TOKEN_SIZE": size,
+                    "HEAD_DIM": head_dim,
+                    "BLOCK": _power_of_two(size),
+                    "OVERLAPS": self._overlaps,
+                },
+                overlaps=self._overlaps,
             )
         )
 

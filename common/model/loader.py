@@ -13,7 +13,7 @@ from baton_cpu.blocks.linear import pack_linears
 from common.errors import UnsupportedModel
 from common.kv.layer_group import TARGET_GROUP, LayerGroupSpec
 from common.model.attention import ATTENTION_NAME
-from common.model.attention_choice import AttentionKind, new_attention
+from common.model.attention_choice import AttentionKind, new_attention, overlaps_kernels
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.forward_program import NewDecoder
@@ -44,8 +44,8 @@ def load_target(
     fuses: bool = False,
     optimizes_modules: bool = True,
 ) -> TargetModel:
-    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. On a CPU, and where its class is
-    known: `fuses`, also ready to be written down as a program; `optimizes_modules`, with fewer and larger modules.
+    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. Where its class is known:
+    `fuses`, also ready to be written down as a program, on a CPU; `optimizes_modules`, with fewer and larger modules.
 
     Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
     """
@@ -98,21 +98,24 @@ def target_of(
     check_finite(model, name=name)
     shape, unsplit, far = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
+    backend = new_attention(
+        attention,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=DTYPES[dtype],
+        torch_device=torch_device,
+    )
     new_decoder = None
     if torch_device.type == "cpu":
         new_decoder = _new_decoder(model) if fuses else None
         if optimizes_modules:
             _use_cpu_kernels(model)
+    elif optimizes_modules and attention == "kernels":
+        _use_gpu_kernels(model, torch_device)
     target = TargetModel(
         model=model,
-        backend=new_attention(
-            attention,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=DTYPES[dtype],
-            torch_device=torch_device,
-        ),
+        backend=backend,
         layer_group=LayerGroupSpec(
             name=TARGET_GROUP,
             num_layers=shape.num_layers,
@@ -155,6 +158,13 @@ def _use_cpu_kernels(model: nn.Module) -> None:
     fuse_blocks(model)
     replace_norms(model)
     pack_linears(model)
+
+
+def _use_gpu_kernels(model: nn.Module, torch_device: torch.device) -> None:
+    from common.model.gpu_layers import fuse_layers  # Triton is there only where attention has kernels too
+    from common.model.layers_triton import LayerKernels
+
+    fuse_layers(model, LayerKernels(overlaps=overlaps_kernels(torch_device)))
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[ModelFiles, Any]:

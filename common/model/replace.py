@@ -13,7 +13,8 @@ def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Modu
     Nothing below a replaced module is looked at, and nobody here holds on to it: its weights are freed one by one.
     """
     num_replaced = 0
-    for name, child in list(model.named_children()):
+    for name in [name for name, _ in model.named_children()]:
+        child = model.get_submodule(name)
         new = replacement(child)
         if new is None:
             num_replaced += replace_modules(child, replacement)

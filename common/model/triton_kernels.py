@@ -6,11 +6,13 @@
 
 A score of a token that is not attended is -inf and its K and V are not loaded: no slot is read but the row's own.
 Softmax has base 2, into which the scale goes. Addresses are reckoned in 64 bits: a pool may hold over 2^31 numbers.
+Where `OVERLAPS`, a kernel may start while the one before it ends, and waits before it reads or writes anything.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.model.triton_launch import kernel
 
@@ -30,8 +32,12 @@ def write(  # type: ignore[no-untyped-def]
     TOKEN_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program a token: TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK numbers, adjacent in the pool."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(out_cache_loc + token).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -85,10 +91,14 @@ def attend(  # type: ignore[no-untyped-def]
     IS_SPLIT: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [B * num_blocks, kv_heads, splits]. A block's rows are (query, head) pairs, the heads that share K and V
     adjacent, so that these are loaded once for all of them.
     """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     entry, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     kv_head, split = tl.program_id(1), tl.program_id(2)
     first = tl.load(query_starts + entry)
@@ -177,10 +187,14 @@ def combine(  # type: ignore[no-untyped-def]
     DIM_BLOCK: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid [B * max_new, heads]. `parts` [T, heads, num_splits, HEAD_DIM], of which those a row's length has count: of
     the tokens from `first_token` on.
     """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     entry, place = tl.program_id(0) // max_new, tl.program_id(0) % max_new
     first = tl.load(query_starts + entry)
     if place < tl.load(query_starts + entry + 1) - first:

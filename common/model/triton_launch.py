@@ -40,7 +40,7 @@ def kernel(*, fixed: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One launch of `kernel` over `grid`, by the names of its parameters. `fuses_operations`: whether a product may be
-    added to without being rounded before.
+    added to without being rounded before. `overlaps`: whether it may start while the one before it ends.
     """
 
     kernel: Kernel
@@ -50,6 +50,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 1
     fuses_operations: bool = True
+    overlaps: bool = False
 
     def run(self) -> None:
         """On the current stream. A grid without programs launches nothing."""
@@ -63,6 +64,7 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.fuses_operations,
+            **({"launch_pdl": True} if self.overlaps else {}),
         }
 
 

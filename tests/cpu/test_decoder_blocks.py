@@ -97,7 +97,7 @@ class Changed(Qwen3Attention):
 def test_a_block_that_the_library_changed_is_left_alone(
     change: str, num_fused: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_blocks, "_ATTENTIONS", (Changed,))
+    monkeypatch.setattr(decoder_blocks, "ATTENTIONS", (Changed,))
     model = attention_block(dtype)
     model[0].__class__ = Changed
     model[0].change = change

@@ -37,6 +37,7 @@ def choose(
         dtype=dtype,
         torch_device=CUDA,
         shared_bytes=lambda device: shared_bytes,
+        overlaps=lambda device: False,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 
 @pytest.mark.timeout(420)  # a quarter of a minute on cores that are free
-def test_a_dozen_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> None:
+def test_some_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> None:
     """In a process of its own: in this one Triton's interpreter is on. The command fails where one does not fit."""
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.compile_kernels", "--few"],
@@ -25,7 +25,10 @@ def test_a_dozen_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> N
     )
     assert run.returncode == 0, run.stderr
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
-    assert Counter(each["capability"] for each in compiled) == {80: 5, 90: 8, 100: 6}
+    assert Counter(each["capability"] for each in compiled) == {80: 15, 90: 18, 100: 6}
     assert {each["dtype"] for each in compiled} == {"bfloat16", "float16", "float32"}
-    assert {each["kernel"] for each in compiled} == {"write", "attend", "combine", "draw"}
+    assert {each["kernel"] for each in compiled} == {
+        *("write", "attend", "combine", "draw"),
+        *("norm", "rotate", "gate", "multiply"),
+    }
     assert {each["what"] for each in compiled if each["kernel"] == "draw"} == {"target", "draft", "draft's tree"}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.kernel_variants import Variant
 from common.draft.paged_head import PagedHead
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
 from common.model.attention_torch import TorchAttention
 from common.model.attention_triton import HeadShape, TritonAttention
+from common.model.gpu_layers import fuse_layers
+from common.model.layers_triton import LayerKernels
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.sampling_triton import TritonDraws, draw
@@ -56,6 +60,32 @@ def noted(seen: set[Variant], model: TargetModel | PagedHead, directory: Path, d
     num_heads = json.loads((directory / "config.json").read_text())["num_attention_heads"]
     group = model.layer_group
     model.attention = NotedAttention(HeadShape(num_heads, group.num_heads, group.head_dim, dtype), seen)
+
+
+class _NoPlan(AttentionPlan):
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return torch.zeros_like(query)
+
+
+def noted_layers(seen: set[Variant], target: TargetModel) -> None:
+    """As above, of the layers that a GPU would compute, beside the model's own, which compute."""
+    model: Any = target._model
+    beside = copy.deepcopy(model)
+    is_loading = True
+
+    def launch(launched: Launch) -> None:
+        if is_loading:  # a layer of ours is compared with the model's own
+            launched.run()
+        else:
+            seen.add(Variant.of(launched))
+
+    assert fuse_layers(beside, LayerKernels(launch=launch)) == target.num_layers
+    is_loading = False
+
+    def note(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        beside(*args, **{**keywords, "attention_plan": _NoPlan()})
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def noted_draws(seen: set[Variant]) -> TritonDraws:
@@ -140,8 +170,9 @@ def test_plain_decoding_launches_nothing_that_is_not_compiled(
     directory = tiny_model_dir("llama")
 
     def load(seen: set[Variant]) -> tuple[TargetModel, PagedHead | None]:
-        target = load_target(directory, device="cpu", dtype="float32")
+        target = load_target(directory, device="cpu", dtype="float32", optimizes_modules=False)
         noted(seen, target, directory, torch.float32)
+        noted_layers(seen, target)
         return target, None
 
     check_nothing_compiles(load, PairOptions(decode_rows=7, replays_forwards=replays_forwards))
