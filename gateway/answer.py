@@ -1,4 +1,4 @@
-"""What the two generating endpoints have in common, and where they differ."""
+"""What the two generating endpoints share, and the interface for where they differ."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Choice(Protocol):
     """One choice of an answer, as JSON: chunk by chunk, or whole."""
 
     def opening(self) -> dict[str, Any] | None:
-        """The first chunk, before there is any token. None: there is none."""
+        """Returns the chunk before the first token, or None if there is none."""
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
-        """None when it says nothing that is asked for."""
+        """Returns None when the event has nothing that was asked for."""
 
     def ending(self, finished: Finished) -> dict[str, Any]: ...
 
@@ -38,7 +38,7 @@ class Api:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What is around the choices of one answer, in each of its chunks."""
+    """The JSON around the choices of one answer, in each of its chunks."""
 
     id: str
     created: int
@@ -58,7 +58,7 @@ class Envelope:
 
 
 def finish_reason(reason: FinishReason) -> str:
-    """OpenAI's word."""
+    """OpenAI's name of a finish reason."""
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 

@@ -1,4 +1,4 @@
-"""The keys that callers of /v1 show as `authorization: Bearer <key>`."""
+"""The keys that callers of /v1 send as `authorization: Bearer <key>`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PASSWORD = 'Basic realm="Baton"'
 
 
 class ApiKeys:
-    """Without keys, everybody is known."""
+    """Without keys, every caller is accepted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
     def check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """Which key it is, where that tells callers apart; "" otherwise. Raises ApiError 401.
+        """Returns the caller's key if keys tell callers apart, else "". Raises ApiError 401.
 
-        Takes the same time whichever key it is, and however much of one is right.
+        The time does not depend on which key it is, or how much of it is right.
         """
         if not self._keys:
             return ""
@@ -35,7 +35,7 @@ class ApiKeys:
         return f"key {matches.index(True)}" if len(self._keys) > 1 else ""
 
     def check_viewer(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Of who looks at the status or metrics, and may give the key as a password too. Raises ApiError 401."""
+        """Check a viewer of status or metrics, who may also send the key as a password. Raises ApiError 401."""
         shown = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
         keys = [key.decode() for key in self._keys]
         if len(shown) != 1 or not is_known(token_in(shown[0]), keys):

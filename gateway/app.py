@@ -1,4 +1,4 @@
-"""The routes, and what is around them."""
+"""Builds the ASGI application: the routes and the layers around them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def build_app(
 
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Pages of these origins may call `app` in a browser. It asks first, and shows its key only then."""
+    """Allow pages of these origins to call `app` in a browser. Preflights come before the key is checked."""
     return _Origins(
         app,
         allow_origins=origins,
@@ -120,7 +120,7 @@ def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class _Origins(CORSMiddleware):
-    """Its refusals have the shape of every error, and a log line that says why."""
+    """CORS whose refusals have the shape of every other error, and a log line with the reason."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -150,7 +150,7 @@ async def _on_baton_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """The router's own: no such route, or no such method of it."""
+    """The router's own errors: an unknown route, or a wrong method."""
     assert isinstance(error, HTTPException)
     what, versioned = f"{request.method} {request.url.path}"[:128], f"/v1{request.url.path}"
     ending, code = ("is not served", "unknown_url") if error.status_code == 404 else ("is not allowed", "wrong_method")

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages in, messages out."""
+"""/v1/chat/completions: parses messages and writes messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
 
 
 def _few(messages: Any) -> Any:
-    """Before any of them is looked at."""
+    """Refuse a long list before any of its items is validated."""
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(f"more than {MAX_MESSAGES}")
     return messages
@@ -54,7 +54,7 @@ class ChatChoice:
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
         if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
-            return None  # text lags the ids
+            return None  # text may lag behind the ids
         return self._chunk({"content": delta.text}, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class ChatChoice:
 
 
 def parse_chat(body: bytes) -> Plan:
-    """Raises ApiError naming what is wrong."""
+    """Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, ChatFields)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
@@ -118,7 +118,7 @@ CHAT = Api(
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
-    """The bound and the name it came under."""
+    """Returns the bound and the name of its field."""
     if fields.max_completion_tokens is None:
         return fields.max_tokens, "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):
@@ -127,7 +127,7 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
 
 
 def _message(place: str, message: dict[str, Any]) -> ChatMessage:
-    """`place` names it in errors."""
+    """`place` names the message in errors."""
     role = message.get("role")
     if role == "function":
         raise not_served(f"{place}.role", "tool is")
@@ -142,7 +142,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
             tool_call_id=_not_empty(f"{place}.tool_call_id", message.get("tool_call_id")),
             name="" if name is None else _string(f"{place}.name", name),
         )
-    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_NAME_CHARS):  # no template is given it
+    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_NAME_CHARS):  # templates do not receive it
         raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
     if role == "assistant":
         calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
@@ -151,7 +151,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
 
 
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
-    """A refusal is what it said instead of a content. A content that is null says nothing."""
+    """A refusal counts as the content. A null content is empty."""
     refusal = message.get("refusal")
     if refusal is not None:
         _string(f"{place}.refusal", refusal)
@@ -162,7 +162,7 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
 
 
 def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:
-    """A list that is null or empty calls nothing."""
+    """A null or empty list holds no calls."""
     if calls is None:
         return ()
     if not isinstance(calls, list):
@@ -188,7 +188,7 @@ def _tool_call(place: str, call: Any) -> ToolCall:
 
 
 def _refuse_other_fields(place: str, value: dict[str, Any], fields: Set[str]) -> None:
-    """Those that are null or an empty list ask for nothing."""
+    """Null or an empty list counts as absent."""
     for name, asked in value.items():
         if name not in fields and asked is not None and asked != []:
             raise not_served(f"{place}.{name}"[:128])
@@ -208,7 +208,7 @@ def _string(place: str, value: Any, of: str = "") -> str:
 
 
 def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
-    """`kinds` of parts are joined as they are."""
+    """Joins the parts of these `kinds`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -27,10 +27,12 @@ IndexedEvent = tuple[int, Event]
 
 
 class Choices(AsyncIterator[IndexedEvent]):
-    """Leaving its `async with` block cancels the calls that are still open. The first failure ends all of them."""
+    """The choices of one request. Leaving the `async with` block cancels open calls. The first failure ends all
+    choices.
+    """
 
     def __init__(self, num_choices: int, open_stream: Callable[[int], AsyncEventStream]) -> None:
-        """`open_stream` begins the generation of a choice; what it raises, entering raises."""
+        """`open_stream` begins the generation of a choice. Entering the block raises what it raises."""
         self._open_stream = open_stream
         self._streams: list[AsyncEventStream] = []
         self._place: asyncio.Queue[IndexedEvent | BatonError | ApiError] = asyncio.Queue(maxsize=1)
@@ -40,7 +42,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         self._readers: list[asyncio.Task[None]] = []
 
     async def started(self) -> tuple[Started, ...]:
-        """Once every choice was admitted; none has been read further. Raises the BatonError of one that was not."""
+        """Returns once every choice was admitted; raises the BatonError of one that was not. Reads no further event."""
         started: dict[int, Started] = {}
         while len(started) < self._num_choices:
             index, event = await self._next()
@@ -50,7 +52,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         return tuple(started[index] for index in range(self._num_choices))
 
     async def __anext__(self) -> IndexedEvent:
-        """After `started`. Raises the BatonError of the first choice that fails, or the error of `fail`."""
+        """Call after `started`. Raises the BatonError of the first choice that fails, or the error given to `fail`."""
         if self._num_open == 0:
             raise StopAsyncIteration
         index, event = await self._next()
@@ -59,7 +61,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         return index, event
 
     def fail(self, error: ApiError) -> None:
-        """From outside: what is read next is this."""
+        """End the choices from outside: the next read raises `error`."""
         self._end_with(error)
 
     async def _next(self) -> IndexedEvent:
@@ -88,13 +90,13 @@ class Choices(AsyncIterator[IndexedEvent]):
         self._failure = error
         while not self._place.empty():
             self._place.get_nowait()
-        self._place.put_nowait(error)  # for who waits already
+        self._place.put_nowait(error)  # for a reader that waits already
 
     async def __aenter__(self) -> Self:
         try:
             for index in range(self._num_choices):
                 self._streams.append(self._open_stream(index))
-                await asyncio.sleep(0)  # each copies its prompt: others have their turn in between
+                await asyncio.sleep(0)  # each call copies its prompt, so others get a turn in between
         except BaseException:
             await self._close()
             raise

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts in, their continuations out."""
+"""/v1/completions: parses prompts and writes their continuations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def _unless_false(value: Any) -> Any:
-    """As a chat says that it wants none."""
+    """`false` means that no log-probabilities are wanted, as in a chat."""
     return None if value is False else value
 
 
@@ -44,7 +44,7 @@ class TextChoice:
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
         if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
-            return None  # text lags the ids
+            return None  # text may lag behind the ids
         return self._choice(delta.text, logprobs=self._logprobs.of(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class TextChoice:
 
 
 def parse_completion(body: bytes) -> Plan:
-    """Raises ApiError naming what is wrong."""
+    """Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, CompletionFields)
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return Plan(

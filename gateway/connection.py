@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection, with a bound on every wait for the client."""
+"""uvicorn's HTTP/1.1 connection with a bound on every wait for the client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 
 def bounded_connections(limits: HttpLimits, connections: OpenConnections) -> type[H11Protocol]:
-    """The protocol class that uvicorn makes one of for each connection."""
+    """Returns the protocol class that uvicorn instantiates for each connection."""
 
     class BoundedConnection(_BoundedConnection):
         http_limits = limits
@@ -55,7 +55,7 @@ class _BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1)  # so that writing is paused whenever something is not taken
+        transport.set_write_buffer_limits(high=1)  # so that writing pauses as long as anything is not taken
         # The system reports room only once a third of its buffer was taken; a slow reader would seem to take nothing.
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE_BYTES)
@@ -64,7 +64,7 @@ class _BoundedConnection(H11Protocol):
         self.open_connections.is_idle(self._descriptor, close=transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._descriptor = -1  # another connection's soon
+        self._descriptor = -1  # it soon belongs to another connection
         self._head_alarm.stop()
         self._pace_alarm.stop()
         self._stall_alarm.stop()
@@ -81,7 +81,7 @@ class _BoundedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._paced_until_s = 0.0
-        self._see_head()  # of a request that was sent on after this one
+        self._see_head()  # bytes of a request sent after this one
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -92,7 +92,7 @@ class _BoundedConnection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """To what is no HTTP/1.1, and to a head that is too large. A request that it comes with has lost its client."""
+        """Answer malformed HTTP or a head that is too large. An open request on the connection has lost its client."""
         if self._has_request:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -120,7 +120,7 @@ class _BoundedConnection(H11Protocol):
         self._stall_alarm.set(self.http_limits.client_stall_timeout_s, look)
 
     def _read_on(self) -> None:
-        """Reads after a whole request too, where uvicorn stops: a client that left is seen only where it is read."""
+        """Keep reading after a whole request, where uvicorn stops: only a read notices that the client left."""
         ahead, _ = self.conn.trailing_data
         if len(ahead) > self.http_limits.max_head_bytes:
             self.transport.abort()
@@ -128,12 +128,12 @@ class _BoundedConnection(H11Protocol):
             self.flow.resume_reading()
 
     def _await_head(self) -> None:
-        """Also of the rest of a body that was refused: it is read, and nobody waits for it long."""
+        """Also bounds the rest of a refused body, which is still read."""
         if not self._head_alarm.is_set and not self._has_request:
             self._head_alarm.set(self.http_limits.head_timeout_s, self.transport.abort)
 
     def _pace(self, num_bytes: int) -> None:
-        """Counted from the request's first byte: one that is too slow stays so until it has caught up."""
+        """Counted from the request's first byte: a request that is too slow stays so until it has caught up."""
         limits, now_s = self.http_limits, self.loop.time()
         paced_until_s = (self._paced_until_s or now_s) + num_bytes / limits.min_body_rate
         self._paced_until_s = min(paced_until_s, now_s + limits.body_window_s)
@@ -156,7 +156,7 @@ class _BoundedConnection(H11Protocol):
 
 
 class _Alarm:
-    """At most one call to come."""
+    """A timer with at most one pending call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

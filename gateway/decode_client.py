@@ -1,4 +1,4 @@
-"""How the gateway reaches the decode services: all of them as one, and each by itself."""
+"""Opens the gateway's client of the decode services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = structlog.get_logger(__name__)
 
 
 def open_decode_client(settings: GatewaySettings) -> AsyncClient:
-    """Needs a running event loop. Raises ConfigError naming the setting, StartupError when no host is known."""
+    """Needs a running event loop. Raises ConfigError, which names the setting, or StartupError if no host is known."""
     token = decode_token(settings)
     if token is not None and not settings.decode_tls and not all(map(is_loopback, settings.decode)):
         _log.warning("tokens_in_plain_text", decode=settings.decode)
@@ -40,7 +40,7 @@ def open_decode_client(settings: GatewaySettings) -> AsyncClient:
 
 
 def decode_token(settings: GatewaySettings) -> str | None:
-    """Raises ConfigError for a file that has none."""
+    """Raises ConfigError for a file without a token."""
     if settings.decode_token_file is None:
         return None
     return read_tokens("decode_token_file", settings.decode_token_file)[0]

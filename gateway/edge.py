@@ -1,4 +1,4 @@
-"""What every HTTP request meets first: its id, the check of its key, the count and the log line of its end."""
+"""The outer layers of every HTTP request: its id, the check of its key, and the log line and count at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Edge:
-    """An ASGI application around another, which finds the RequestRecord in `scope["state"]["record"]`."""
+    """An ASGI layer that puts a RequestRecord into `scope["state"]["record"]`, and logs and counts requests' ends."""
 
     def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class Edge:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            record.status = 500  # whatever the answer began with
+            record.status = 500  # whatever status the answer began with
             raise
         finally:
             seconds = record.elapsed_s
@@ -62,9 +62,9 @@ class Edge:
 
 
 class KeyCheck:
-    """An ASGI application around another, for those who show a key: under /v1, and with `covers_status` at the status
-    and metrics. It is inside the Edge, and inside what answers other origins' questions: a browser asks those without a
-    key.
+    """An ASGI layer that asks for a key under /v1, and with `covers_status` also at the status page and metrics.
+
+    It lies inside the Edge and inside CORS, because a browser sends preflights without a key.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, covers_status: bool) -> None:

@@ -26,7 +26,7 @@ _CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
 
 
 class ApiError(Exception):
-    """`param` names the field of the HTTP request; `retry_after_s` becomes a Retry-After header, beside `headers`."""
+    """`param` names the field of the HTTP request. `retry_after_s` becomes a Retry-After header beside `headers`."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class ClientLeft(Exception):
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
-    """A field is wrong: 400."""
+    """Returns the error for a wrong field: 400."""
     return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
 
 
 def not_served(param: str, but: str = "") -> ApiError:
-    """`but` is what would be served."""
+    """Returns the error for a field that is not served; `but` names what would be."""
     return invalid(param, f"is not served, {but}" if but else "is not served", code="unsupported_parameter")
 
 
@@ -80,12 +80,12 @@ def context_exceeded(
     max_tokens: int | None = None,
     message: str = "that is exceeded",
 ) -> ApiError:
-    """In OpenAI's words, by which libraries of its callers know it; `message` stands for numbers that are not known.
+    """Returns the error in OpenAI's words, by which client libraries recognise it. Without numbers it says `message`.
 
-    `prompt`: what the request calls its prompt.
+    `prompt` is the request's name for its prompt.
     """
     if num_prompt_tokens is None and param == prompt:
-        what = f"your {prompt} resulted in more than {max_context_tokens} tokens"  # nobody counts further
+        what = f"your {prompt} resulted in more than {max_context_tokens} tokens"  # counting stops there
     elif num_prompt_tokens is None:
         what = message
     elif max_tokens is None:
@@ -96,7 +96,7 @@ def context_exceeded(
     text = (
         f"This model's maximum context length is {max_context_tokens} tokens. However, {what}. "
         f"Please reduce the length of the {prompt}{'' if max_tokens is None else ' or completion'}. "
-        f"({_CONTEXT_LENGTH_EXCEEDED})"  # LangChain knows it by the message alone
+        f"({_CONTEXT_LENGTH_EXCEEDED})"  # LangChain recognises it by the message alone
     )
     return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
 
@@ -119,12 +119,12 @@ def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
 
 
 def internal() -> ApiError:
-    """A mistake of ours: the log has it."""
+    """Returns the error for a defect of the gateway; the log has the details."""
     return ApiError(500, "the gateway failed", kind=SERVER_ERROR, code="internal_error")
 
 
 def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
-    """`params`: what the HTTP request calls a field of the gRPC request where the names differ."""
+    """Returns the HTTP error of a BatonError. `params` maps fields of the gRPC request to the HTTP request's names."""
     message = str(error)
     match error.code:
         case grpc.StatusCode.INVALID_ARGUMENT:
@@ -151,5 +151,5 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             return ApiError(503, message, kind=SERVER_ERROR, code="services_disagree")
         case grpc.StatusCode.INTERNAL:
             return ApiError(500, message, kind=SERVER_ERROR, code="internal_error")
-        case _:  # among them the decode service's refusal of our own token, which no caller can mend
+        case _:  # such as the decode service's refusal of the gateway's token, which no caller can fix
             return ApiError(502, f"decode service: {message}", kind=SERVER_ERROR, code="bad_gateway")

@@ -1,6 +1,6 @@
-"""What both generating endpoints take, and how what they do not take is refused.
+"""The fields that both generating endpoints accept, and how other fields are refused.
 
-A field that is null counts as absent. Ranges are the decode service's to judge: its errors name the field.
+A field that is null counts as absent. The decode service checks ranges, and its errors name the field.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 
 
 def _as_list(value: Any) -> Any:
-    """A stop string that is empty asks for nothing."""
+    """An empty stop string counts as absent."""
     if isinstance(value, str):
         return [value] if value else []
     return value
@@ -144,7 +144,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """The fields that both endpoints have: OpenAI's, and those that the service adds."""
+    """The fields of both endpoints: OpenAI's, and Baton's own."""
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Of fields that are not served, values that ask for nothing of this endpoint."""
@@ -183,7 +183,7 @@ class GenerationFields(BaseModel):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
-        """Raises ApiError naming the field."""
+        """Raises ApiError, which names the field."""
         if not self.stream and (self.includes_usage or self.has_usage_in_chunks):
             raise invalid("stream_options", "is for streams only")
         if self.best_of not in (None, self.n):
@@ -212,9 +212,9 @@ FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
 def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
-    """Raises ApiError 400 naming the first field that is wrong, unknown, not served or repeated.
+    """Raises ApiError 400 for the first field that is wrong, unknown, not served or repeated.
 
-    A name that comes twice in one object is refused: some servers take its first value, some its last.
+    A name that comes twice in one object is refused, because some servers take its first value and some its last.
     """
     try:
         values = jiter.from_json(body, catch_duplicate_keys=True)
@@ -238,7 +238,7 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
 
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[GenerationFields]) -> None:
-    """For a field that is not served. Raises ApiError unless its value asks for nothing."""
+    """Raises ApiError for a field that is not served, unless its value is neutral."""
     value, nothings = values[name], {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
     if nothings is None:
         raise invalid(name[:64], "is unknown", code="unknown_parameter")
@@ -252,7 +252,7 @@ def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[Generatio
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """As JSON: 1 and 1.0 are one number, and no truth value."""
+    """Compares values as JSON: 1 and 1.0 are equal, and neither equals true."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -266,7 +266,7 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    """JSON has strings for keys."""
+    """JSON objects have strings as keys."""
     if bias is None:
         return None
     if not all(map(_TOKEN_ID.fullmatch, bias)):

@@ -104,7 +104,7 @@ class GenerationEndpoint:
             raise api_error_of(error, {}) from None
 
     def _opener(self, plan: Plan, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
-        """Callers may send the same x-request-id twice; the ids of live generations differ."""
+        """Extends the request's id: callers may send one x-request-id twice, and live ids must differ."""
         prefix = f"{record.request_id}-{uuid.uuid4().hex[:8]}"
 
         def open_stream(index: int) -> AsyncEventStream:
@@ -121,7 +121,7 @@ class GenerationEndpoint:
 
 
 class _Answering:
-    """One request that was understood, from its calls to its answer."""
+    """One parsed request, from its calls to its answer."""
 
     def __init__(
         self, api: Api, plan: Plan, card: ModelCard, unix_s: float, record: RequestRecord, metrics: GatewayMetrics
@@ -141,7 +141,7 @@ class _Answering:
         record.num_choices = plan.num_choices
 
     async def whole(self, choices: Choices, send: Send) -> None:
-        """Raises the BatonError or ApiError that it failed with; nothing was sent then."""
+        """Raises the BatonError or ApiError that failed the request; nothing was sent then."""
         started = await self._started(choices)
         builders = [CompletionBuilder() for _ in started]
         for builder, first in zip(builders, started, strict=True):

@@ -1,4 +1,4 @@
-"""Whether requests sent here would be served."""
+"""Health endpoints: whether requests sent here would be served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Health:
         self._timeout_s = timeout_s
 
     async def ready(self, _request: Request) -> Response:
-        """200 when a decode service is ready; 503 with the reason when none is, or when this process ends."""
+        """200 when a decode service is ready; 503 with the reason when none is, or when this process is stopping."""
         reason = await self._reason()
         if reason is None:
             return JsonResponse({"status": "ok"})

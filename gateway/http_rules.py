@@ -1,4 +1,4 @@
-"""What of HTTP is refused before a request is one, where servers and proxies read the same bytes in different ways."""
+"""Refuses HTTP that servers and proxies may read in different ways, before it becomes a request."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<rest>[^#]*)", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The whole answer to what is no request. `reason` is for the log, and quotes nothing of what was sent."""
+    """The whole answer to malformed HTTP. `reason` is for the log and quotes nothing that was sent."""
 
     error: ApiError
     reason: str
 
 
 class StrictConnection(h11.Connection):
-    """h11's, which refuses more, and takes targets in absolute form. `refusal` says why what came last was refused."""
+    """h11's connection with stricter rules; it accepts targets in absolute form. `refusal` says why the last input was
+    refused.
+    """
 
     refusal: Refusal | None = None
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         try:
             event = super().next_event()
-        except h11.RemoteProtocolError as error:  # it may quote the line
+        except h11.RemoteProtocolError as error:  # the message may quote the line
             self.refusal = Refusal(ApiError(400, f"this is no HTTP/1.1: {error}"[:256]), str(error).partition(":")[0])
             raise
         if not isinstance(event, h11.Request):
@@ -43,7 +45,7 @@ class StrictConnection(h11.Connection):
 
 
 def _checked(request: h11.Request) -> h11.Request:
-    """With its target in origin form. Raises ApiError."""
+    """Returns the request with its target in origin form. Raises ApiError."""
     if request.http_version not in _VERSIONS:
         raise ApiError(505, "this version of HTTP is not spoken here, HTTP/1.1 is")
     given = {name for name, _ in request.headers}

@@ -1,4 +1,4 @@
-"""What one HTTP client can take."""
+"""Bounds on what one HTTP client can take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from common.config.gateway_settings import GatewaySettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """A request's head comes within `head_timeout_s` of its first byte, a connection's first one within as long of its
-    opening or TLS handshake, which takes no longer either; its body within `body_timeout_s` of the head, and after
-    `body_grace_s` no slower than `min_body_rate` bytes a second over any `body_window_s`. A connection without a
-    request is closed after `keep_alive_s`. A client that takes nothing for `client_stall_timeout_s` while there is
-    something to take is dropped.
+    """The bounds of a connection.
+
+    A request's head must come within `head_timeout_s` of its first byte; a connection's first head within as long of
+    its opening or TLS handshake. A body must come within `body_timeout_s` of the head, and after `body_grace_s` no
+    slower than `min_body_rate` bytes a second over any `body_window_s`. A connection without a request is closed after
+    `keep_alive_s`. A client that takes nothing of a pending answer for `client_stall_timeout_s` is dropped.
     """
 
     max_request_bytes: int

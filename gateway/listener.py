@@ -1,4 +1,4 @@
-"""The gateway's listening socket, which takes no more connections than it may."""
+"""The gateway's listening socket, with a bound on open connections."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ class _Open:
 
 
 class OpenConnections:
-    """The connections of one listener, by descriptor, and which of them have no whole request. Event loop only.
+    """The connections of one listener by descriptor, and which of them have no whole request. Event loop only.
 
-    Where all places are taken, an idle connection goes for each new one, whoever brings it: a silent one, or where
-    there is none, one that is sending its request. Of the clients, by network, the one that has most such connections
-    loses the one that is so for longest. One client has at most seven eighths of all places, so that its requests keep
-    nobody out; beyond them a new connection takes the place of an idle one of its own.
+    When all places are taken, a new connection replaces an idle one: a silent one, or if there is none, one that is
+    sending its request. The client (by network) with the most such connections loses its oldest. One client has at most
+    seven eighths of all places; beyond them its new connections replace its own idle ones.
     """
 
     def __init__(self, *, max_connections: int) -> None:
@@ -60,7 +59,7 @@ class OpenConnections:
         self._told_s = float("-inf")
 
     def add(self, descriptor: int, client: str, *, close: Callable[[], None]) -> Room:
-        """A new connection, unless there is no room for it: then it is refused."""
+        """Take in a new connection, or refuse it if there is no room."""
         room = self._make_room(client)
         if room is not Room.NONE:
             self._open[descriptor] = _Open(client, close)
@@ -68,24 +67,24 @@ class OpenConnections:
         return room
 
     def remove(self, descriptor: int) -> None:
-        """It is closed."""
+        """The connection was closed."""
         self.is_not_idle(descriptor)
-        if (connection := self._open.pop(descriptor, None)) is None:  # its place was taken before
+        if (connection := self._open.pop(descriptor, None)) is None:  # its place was taken already
             return
         self._num_open[connection.client] -= 1
         if not self._num_open[connection.client]:
             del self._num_open[connection.client]
 
     def is_idle(self, descriptor: int, *, is_sending: bool = False, close: Callable[[], None] | None = None) -> None:
-        """It has no whole request, and is silent or sending one. `close` is how it ends from now on."""
-        if (connection := self._open.get(descriptor)) is not None:  # else it is being closed
+        """The connection has no whole request, and is silent or sending one. `close` ends it from now on."""
+        if (connection := self._open.get(descriptor)) is not None:  # otherwise it is being closed
             connection.close = close or connection.close
             other, own = (self._silent, self._sending) if is_sending else (self._sending, self._silent)
             other.discard(connection.client, descriptor)
             own.add(connection.client, descriptor)
 
     def is_not_idle(self, descriptor: int) -> None:
-        """It has a whole request."""
+        """The connection has a whole request."""
         if (connection := self._open.get(descriptor)) is not None:
             self._silent.discard(connection.client, descriptor)
             self._sending.discard(connection.client, descriptor)
@@ -120,11 +119,11 @@ class OpenConnections:
 
 
 class _Idle:
-    """Connections by client, and who has most of them. All it does takes constant time."""
+    """Idle connections by client, and the clients by how many they have. Every operation takes constant time."""
 
     def __init__(self) -> None:
-        self._by_client: dict[str, dict[int, None]] = {}  # the one that is idle for longest first
-        self._clients: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by how many they have
+        self._by_client: dict[str, dict[int, None]] = {}  # the longest idle first
+        self._clients: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by their number of connections
         self._most = 0
 
     def longest_of(self, client: str) -> int | None:
@@ -160,10 +159,10 @@ class _Idle:
 
 
 class BoundedListener(socket.socket):
-    """A listening socket for asyncio, which accepts until it is told that nobody waits."""
+    """A listening socket for asyncio that accepts until no connection waits."""
 
     def __init__(self, listener: socket.socket, *, connections: OpenConnections, is_tls: bool) -> None:
-        """`listener` is no longer one."""
+        """Takes over `listener`'s descriptor."""
         family, kind, protocol = listener.family, listener.type, listener.proto
         super().__init__(family, kind, protocol, fileno=listener.detach())
         self._connections = connections
@@ -189,7 +188,7 @@ class BoundedListener(socket.socket):
                 self._refuse(connection)
                 raise BlockingIOError
             case Room.MADE:
-                self._waits_for_room = True  # what was closed is gone in the event loop's next round
+                self._waits_for_room = True  # closed connections are gone in the event loop's next round
         if self._is_tls:
             self._connections.is_idle(descriptor)  # a plain one may have sent its request already
         connection.on_close = partial(self._connections.remove, descriptor)
@@ -200,16 +199,16 @@ class BoundedListener(socket.socket):
             connection.setblocking(False)
             connection.send(self._refusal)
             connection.shutdown(socket.SHUT_WR)
-            connection.recv(64 << 10)  # what came is read: a connection that closes over it takes its answer back
+            connection.recv(64 << 10)  # read what came: closing a socket with unread data would discard the answer
 
 
 class _Connection(socket.socket):
-    """Tells when it is closed."""
+    """A socket that reports its closing."""
 
     on_close: Callable[[], None] | None = None
 
     def end(self) -> None:
-        """Who reads meets the end, as during a handshake."""
+        """Shut down reading, so that the reader sees the end, also during a handshake."""
         with suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
@@ -221,7 +220,7 @@ class _Connection(socket.socket):
 
 
 def _refusal() -> bytes:
-    """What whoever finds no room is told, whatever it asks."""
+    """The answer to a connection that finds no room."""
     answer = error_response(unavailable("too many connections are open"))
     lines = [b"HTTP/1.1 503 Service Unavailable", b"connection: close"]
     lines += [name + b": " + value for name, value in answer.raw_headers]

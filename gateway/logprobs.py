@@ -19,7 +19,7 @@ _LEAST = -9999.0
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
-    """None when none were asked for."""
+    """Returns None if none were asked for."""
     if not positions:
         return None
     content = [
@@ -33,14 +33,14 @@ def _chat_token(entry: TokenLogprob) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """Of one choice's tokens in their order: each token's offset counts what the tokens before it say."""
+    """The log-probabilities of one choice's tokens, in order. Offsets count characters of the tokens before."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
     def of(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
-        """For those that are next. None when none were asked for."""
+        """For the next tokens. Returns None if none were asked for."""
         if not positions:
             return None
         return {

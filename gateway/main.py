@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 def run_gateway(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status: those of a service."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status, as of a service."""
     with exit_on_termination():
         configure_logs("info", log_format_asked(argv), service=PROGRAM)
         try:
@@ -41,7 +41,7 @@ def run_gateway(argv: Sequence[str]) -> int:
 
 
 async def serve(settings: GatewaySettings, tracer: Tracer) -> None:
-    """Until SIGTERM or SIGINT; then finish the requests there are, within the grace period."""
+    """Serve until SIGTERM or SIGINT, then finish open requests within the grace period."""
     server = GatewayServer(settings, tracer=tracer)
     with termination_signals() as terminated:
         port = await server.start()

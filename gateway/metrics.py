@@ -16,8 +16,10 @@ _STATUSES = (200, 400, 401, 404, 405, 408, 409, 413, 415, 429, CLIENT_LEFT_STATU
 
 
 class GatewayMetrics:
-    """What alerts divide, the API's requests by status, is exposed from the start, the good ones too: of a series that
-    begins at 500 Prometheus sees no increase, and what is divided by less than there was is too much.
+    """The gateway's metrics.
+
+    Every status of the API is exposed from the start with 0. Otherwise Prometheus would see no increase in a series
+    that begins with its first event, and ratios would be wrong.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""The requests that are being answered: how many there may be, and how they end when the process does."""
+"""The requests being answered: how many there may be, and how they end with the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREE_BODY_BYTES = 64 << 10
 
 
 class OpenRequest:
-    """One of them. `fails_by` is how it can be ended from outside, from now on. The first error holds."""
+    """One open request. `fails_by` ends it from outside, from now on. The first error stays."""
 
     def __init__(self) -> None:
         self._error: ApiError | None = None
@@ -28,7 +28,7 @@ class OpenRequest:
 
     @asynccontextmanager
     async def ends_when_failed(self) -> AsyncIterator[None]:
-        """What waits in the block is cancelled by `fail`, and the block raises its ApiError."""
+        """`fail` cancels what waits in the block, and the block raises its ApiError."""
         try:
             async with asyncio.timeout(None) as time:
                 self.fails_by(lambda _: time.reschedule(0))
@@ -50,10 +50,10 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Used by the event loop only. Between `drain` and the end nothing is admitted.
+    """All open requests. Event loop only. After `drain` nothing is admitted.
 
-    A request is one from its head on, has a place among `max_open` once its body is there, and counts with the bytes of
-    its body until then. Places and bytes are shared among clients.
+    A request counts from its head on. Once its body is there it has a place among `max_open`; until then it counts with
+    the bytes of its body. Clients share places and bytes.
     """
 
     def __init__(self, *, max_open: int, max_reading_bytes: int) -> None:
@@ -66,12 +66,12 @@ class OpenRequests:
         self._is_idle.set()
 
     def __len__(self) -> int:
-        """Those that have a place."""
+        """The number of requests with a place."""
         return len(self._places)
 
     @property
     def num_reading(self) -> int:
-        """Those whose body is on its way."""
+        """The number of requests whose body is arriving."""
         return len(self._requests) - len(self._places)
 
     @property
@@ -94,7 +94,7 @@ class OpenRequests:
 
     @contextmanager
     def place(self, client: str) -> Iterator[None]:
-        """Raises ApiError: 503 while draining, 429 when there is none for this client."""
+        """Raises ApiError: 503 while draining, 429 when there is no place for this client."""
         self._refuse_if_draining()
         try:
             taken_s = self._places.take(client)
@@ -108,9 +108,10 @@ class OpenRequests:
 
     @contextmanager
     def reading(self, client: str) -> Iterator[Callable[[int], None]]:
-        """What it gives is told the bytes of the body so far. Raises ApiError 429 when too many are held.
+        """Yields a function that takes the bytes of the body so far. Raises ApiError 429 when too many are held.
 
-        One client's bodies are half of all at most. The first of each do not count: what a connection holds anyway.
+        One client's bodies have half of all bytes at most. The first bytes of each do not count, because a connection
+        holds them anyway.
         """
         held = 0
 

@@ -1,4 +1,4 @@
-"""One HTTP request, as the generations that answer it."""
+"""One HTTP request as the generations that answer it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 class Plan:
     """`n` choices of each prompt, those of the first prompt first.
 
-    `params`: what the HTTP request calls a field of the gRPC request, where the names differ.
+    `params` maps fields of the gRPC request to the HTTP request's names, where they differ.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Prompts that are refused before anything is built of them: each choice sends its prompt by itself."""
+"""Refuses prompts that are too large before requests are built from them: each choice sends its own prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SENT_BYTES = 32 << 20
 
 
 def check_prompts(plan: Plan, card: ModelCard) -> None:
-    """Raises ApiError. How many tokens a text has, the decode service alone can say."""
+    """Raises ApiError. Only the decode service knows how many tokens a text has."""
     for prompt in plan.prompts:
         if isinstance(prompt, TokenIdsPrompt) and len(prompt.token_ids) >= card.max_context_tokens:
             raise context_exceeded(

@@ -1,4 +1,4 @@
-"""What comes from the client: its request's body, and the news that it left."""
+"""Reads what the client sends: its request's body, and the news that it left."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _check_kind(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The result of `work`. Raises ClientLeft when the client leaves before; `work` is then cancelled, and over."""
+    """Returns the result of `work`. Raises ClientLeft if the client leaves first; `work` has been cancelled then."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive, working))
     try:

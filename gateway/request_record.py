@@ -1,4 +1,4 @@
-"""What is known of one HTTP request while it is answered: for its log line, and for metrics."""
+"""What is known of one HTTP request while it is answered, for its log line and for metrics."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _SHOWN_ID = re.compile(r"[!-~]{1,96}")
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """`status`: of the answer, or of the error that broke it off when it had begun. `error`: why it is none.
+    """`status` is the answer's, or that of the error that broke it off. `error` says why it is an error.
 
-    `client`: with whom others share; the key where there are several, or else the address.
+    `client` is whom the request shares places with: its key if there are several, else its address.
     """
 
     route: str
@@ -59,7 +59,7 @@ class RequestRecord:
         return time.monotonic() - self.began_s
 
     def take_id(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """The caller's x-request-id, where it sent one. Raises ApiError when that could not travel."""
+        """Take the caller's x-request-id, if it sent one. Raises ApiError if that cannot be passed on."""
         for name, value in headers:
             if name == b"x-request-id":
                 if not _SHOWN_ID.fullmatch(shown := value.decode("latin-1")):
@@ -68,7 +68,7 @@ class RequestRecord:
 
 
 def route_of(path: str) -> str:
-    """One of few: it labels metrics and names spans."""
+    """Returns one of a few routes, because it labels metrics and names spans."""
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
     return path if path in _ROUTES else NO_ROUTE

@@ -1,4 +1,4 @@
-"""How answers are written to the client."""
+"""Writes answers to the client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLICE_BYTES = 64 << 10
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies shall pass each event on as it comes
+    (b"x-accel-buffering", b"no"),  # tells proxies to pass each event on at once
 ]
 _LINE_END = re.compile("[\x85\u2028\u2029]")
 """Some readers of server-sent events end lines at these too; they can only be within JSON's strings."""
@@ -28,7 +28,7 @@ class JsonResponse(Response):
         return _json(content)
 
     async def send_to(self, send: Send) -> None:
-        """Ends once all of it was taken. A client that takes none holds `send` up."""
+        """Returns once everything was taken. A client that takes nothing holds `send` up."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for start in range(0, len(self.body), SLICE_BYTES):
             part = self.body[start : start + SLICE_BYTES]
@@ -41,13 +41,13 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """As the whole answer; the request's log line says it too."""
+    """Send an error as the whole answer; the request's log line has it too."""
     scope["state"]["record"].error = error
     await error_response(error)(scope, receive, send)
 
 
 class EventStreamWriter:
-    """Server-sent events. A client that takes none holds `send` up."""
+    """Writes server-sent events. A client that takes nothing holds `send` up."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -62,7 +62,7 @@ class EventStreamWriter:
         await self._write(b"data: [DONE]\n\n", more=False)
 
     async def break_off(self, error: ApiError) -> None:
-        """The last event is the error; `[DONE]` does not follow."""
+        """Send the error as the last event, without `[DONE]`."""
         await self._write(b"data: " + _json(error.body) + b"\n\n", more=False)
 
     async def _write(self, data: bytes, *, more: bool) -> None:

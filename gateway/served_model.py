@@ -1,4 +1,4 @@
-"""The model that the decode service serves, under the name that callers know it by."""
+"""The decode service's model under the name that callers use."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ModelCard:
 
 
 class ServedModel:
-    """Asks the decode service, and again once the answer is old: another model may be behind the address by then.
+    """Asks the decode service for its model, and again when the answer is old: another model may serve there by then.
 
-    There is one question at a time, whoever waits for its answer. `name` overrides the service's own.
+    Callers share one question at a time. `name` overrides the service's own.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ServedModel:
         self._asking: asyncio.Task[ModelCard | BatonError] | None = None
 
     async def card(self) -> ModelCard:
-        """What was known last, at once; when that is old, later callers get what is asked for now. Raises the
-        BatonError while nothing was known yet.
+        """Returns the last known card at once; if it is old, later callers get a new one. Raises the BatonError if none
+        is known yet.
         """
         if self._card is not None and self._clock() - self._asked_s < self._max_age_s:
             return self._card
@@ -75,19 +75,19 @@ class ServedModel:
             self._asking.add_done_callback(self._on_answer)
         if self._card is not None:
             return self._card
-        answer = await asyncio.shield(self._asking)  # one caller that leaves shall not end it for the others
+        answer = await asyncio.shield(self._asking)  # a caller that leaves must not cancel it for the others
         if isinstance(answer, BatonError):
             raise answer
         return answer
 
     async def close(self) -> None:
-        """Asks no longer. Nobody waits any more."""
+        """Ask no more. Nobody may wait any longer."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait((self._asking,))
 
     async def _ask(self) -> ModelCard | BatonError:
-        """The error is a result, since there may be nobody to raise it to."""
+        """Returns the error as a result, because nobody may be there to raise it to."""
         try:
             info = await self._client.model_info()
         except BatonError as error:

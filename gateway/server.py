@@ -1,4 +1,4 @@
-"""The gateway as a server: it listens, it drains, it ends."""
+"""The gateway as a server: it listens, drains and ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = structlog.get_logger(__name__)
 
 
 class GatewayServer:
-    """Built on the event loop it runs on. Raises ConfigError or StartupError for settings that cannot be followed."""
+    """Built on the event loop it runs on. Raises ConfigError or StartupError for settings that cannot be applied."""
 
     def __init__(
         self, settings: GatewaySettings, *, tracer: Tracer = NO_TRACER, limits: HttpLimits | None = None
@@ -82,7 +82,7 @@ class GatewayServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # its warnings are of single requests, and the connection tells those
+            log_level="error",  # it warns about single requests, which the connection logs itself
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -95,7 +95,7 @@ class GatewayServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listen; returns the port. Raises ConfigError when the address cannot be had."""
+        """Listen, and return the port. Raises ConfigError when the address is not available."""
         listener = BoundedListener(
             _listen(self._settings.listen),
             connections=self._connections,
@@ -109,7 +109,7 @@ class GatewayServer:
         return int(listener.getsockname()[1])
 
     async def drain(self) -> None:
-        """Admit nothing from now on, and give what is open its grace period; then it ends with an error."""
+        """Admit nothing from now on. Open requests have their grace period, then end with an error."""
         _log.info("draining", num_requests=len(self.open_requests))
         self.open_requests.drain()
         with suppress(TimeoutError):
@@ -118,7 +118,7 @@ class GatewayServer:
         self.open_requests.fail_all(unavailable("the gateway stopped before the request's end", code="stopping"))
 
     async def stop(self) -> None:
-        """Answers that are being written have a second more."""
+        """Stop. Answers that are being written have one more second."""
         self._http.should_exit = True
         if self._serving is not None:
             await self._serving
@@ -138,7 +138,7 @@ class _HttpServer(uvicorn.Server):
         self._handshake_timeout_s = handshake_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # all but the listening, which takes no bound from a Config
+        await super().startup(sockets=[])  # everything but listening, which takes no bound from a Config
         config, loop = self.config, asyncio.get_running_loop()
 
         def protocol() -> Any:

@@ -1,4 +1,4 @@
-"""The gateway's span of each HTTP request under /v1/: the parent of what the services do for it."""
+"""The gateway's span of each HTTP request under /v1/, the parent of the services' spans."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MAX_PATH_CHARS = 256
 
 
 class TracedApp:
-    """An ASGI application around another, whose calls of the client become children of the request's span. It is
-    inside the Edge: a request without a key leaves no span.
+    """An ASGI layer that makes the client's calls children of the request's span. It lies inside the Edge, so a request
+    without a key leaves no span.
 
-    The span continues the trace that the request's `traceparent` names. It ends with the answer's last byte, has the
-    status that the request's log line has, and shows an error for one from 500 on and for an answer that broke off.
-    Names of spans are few: of the methods and routes that there are.
+    The span continues the trace in the request's `traceparent`. It ends with the answer's last byte and has the log
+    line's status. It shows an error for a status from 500 on and for an answer that broke off. Its name has only the
+    method and the route.
     """
 
     def __init__(self, app: ASGIApp, *, tracer: Tracer) -> None:

@@ -1,1 +1,1 @@
-"""The status page: what the pair's services say about themselves, sampled while somebody looks."""
+"""The status page: figures of the pair's services, sampled while somebody watches."""

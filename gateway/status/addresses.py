@@ -1,4 +1,4 @@
-"""The addresses behind a target's name, looked up again and again."""
+"""Looks up the addresses behind a target's name, repeatedly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Address:
 
 
 class TargetAddresses:
-    """Who is behind one target, "HOST:PORT" or "dns:///HOST:PORT", as of the last look-up that succeeded."""
+    """The addresses behind one target, "HOST:PORT" or "dns:///HOST:PORT", as of the last successful look-up."""
 
     def __init__(self, target: str, *, look_up: LookUp, timeout_s: float) -> None:
         self.target = target
@@ -28,10 +28,10 @@ class TargetAddresses:
 
     @property
     def reason(self) -> str:
-        """Why the last look-up failed, "" when it did not. What was found before stays."""
+        """Why the last look-up failed, "" if it did not. Addresses found before stay."""
         return self._name.error
 
     async def refresh(self) -> None:
-        """Ask again, for at most `timeout_s`. Never raises."""
+        """Look up again, for at most `timeout_s`. Never raises."""
         await self._name.refresh()
         self.found = tuple(Address(self.target, self._name.host, number) for number in self._name.found)

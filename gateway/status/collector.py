@@ -1,4 +1,4 @@
-"""Samples the pair for as long as somebody looks."""
+"""Samples the pair as long as somebody watches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TIMEOUT_S = 1.0
 
 
 class StatusCollector:
-    """Everyone who looks shares one sampling: a round every `interval_s`, never two at a time.
+    """All viewers share one sampling: a round every `interval_s`, never two at a time.
 
     It begins with a look and ends `idle_timeout_s` after the last one, with its connections and samples. `targets` are
-    HOST:PORT or dns:///HOST:PORT, and stand for every address behind their names; those of metrics are shown
-    `metrics_token`; `timeout_s` bounds each look-up and each answer. Needs a running event loop; close it before the
+    HOST:PORT or dns:///HOST:PORT, and stand for every address behind their names. Metrics targets receive
+    `metrics_token`. `timeout_s` bounds each look-up and each answer. Needs a running event loop; close it before the
     loop ends.
     """
 
@@ -61,9 +61,9 @@ class StatusCollector:
         return self._sampling is not None and not self._sampling.done()
 
     def look(self) -> bytes:
-        """A `Snapshot` of the last round, as JSON; it returns at once.
+        """Returns a `Snapshot` of the last round as JSON, at once.
 
-        Raises what ended the sampling, where that broke, and only once.
+        If the sampling broke, raises its error, once.
         """
         self._last_look_s = self._clock()
         if self._sampling is not None and self._sampling.done():

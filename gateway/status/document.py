@@ -1,4 +1,4 @@
-"""A snapshot as the document that readers get."""
+"""A snapshot as the document that viewers receive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.status.snapshot import Snapshot
 
 
 class Document:
-    """`snapshot` as JSON: written once, however many read it; only its age is told to each."""
+    """`snapshot` as JSON, written once for all viewers; only its age is written for each."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         fields = dataclasses.asdict(snapshot)

@@ -1,4 +1,4 @@
-"""What one service exposes at one moment, read from Prometheus' text format."""
+"""What one service exposes at one moment, parsed from Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def series(name: str, **labels: str) -> Series:
 
 
 def parse_exposition(text: str) -> Exposition:
-    """Baton's metrics in `text`. Raises ValueError for what is not the text format, or holds none of them."""
+    """Returns Baton's metrics in `text`. Raises ValueError if it is not in the text format or has none of them."""
     counters: dict[Series, float] = {}
     gauges: dict[Series, float] = {}
     for family in text_string_to_metric_families(text):

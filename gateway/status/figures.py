@@ -1,4 +1,4 @@
-"""Figures of what services counted in a window."""
+"""Figures from what services counted in a window."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STATES = ("free", "reserved", "transferring", "running", "quarantined")
 
 
 def role_of(exposition: Exposition) -> str:
-    """Only a decode service delivers tokens."""
+    """Returns the service's role; only a decode service delivers tokens."""
     return "decode" if exposition.has("baton_output_tokens_total") else "prefill"
 
 
 def figures_of(role: str, increase: Increase, span_s: float) -> Figures:
-    """`increase` came about in `span_s` seconds; rates of 0 s are not known."""
+    """Returns the figures of `increase`, counted in `span_s` seconds. Rates over 0 s are None."""
     steps, step_s = increase.histogram("baton_batch_size"), increase.histogram("baton_step_seconds")
     is_decode = role == "decode"
     # A prefill service's steps compute prompts; a decode service counts those of requests that finished.
@@ -48,13 +48,13 @@ def outcomes_of(increase: Increase) -> dict[str, int]:
 
 
 def quantiles_of(phase: str, increases: Sequence[Increase]) -> Quantiles:
-    """Of a phase, over services."""
+    """Returns a phase's quantiles over all services."""
     merged: Histogram = merge([increase.histogram(f"baton_{phase}_seconds") for increase in increases])
     return Quantiles(merged.quantile(0.5), merged.quantile(0.99), round(merged.count))
 
 
 def acceptance_of(increase: Increase) -> Acceptance | None:
-    """None where nothing was drafted."""
+    """Returns None if nothing was drafted."""
     drafted, accepted = increase.total("baton_drafted_tokens_total"), increase.total("baton_accepted_tokens_total")
     accept_length = increase.histogram("baton_accept_length").mean
     if not drafted and accept_length is None:
@@ -72,7 +72,7 @@ def acceptance_of(increase: Increase) -> Acceptance | None:
 
 
 def pool_of(name: str, exposition: Exposition) -> Pool:
-    """A state that is not exposed holds none."""
+    """A state that is not exposed counts as empty."""
     return Pool(*(round(exposition.gauge(name, state=state) or 0.0) for state in _STATES))
 
 

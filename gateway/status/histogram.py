@@ -1,4 +1,4 @@
-"""Quantiles of what Prometheus histograms counted."""
+"""Quantiles of Prometheus histograms."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Histogram:
         return self.sum / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """Interpolated within its bucket, whose lower end is 0 for the first; None without observations.
+        """Interpolates within the quantile's bucket; the first bucket begins at 0. None without observations.
 
-        What lies above the last finite bound is that bound: more is not known.
+        Values above the last finite bound count as that bound.
         """
         if not self.count:
             return None
@@ -40,7 +40,7 @@ class Histogram:
         return lower
 
     def num_upto(self, bound: float) -> float:
-        """Observations surely at or below `bound`."""
+        """The number of observations surely at or below `bound`."""
         return max((count for upper, count in self.buckets if upper <= bound), default=0.0)
 
 

@@ -13,13 +13,13 @@ from gateway.status.histogram import Histogram
 
 @dataclass(frozen=True, slots=True)
 class Increase:
-    """By name and labels, what was counted between two samples."""
+    """What was counted between two samples, by name and labels."""
 
     by_name: Mapping[str, Mapping[Labels, float]]
 
     @classmethod
     def between(cls, earlier: Exposition, later: Exposition) -> Self:
-        """A counter that shrank shows a new process, all of whose counters then began at 0."""
+        """A counter that shrank belongs to a new process, whose counters all began at 0."""
         has_restarted = any(later.counters.get(key, 0.0) < value for key, value in earlier.counters.items())
         before = {} if has_restarted else earlier.counters
         by_name: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
@@ -39,7 +39,7 @@ class Increase:
         return cls(dict(total))
 
     def since(self, earlier: Increase) -> Increase:
-        """What came after `earlier`, from which it was summed up."""
+        """Returns what came after `earlier`, which this sum includes."""
         nothing: Mapping[Labels, float] = {}
         return Increase(
             {
@@ -51,11 +51,11 @@ class Increase:
         )
 
     def total(self, name: str) -> float:
-        """Of `name`, whatever its labels."""
+        """The sum of `name` over all labels."""
         return sum(self.by_name.get(name, {}).values())
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Of `name`, by its label's value; what did not grow is left out."""
+        """The increase of `name` by its label's value, without values that did not grow."""
         return {
             dict(labels)[label]: value
             for labels, value in self.by_name.get(name, {}).items()

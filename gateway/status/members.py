@@ -1,4 +1,4 @@
-"""Everyone behind some targets, as names come to mean more and fewer addresses."""
+"""The services behind some targets, while names gain and lose addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ MemberT = TypeVar("MemberT", bound=Member)
 
 
 class Members(Generic[MemberT]):
-    """One member for each address behind `targets`, made by `join` when it is found, closed when it is gone."""
+    """One member for each address behind `targets`: `join` makes it when the address is found; it is closed when it is
+    gone.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class Members(Generic[MemberT]):
 
     @property
     def all(self) -> tuple[MemberT, ...]:
-        """In the order of targets, then of addresses; who is behind two targets is there once."""
+        """In the order of targets, then of addresses. A member behind two targets appears once."""
         return tuple(
             self._by_address[address]
             for target in self._targets
@@ -52,12 +54,12 @@ class Members(Generic[MemberT]):
 
     @property
     def unknown(self) -> tuple[tuple[str, str], ...]:
-        """Targets behind which is nobody, each with the reason."""
+        """Targets without any address, each with the reason."""
         return tuple((target.target, target.reason) for target in self._targets if not target.found)
 
     @property
     def outdated(self) -> tuple[tuple[str, str], ...]:
-        """Targets whose last look-up failed, each with the reason: who was behind them before is still sampled."""
+        """Targets whose last look-up failed, each with the reason. Their earlier members are still sampled."""
         return tuple((target.target, target.reason) for target in self._targets if target.found and target.reason)
 
     @property
@@ -65,7 +67,7 @@ class Members(Generic[MemberT]):
         return len({each.numeric for target in self._targets for each in target.found}) - len(self._by_address)
 
     async def sample(self, now_s: float) -> None:
-        """Look up every target and sample everyone behind it, all at the same time: none waits for another."""
+        """Look up every target and sample every member, all at the same time: none waits for another."""
         await asyncio.gather(*(self._sample_target(target, now_s) for target in self._targets))
 
     async def _sample_target(self, target: TargetAddresses, now_s: float) -> None:

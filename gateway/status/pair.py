@@ -12,7 +12,7 @@ from gateway.status.watched_service import WatchedService
 
 
 def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_s: float) -> Pair:
-    """`services` are the views of `watched`. A rate is the sum of theirs: each over the time that it was sampled."""
+    """`services` are the views of `watched`. A rate is the sum of the services' rates, each over its sampled time."""
     decode = [each.increase() for each in watched if each.role == "decode"]
     prefill = [each.increase() for each in watched if each.role == "prefill"]
     of_decode = Increase.sum(decode)

@@ -1,4 +1,4 @@
-"""The status page over HTTP: the page itself, and the figures it asks for."""
+"""The status page over HTTP: the page, and the figures that it asks for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INLINE = {kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in ("
 
 
 def status_routes(collector: StatusCollector) -> list[Route]:
-    """`/` is the page, `/status.json` a `Snapshot`. Neither is to be kept by anybody."""
+    """`/` is the page, `/status.json` a `Snapshot`. Neither may be cached."""
     page = importlib.resources.files("gateway.status").joinpath("page.html").read_text(encoding="utf-8")
     headers = {
         "cache-control": "no-store",
@@ -36,7 +36,7 @@ def status_routes(collector: StatusCollector) -> list[Route]:
 
 
 def content_security_policy(page: str) -> str:
-    """Allows `page` its own script and style, by their hashes, and requests to where it came from; nothing else."""
+    """Allows `page` its own script and style, by their hashes, and requests to its origin; nothing else."""
     allowed = "; ".join(f"{kind}-src {_hashes(kind, page)}" for kind in _INLINE)
     return (
         f"default-src 'none'; {allowed}; connect-src 'self'; img-src data:; "

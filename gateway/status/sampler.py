@@ -1,4 +1,4 @@
-"""One period of sampling: from the first who looks until nobody did for a while."""
+"""One period of sampling, from the first viewer until a while after the last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.status.watched_service import WatchedService, unknown_service
 
 
 class Sampler:
-    """Services that `metrics_targets` expose and decode services at `decode_targets`. Must be closed."""
+    """Samples the services behind `metrics_targets` and the decode services behind `decode_targets`. Must be closed."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Sampler:
         self._document = Document(self.snapshot)
 
     async def sample(self) -> None:
-        """One round: ask everyone once. Ends after twice `timeout_s` at most."""
+        """Ask everyone once. Returns after twice `timeout_s` at most."""
         now_s = self._clock()
         await asyncio.gather(self._services.sample(now_s), self._decode.sample(now_s))
         self._sampled_s = now_s
@@ -61,7 +61,7 @@ class Sampler:
         self._document = Document(self.snapshot)
 
     def document(self) -> bytes:
-        """`snapshot` as JSON, at its age of now. Costs next to nothing."""
+        """Returns `snapshot` as JSON with its present age, which costs next to nothing."""
         return self._document.at_age(None if self._sampled_s is None else self._clock() - self._sampled_s)
 
     def _snapshot(self, now_s: float) -> Snapshot:

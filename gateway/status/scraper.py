@@ -1,4 +1,4 @@
-"""Fetches what a service exposes, within bounds."""
+"""Fetches a service's metrics, within bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScrapeFailed(Exception):
 
 
 class Scraper:
-    """GETs /metrics. Ignores the environment's proxies and follows no redirect: a target is who answers there."""
+    """GETs /metrics. Ignores the environment's proxies and follows no redirect."""
 
     def __init__(self, *, timeout_s: float, max_bytes: int = MAX_BYTES, token: str = "") -> None:
         self._timeout_s = timeout_s
@@ -32,12 +32,12 @@ class Scraper:
             limits=httpx2.Limits(max_connections=MAX_CONNECTIONS),
             trust_env=False,
             follow_redirects=False,
-            # Packed, a small answer could become a huge one.
+            # A compressed answer could be small and unpack to a huge one.
             headers={"accept": "text/plain", "accept-encoding": "identity", **shown},
         )
 
     async def scrape(self, address: str) -> Exposition:
-        """What HOST:PORT exposes now. Raises ScrapeFailed, after `timeout_s` at most."""
+        """Returns what HOST:PORT exposes now. Raises ScrapeFailed, after `timeout_s` at most."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 text = await self._text(f"http://{address}/metrics")

@@ -1,6 +1,6 @@
-"""The document /status.json: fields are the JSON's keys. docs/status.md explains them.
+"""The document /status.json, whose keys are these fields. docs/status.md explains them.
 
-None stands for what is not known: nothing was observed, or there are not yet two samples to compare.
+None means unknown: nothing was observed, or there are not yet two samples to compare.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """`num_observed` in the window."""
+    """`num_observed` counts the window's observations."""
 
     p50_s: float | None
     p99_s: float | None
@@ -30,10 +30,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """`drafted` and `accepted` count drafts of requests that finished.
+    """`drafted` and `accepted` count drafts of finished requests.
 
-    `accept_length` is the mean of tokens that a step committed of a row it had drafted for, `by_position` the share of
-    drafts accepted that were one, two, ... tokens ahead.
+    `accept_length` is the mean number of tokens that a drafting step committed for a row. `by_position` is the share of
+    accepted drafts that were one, two, ... tokens ahead.
     """
 
     drafted: int
@@ -45,7 +45,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Over the window. `outcomes`, `num_row_retries` and `num_retractions` are counts, `phases` goes by name."""
+    """Figures over the window. `outcomes`, `num_row_retries` and `num_retractions` are counts; `phases` is by name."""
 
     requests_per_s: float | None
     outcomes: dict[str, int]
@@ -63,10 +63,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One metrics endpoint. `role` is "decode", "prefill", or "" while it never answered; `is_ready` as health says it.
+    """One metrics endpoint. `role` is "decode", "prefill", or "" before its first answer; `is_ready` is its health.
 
-    `reason` says why it is not reachable; what is a state of now is then None, and `figures` hold what the window still
-    has.
+    `reason` says why it is not reachable. Present states are None then, and `figures` keep what the window still has.
     """
 
     target: str
@@ -95,7 +94,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One decode service, asked over gRPC, and the replicas that it hands prompts to."""
+    """One decode service, asked over gRPC, and its prefill replicas."""
 
     target: str
     address: str
@@ -117,8 +116,9 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """All services together. Requests, tokens, phases and acceptance are the decode services'; the two
-    `prefill_replica` phases are the prefill services' own."""
+    """All services together. Requests, tokens, phases and acceptance come from decode services, the two
+    `prefill_replica` phases from prefill services.
+    """
 
     requests_per_s: float | None
     outcomes: dict[str, int]
@@ -138,7 +138,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Outdated:
-    """A target whose name cannot be looked up now, and why; who was behind it before is still sampled."""
+    """A target whose name cannot be looked up now, and why. Addresses found before are still sampled."""
 
     target: str
     reason: str
@@ -146,9 +146,9 @@ class Outdated:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The last whole round, `age_s` ago, None before the first; `window_s` is what the samples span.
+    """The last whole round, taken `age_s` ago, or None before the first. `window_s` is the time that the samples span.
 
-    `num_left_out`: addresses found beyond those that are sampled.
+    `num_left_out` counts addresses that are found and not sampled.
     """
 
     interval_s: float

@@ -1,4 +1,4 @@
-"""One decode service, asked over gRPC: who it hands prompts to, and whether they are ready."""
+"""One decode service, asked over gRPC for its replicas and their readiness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OpenClient = Callable[[Address], LoadClient]
 
 
 def open_clients(*, tls: Tls | None, token: str | None) -> OpenClient:
-    """Clients of single decode services. With TLS the name that was looked up must be in their certificates."""
+    """Opens clients of single decode services. With TLS the looked-up name must be in their certificates."""
 
     def open_client(address: Address) -> LoadClient:
         own = tls and dataclasses.replace(tls, server_name=tls.server_name or address.host)
@@ -37,7 +37,7 @@ def open_clients(*, tls: Tls | None, token: str | None) -> OpenClient:
 
 
 class WatchedDecode:
-    """Asked once a round, for at most `timeout_s`."""
+    """A decode service that is asked once a round, for at most `timeout_s`."""
 
     def __init__(self, address: Address, *, open_client: OpenClient, timeout_s: float) -> None:
         self._address = address
@@ -76,7 +76,7 @@ class WatchedDecode:
 
 
 def unknown_decode(target: str, reason: str) -> Decode:
-    """A target behind which nobody is."""
+    """The view of a target without any address."""
     return Decode(target, "", False, reason, "", None, None, ())
 
 

@@ -1,4 +1,4 @@
-"""One metrics endpoint: its window, and what is shown of it."""
+"""One metrics endpoint: its samples, and its view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.status.window import SampleWindow, Step
 
 
 class WatchedService:
-    """Scraped once a round, and shown with what its counters did in the last `window_s` seconds."""
+    """A service that is scraped once a round. Its view covers the last `window_s` seconds."""
 
     def __init__(self, address: Address, *, scraper: Scraper, window_s: float) -> None:
         self._address = address
@@ -24,7 +24,7 @@ class WatchedService:
 
     @property
     def current(self) -> Exposition | None:
-        """What it exposes now; None while it is not reachable."""
+        """What it exposes now; None if it is not reachable."""
         return None if self._reason else self._window.latest
 
     @property
@@ -51,7 +51,7 @@ class WatchedService:
         self._now_s = now_s
 
     async def close(self) -> None:
-        """The scraper is not its own."""
+        """Does nothing: the scraper belongs to someone else."""
 
     def view(self) -> Service:
         current = self.current
@@ -72,7 +72,7 @@ class WatchedService:
 
 
 def unknown_service(target: str, reason: str) -> Service:
-    """A target behind which nobody is."""
+    """The view of a target without any address."""
     return Service(
         target, "", "", False, False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0)
     )

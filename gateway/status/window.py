@@ -11,7 +11,7 @@ from gateway.status.increase import Increase
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Between two samples that follow each other: what had been counted before and after, since sampling began."""
+    """The increase between two successive samples: totals before and after, since sampling began."""
 
     from_s: float
     to_s: float
@@ -60,5 +60,5 @@ class SampleWindow:
             self._steps.popleft()
 
     def increase(self) -> Increase:
-        """Over the whole window."""
+        """The increase over the whole window."""
         return self._steps[-1].after.since(self._steps[0].before) if self._steps else Increase({})
