@@ -11,15 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
 from common.device.stream import Event as StreamEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
-from common.kv.pool import KvPool, LeaseState
+from common.kv.pool import KvPool
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.sampling_state import SamplingState
@@ -29,7 +31,7 @@ from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import NewPayload, RowFailed
 from prefill_service.forward.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
-from prefill_service.forward.worker import Meanwhile, PrefillWorker
+from prefill_service.forward.worker import Computed, Meanwhile, PrefillWorker
 from prefill_service.handoff.sender import KvSender, SentPiece
 from prefill_service.messages import (
     CallDone,
@@ -46,7 +48,7 @@ from prefill_service.messages import (
 )
 from prefill_service.prompt import Prompt, PromptPhase
 from prefill_service.schedule.first_tokens import first_tokens
-from prefill_service.schedule.step_in_flight import StepInFlight
+from prefill_service.schedule.life import PromptLives
 
 if TYPE_CHECKING:
     from common.model.sampling_triton import TritonDraws
@@ -55,6 +57,16 @@ _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _QUEUED_WAIT_S = 0.05
 _RETRY_AFTER_MS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched forward of chunks. It holds what its pieces use until `end`."""
+
+    batch: ChunkBatch
+    computed: Cell[Computed]
+    end: StreamEvent
+    launched_s: float
 
 
 class PrefillEngine:
@@ -151,9 +163,7 @@ class PrefillEngine:
             on_event=self._wake_up.told,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
-        self._queued: dict[Prompt, None] = {}
-        self._computing: dict[Prompt, None] = {}
-        self._sending: dict[Prompt, None] = {}
+        self._lives = PromptLives(self.pool, ended=self._ended)
         self._unseeded: dict[Prompt, None] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._failed_copies: list[SentPiece] = []
@@ -188,13 +198,14 @@ class PrefillEngine:
 
     def idle_timeout_s(self) -> float:
         has_room = len(self._in_flight) < self._max_in_flight
-        if has_room and any(prompt.num_left for prompt in self._computing):
+        if has_room and any(prompt.num_left for prompt in self._lives.in_phase(PromptPhase.COMPUTING)):
             return 0.0
-        if self._has_freed and self._queued:
+        num_queued = self._lives.num_in(PromptPhase.QUEUED)
+        if self._has_freed and num_queued:
             return 0.0
         if self._in_flight or self._sender.is_copying or self.pool.has_quarantined:
             return self._wake_up.wait_s
-        return _QUEUED_WAIT_S if self._queued else _IDLE_WAIT_S
+        return _QUEUED_WAIT_S if num_queued else _IDLE_WAIT_S
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:
         self._wake_up.wake = wake
@@ -203,8 +214,8 @@ class PrefillEngine:
         return EngineLoad(
             rows=self.pool.row_counts(),
             slots=self.pool.slot_counts(),
-            num_queued=len(self._queued),
-            num_running=len(self._computing),
+            num_queued=self._lives.num_in(PromptPhase.QUEUED),
+            num_running=self._lives.num_in(PromptPhase.COMPUTING),
             num_steps=self._num_steps,
             unsent_bytes=self._sender.unsent_bytes,
         )
@@ -233,7 +244,7 @@ class PrefillEngine:
                 self._end_call_if_done(call_id)
             case CloseCall(call_id):
                 for prompt in list(self._calls.get(call_id, {}).values()):
-                    self._end(prompt)
+                    self._lives.enter(prompt, PromptPhase.ENDED)
                 self._calls.pop(call_id, None)
                 self._sender.forget_call(call_id)
             case SegmentBytesSent(call_id, num_bytes):
@@ -252,15 +263,15 @@ class PrefillEngine:
             is_traced = index in command.traced_rows
             prompt = Prompt(command.call_id, index, row, arrived_s=self._clock(), is_traced=is_traced)
             prompts[index] = prompt
+            num_queued = self._lives.num_in(PromptPhase.QUEUED)
+            self._lives.admit(prompt)
             if self._is_draining:
                 self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
             elif prompt.num_tokens > self._max_tokens_per_row:
                 message = f"{prompt.num_tokens} tokens do not fit this replica's {self._max_tokens_per_row}"
                 self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
-            elif len(self._queued) >= self._max_queued_rows:
+            elif num_queued >= self._max_queued_rows:
                 self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
-            else:
-                self._queued[prompt] = None
         self._end_call_if_done(command.call_id)
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -268,27 +279,24 @@ class PrefillEngine:
     @recorded("admit")
     def _admit(self) -> None:
         now_unix_ms = self._wall_clock() * 1000
-        for prompt in list(self._queued):
+        for prompt in self._lives.in_phase(PromptPhase.QUEUED):
             if 0 < prompt.row.deadline_unix_ms <= now_unix_ms:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
-        for prompt in list(self._queued):
-            prompt.lease = self.pool.reserve(prompt.num_tokens)
-            if prompt.lease is None:
+        for prompt in self._lives.in_phase(PromptPhase.QUEUED):
+            lease = self.pool.reserve(prompt.num_tokens)
+            if lease is None:
                 return
-            prompt.lease.state = LeaseState.RUNNING
-            prompt.phase = PromptPhase.COMPUTING
+            self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)
             prompt.started_s = self._clock()
             if prompt.is_traced:
                 self._outbox.append(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
-            del self._queued[prompt]
-            self._computing[prompt] = None
             self._unseeded[prompt] = None
 
     @recorded("launch")
     def _launch(self) -> StepInFlight | None:
         chunks = cut_chunks(
-            list(self._computing),
+            self._lives.in_phase(PromptPhase.COMPUTING),
             chunk_tokens=self._chunk_tokens,
             max_batch_tokens=self._max_batch_tokens,
             min_last_tokens=self._num_draft_layers,
@@ -385,11 +393,7 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.COMPUTE, message, retryable=False)
                 self._end_call_if_done(prompt.call_id)
                 continue
-            assert prompt.lease is not None
-            prompt.phase = PromptPhase.SENDING
-            prompt.lease.state = LeaseState.TRANSFERRING
-            del self._computing[prompt]
-            self._sending[prompt] = None
+            self._lives.enter(prompt, PromptPhase.SENDING)
             by_call.setdefault(prompt.call_id, []).append(place)
         groups = list(self.pool.groups.values())
         columns = first_tokens(batch, computed, list(by_call.values()), groups=groups, now_s=self._clock())
@@ -406,9 +410,10 @@ class PrefillEngine:
             if sent.prompt.phase is not PromptPhase.ENDED:
                 self._fail(sent.prompt, RowFailure.COMPUTE, f"copying KV failed: {sent.error}", retryable=True)
                 self._end_call_if_done(sent.prompt.call_id)
-        for prompt in [prompt for prompt in self._sending if not self._sender.num_pieces(prompt)]:
-            self._end(prompt)
-            self._end_call_if_done(prompt.call_id)
+        for prompt in self._lives.in_phase(PromptPhase.SENDING):
+            if not self._sender.num_pieces(prompt):
+                self._lives.enter(prompt, PromptPhase.ENDED)
+                self._end_call_if_done(prompt.call_id)
 
     def _post_segments(self) -> None:
         for sent in self._sender.poll():
@@ -423,21 +428,12 @@ class PrefillEngine:
         if prompt.phase is not PromptPhase.SENDING:
             failed = RowFailed(prompt.index, reason, retryable, _RETRY_AFTER_MS if retryable else 0, message)
             self._outbox.append(FrameReady(prompt.call_id, failed))
-        self._end(prompt)
+        self._lives.enter(prompt, PromptPhase.ENDED)
 
-    def _end(self, prompt: Prompt) -> None:
-        """The one owner of release. Idempotent; quarantine holds what a stream still uses."""
-        if prompt.phase is PromptPhase.ENDED:
-            return
-        prompt.phase = PromptPhase.ENDED
+    def _ended(self, prompt: Prompt) -> None:
         self._calls[prompt.call_id].pop(prompt.index)
-        self._queued.pop(prompt, None)
-        self._computing.pop(prompt, None)
-        self._sending.pop(prompt, None)
         self._unseeded.pop(prompt, None)
         self._sender.forget(prompt)
-        if prompt.lease is not None:
-            self.pool.release(prompt.lease)
 
     def _end_call_if_done(self, call_id: str) -> None:
         if call_id in self._calls and not self._calls[call_id]:

@@ -1,9 +1,12 @@
-"""One life of a request: the table of phases, and that nobody but `Lives` moves a request."""
+"""One life of a request, and of a prompt: the tables of phases, and that nobody but `Lives` moves one."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +14,12 @@ from common.kv.pool import LeaseState
 from common.request_stats import Timings
 from decode_service.messages import Phase
 from decode_service.schedule.life import RULES, Place
+from prefill_service.prompt import PromptPhase
+from prefill_service.schedule.life import RULES as PROMPT_RULES
 from tests.engine.harness import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
-ENGINE_FOLDERS = ("decode_service", "common/kv")
+ENGINE_FOLDERS = ("decode_service", "prefill_service", "common/kv")
 WRITERS = {"phase": {"life.py"}, "lease": {"life.py"}, "state": {"life.py", "pool.py"}, "since_s": {"request.py"}}
 """By attribute: the files that may write it."""
 
@@ -56,14 +61,19 @@ def test_every_phase_has_its_rule_and_every_time_its_field() -> None:
         assert rule.lease not in (LeaseState.QUARANTINED, LeaseState.FREE), "the pool alone puts a row there"
 
 
-def test_every_phase_can_be_reached_and_ends() -> None:
-    reached, left = {Phase.QUEUE}, [Phase.QUEUE]
+@pytest.mark.parametrize(
+    ("rules", "first", "last"),
+    [(RULES, Phase.QUEUE, Phase.ENDED), (PROMPT_RULES, PromptPhase.QUEUED, PromptPhase.ENDED)],
+    ids=["request", "prompt"],
+)
+def test_every_phase_can_be_reached_and_ends(rules: Mapping[Enum, Any], first: Enum, last: Enum) -> None:
+    reached, left = {first}, [first]
     while left:
-        new = RULES[left.pop()].following - reached
+        new = rules[left.pop()].following - reached
         reached |= new
         left += new
-    assert reached == set(Phase)
-    assert all(Phase.ENDED in rule.following for rule in RULES.values() if rule.following)
+    assert reached == set(rules) == set(type(first))
+    assert all(last in rule.following for rule in rules.values() if rule.following)
 
 
 @pytest.mark.parametrize("phase", [Phase.BOOTSTRAP, Phase.DECODE, Phase.RETRACTING])
