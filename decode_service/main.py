@@ -50,8 +50,7 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, FinishReason
-from decode_service.schedule.outbox import Deliver
-from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.schedule.scheduler import DecodeEngine, Deliver
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows

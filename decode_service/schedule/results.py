@@ -1,20 +1,196 @@
-"""Where results become output: each request gets its next tokens, and ends where they say so."""
+"""A launched step until its results are taken, and where they become output: each request gets its next tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from common.device.cell import Cell
+from common.device.stream import Device, Scope, Stream, wait_in_order
+from common.device.stream import Event as StreamEvent
+from common.device.upload import device_copy
 from common.errors import BatonError, EngineFault
+from common.model.logprobs import unpack_logprobs
+from common.model.sampling import Sampled, sampled_to_host
 from common.model.sampling_params import TokenLogprobs
+from common.telemetry.step_stats import SpeculationStats
+from decode_service.forward.forward_batch import ForwardBatch
+from decode_service.forward.future_map import RelayPayload
+from decode_service.forward.worker import WorkerOutput
 from decode_service.messages import Event, Phase, Tokens
 from decode_service.schedule.life import Lives
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import Rows, RunningRows
-from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.step_in_flight import RowResults, StepInFlight
+from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RowResults:
+    """Outcomes of rows, as columns: of `token_ids` [B, W] int64 each commits its first `accept_lens` [B].
+
+    `are_invalid` [B] bool: rows whose relayed input or logits were not usable. `logprobs` [B, W] of TokenLogprobs, None
+    of rows that want none; None where nobody wants any.
+    """
+
+    token_ids: NDArray[np.int64]
+    accept_lens: NDArray[np.int64]
+    are_invalid: NDArray[np.bool_]
+    logprobs: NDArray[np.object_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _HostResults:
+    """`accept_lens` is None where each entry has one token."""
+
+    sampled: Sampled
+    accept_lens: Tensor | None
+    is_invalid: Tensor
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """Holds every tensor and cell handed to the stream until `end`, after stash and the results' copy to the host.
+
+    `rows` and `serials` [B]: the rows that `reqs` ran with, and as whose: a request that has left its row since has no
+    part in the results. `previous_end` is that of the step in flight at the launch.
+    """
+
+    batch: ForwardBatch
+    reqs: tuple[Request, ...]
+    request_ids: tuple[str, ...]
+    rows: NDArray[np.int64]
+    serials: NDArray[np.int64]
+    output: WorkerOutput
+    host: Cell[_HostResults]
+    end: StreamEvent
+    launched_s: float
+    previous_end: StreamEvent | None
+
+    @classmethod
+    def seal(
+        cls,
+        *,
+        device: Device,
+        stream: Stream,
+        scope: Scope,
+        batch: ForwardBatch,
+        reqs: tuple[Request, ...],
+        request_ids: tuple[str, ...],
+        rows: NDArray[np.int64],
+        serials: NDArray[np.int64],
+        output: WorkerOutput,
+        launched_s: float,
+        previous: StepInFlight | None,
+    ) -> StepInFlight:
+        """Enqueue the results' way to the host behind the step's other pieces, and its end event."""
+        host: Cell[_HostResults] = Cell()
+        sampled, is_invalid = output.sampled, output.is_invalid
+        accept_lens = None if output.has_one_each else output.accept_lens
+
+        def copy_results() -> None:
+            host.set(
+                _HostResults(
+                    sampled_to_host(device, sampled.get()),
+                    None if accept_lens is None else device.to_host(accept_lens.get()),
+                    device.to_host(is_invalid.get()),
+                )
+            )
+
+        stream.enqueue(copy_results, scope)
+        if not device.runs_pieces_beside:  # else its thread would stop to free what it is done with
+            output = replace(output, kept=())
+        previous_end = None if previous is None else previous.end
+        end = stream.record(scope, "the end")
+        return cls(batch, reqs, request_ids, rows, serials, output, host, end, launched_s, previous_end)
+
+    def await_end(self, timeout_s: float, *, followed_by: StepInFlight | None) -> None:
+        """Raises as Event.synchronize does. The step behind it is let begin first: until its forward does nothing but
+        compute, its Python and that of whoever takes these results would keep each other waiting for the interpreter.
+        """
+        if followed_by is not None and (prepared := followed_by.output.prepared) is not None:
+            wait_in_order(prepared, timeout_s)  # its own end tells
+        self.end.synchronize(timeout_s)
+
+    @cached_property
+    def speculation(self) -> SpeculationStats | None:
+        """Behind `end` only. None without speculation."""
+        if self.batch.spec_info is None:
+            return None
+        begin, drafted, verified, extended = self.output.marks
+        relayed_lens = self.host.get().accept_lens
+        assert relayed_lens is not None, "who drafts says how many it accepted"
+        accept_lens = relayed_lens.numpy()
+        if self.batch.undrafted:
+            accept_lens = np.delete(accept_lens, self.batch.undrafted)
+        accept_lens = accept_lens[(accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)]  # else its row fails
+        return SpeculationStats(
+            num_levels=self.batch.spec_info.num_steps,
+            accept_lens=tuple(accept_lens.tolist()),
+            draft_s=drafted.seconds_since(begin),
+            verify_s=verified.seconds_since(drafted),
+            extend_s=extended.seconds_since(verified),
+            idle_s=None if self.previous_end is None else begin.seconds_since(self.previous_end),
+        )
+
+    def results(self) -> RowResults:
+        """Behind `end` only."""
+        host = self.host.get()
+        width = self.batch.max_accept_len
+        are_unusable = host.sampled.is_invalid.numpy()
+        if host.accept_lens is None:
+            accept_lens = (~are_unusable).astype(np.int64)
+        else:
+            accept_lens = host.accept_lens.numpy()
+            are_accepted = np.arange(width) < accept_lens[:, None]
+            are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
+            are_unusable |= (accept_lens < 1) | (accept_lens > width)
+        logprobs = None
+        if self.batch.sampling.with_logprobs.size:
+            logprobs = unpack_logprobs(host.sampled, self.batch.sampling, width=width)
+        return RowResults(
+            token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
+            accept_lens=accept_lens,
+            are_invalid=host.is_invalid.numpy() | are_unusable,
+            logprobs=logprobs,
+        )
+
+
+def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
+    """The tokens that came with the rows of `parts`, in their order, as a step's results would have."""
+    token_ids = _first_token_ids(parts)
+    logprobs = [part.columns.first_token_logprobs[entry] for part in parts for entry in part.entries.tolist()]
+    return RowResults(
+        token_ids=token_ids.reshape(-1, 1),
+        accept_lens=np.ones_like(token_ids),
+        are_invalid=np.zeros(token_ids.shape, dtype=np.bool_),
+        logprobs=np.fromiter(logprobs, np.object_, len(logprobs)).reshape(-1, 1) if any(logprobs) else None,
+    )
+
+
+def first_token_payload(
+    parts: Sequence[ReadyRows], seeds: Mapping[str, Tensor], torch_device: torch.device
+) -> RelayPayload:
+    """What bootstrap writes for the rows of `parts`, in their order: first tokens and seed columns."""
+    columns = {
+        name: device_copy(
+            torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts])).view(
+                buffer.dtype  # numpy has no bfloat16: the column holds its bits
+            ),
+            torch_device,
+        )
+        for name, buffer in seeds.items()
+    }
+    return RelayPayload(device_copy(torch.from_numpy(_first_token_ids(parts)), torch_device), columns)
+
+
+def _first_token_ids(parts: Sequence[ReadyRows]) -> NDArray[np.int64]:
+    return np.concatenate([part.columns.first_token_ids[part.entries] for part in parts])
 
 
 class ResultTaker:

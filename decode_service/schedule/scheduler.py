@@ -22,7 +22,7 @@ from common.kv.pool import KvPool
 from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
-from common.telemetry.timeline import ENGINE, Timeline, recorded
+from common.telemetry.timeline import ENGINE, Timeline, Track, recorded
 from decode_service.forward.forward_side import ForwardSide
 from decode_service.messages import (
     Abort,
@@ -41,13 +41,11 @@ from decode_service.messages import (
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
-from decode_service.schedule.outbox import Deliver, Outbox
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import ResultTaker
+from decode_service.schedule.results import ResultTaker, StepInFlight, first_token_payload, first_tokens
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
-from decode_service.schedule.step_in_flight import StepInFlight, first_token_payload, first_tokens
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
@@ -58,6 +56,41 @@ if TYPE_CHECKING:
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _WAITING_WAIT_S = 0.05
+
+
+Deliver = Callable[[Sequence[Event]], None]
+
+
+class Outbox:
+    """What the edge must hear, until it is told. Only the engine thread calls it.
+
+    Without `deliver` everything is kept until it is taken.
+    """
+
+    def __init__(self, deliver: Deliver | None, track: Track) -> None:
+        self._deliver = deliver
+        self._track = track
+        self._events: list[Event] = []
+
+    def post(self, event: Event) -> None:
+        self._events.append(event)
+
+    def hand_over(self) -> None:
+        """To be called before a wait, so that nobody else waits with it, and where the engine ends; and not before: the
+        edge's thread, once it has something to do, keeps the engine's from the interpreter, while a forward is still to
+        be launched.
+        """
+        if self._deliver is not None and self._events:
+            with self._track.span("deliver", events=len(self._events)):
+                self._deliver(self._taken())
+
+    def take(self, *, is_handed_over_soon: bool) -> Sequence[Event]:
+        """Of a step that ends."""
+        return () if is_handed_over_soon and self._deliver is not None else self._taken()
+
+    def _taken(self) -> Sequence[Event]:
+        events, self._events = self._events, []
+        return events
 
 
 class DecodeEngine:

@@ -9,8 +9,8 @@ import pytest
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event as DeviceEvent
 from decode_service.messages import Event, Finished, StartHandoff, Tokens
+from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.step_in_flight import StepInFlight
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 

@@ -16,7 +16,7 @@ from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
 from decode_service.forward.future_map import RelayPayload
-from decode_service.schedule.step_in_flight import StepInFlight
+from decode_service.schedule.results import StepInFlight
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows, speculation
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail

@@ -13,7 +13,7 @@ from common.device.errors import DeviceTimeout
 from common.device.scripted import ScriptedDevice, pick_with, refuse, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
-from decode_service.schedule.step_in_flight import StepInFlight
+from decode_service.schedule.results import StepInFlight
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths, relay, rows, tokens
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail

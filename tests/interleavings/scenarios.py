@@ -30,9 +30,9 @@ from decode_service.messages import (
     Tokens,
 )
 from decode_service.schedule import dispatcher
+from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
-from decode_service.schedule.step_in_flight import StepInFlight
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay

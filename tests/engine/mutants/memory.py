@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode_service.forward import forward_side
 from decode_service.forward.worker import Worker, WorkerOutput
-from decode_service.schedule.step_in_flight import StepInFlight
+from decode_service.schedule.results import StepInFlight
 from prefill_service.forward.chunk_batch import ChunkBatch
 from prefill_service.schedule import scheduler as prefill_scheduler
 

@@ -20,8 +20,8 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import OnPublish, PlainWorker, Worker, WorkerOutput
+from decode_service.schedule.results import RowResults, StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.step_in_flight import RowResults, StepInFlight
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
 from decode_service.schedule.landing import LandingZone, _LandingRow
 from decode_service.schedule.request import Request
+from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.running_rows import Rows
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
-from decode_service.schedule.step_in_flight import StepInFlight
 
 
 def quarantine_skipped(patch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from common.device.cell import Cell
 from common.device.stream import Scope
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.schedule.landing import LandingZone, _LandingRow
+from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
-from decode_service.schedule.step_in_flight import StepInFlight
 from tests.engine.tags import GROUP
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from common.device.scripted import ScriptedStream
 from common.device.stream import Scope, Work
 from common.model import noise, sampling
+from decode_service.schedule.results import RowResults, StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
-from decode_service.schedule.step_in_flight import RowResults, StepInFlight
 
 
 def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
