@@ -25,7 +25,7 @@ from baton.v1 import prefill_pb2
 from baton_cpu.kv_copy import copy_blocks, copy_kv
 from benchmarks.peer_process import peer_process, until_closed
 from common.rpc.grpc_options import channel_options, server_options
-from common.wire.framed_payload import FramedPayload
+from common.wire.framing import FramePayload, seal
 
 MESSAGE_BYTES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _SERVICE, _METHOD = "benchmark.Bare", "Stream"
@@ -85,7 +85,7 @@ async def _rate(
 
 
 def _land(frame: bytes, target: Tensor) -> None:
-    payload = np.frombuffer(frame, np.uint8, len(target), len(frame) - len(target))
+    payload = np.frombuffer(frame, np.uint8, len(target))
     crc32c(payload)
     copy_kv(target.view(1, 1, -1), from_dlpack(payload).view(1, 1, -1))
 
@@ -107,7 +107,7 @@ async def _serve(kept_bytes: int, pipe: Connection) -> None:
         for number in range(num_messages):
             place = number % len(places)
             if is_handling:
-                yield _framed(content[places[place] : places[place] + message_bytes])
+                yield _frame(content[places[place] : places[place] + message_bytes])
             else:
                 yield messages(message_bytes)[place]
 
@@ -123,10 +123,6 @@ async def _serve(kept_bytes: int, pipe: Connection) -> None:
         await server.stop(0)
 
 
-def _framed(content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
-    payload, is_written = FramedPayload.new(_LAYER_GROUP, len(content))
-    np.copyto(payload, content)
-    is_written()
-    frame = payload.frame(prefill_pb2.KvSegment(layer_group=_LAYER_GROUP))
-    assert frame is not None, "it was taken out once"
-    return frame
+def _frame(content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+    payload = FramePayload(len(content), partial(np.copyto, src=content))
+    return seal(prefill_pb2.HandoffFrame(kv_segment=prefill_pb2.KvSegment(layer_group=_LAYER_GROUP)), payload)

@@ -24,7 +24,7 @@ from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
-from common.wire.framed_payload import FramedPayload
+from common.wire.framing import FramePayload
 from common.wire.handoff import KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -144,7 +144,7 @@ def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
         max_context_tokens=shape.max_context_tokens,
         max_segment_bytes=MAX_SEGMENT_BYTES,
         shared_pool=lent.pool,
-        new_payload=FramedPayload.new,
+        new_framed_kv=FramePayload,
         debug_checks=False,
     )
     for buffer in engine.pool.buffers.values():

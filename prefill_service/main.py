@@ -25,7 +25,7 @@ from common.service.runtime import Runtime, StepMemory, engine_arguments, memory
 from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.step_stats import OnStep
-from common.wire.framed_payload import FramedPayload
+from common.wire.framing import FramePayload
 from prefill_service.edge.prefill_edge import PrefillEdge
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
@@ -136,7 +136,7 @@ def new_engine(
             deliver=deliver,
             returned=returned,
             shared_pool=shared_pool,
-            new_payload=FramedPayload.new if settings.uses(FastPath.FRAMED_PAYLOADS) else None,
+            new_framed_kv=FramePayload,
         )
 
 

@@ -52,9 +52,41 @@ ROW_FAILURE_CONTEXT_EXCEEDED: RowFailure.ValueType  # 9
 Global___RowFailure: _TypeAlias = RowFailure  # noqa: Y015
 
 @_typing.final
-class HandoffCommand(_message.Message):
-    """Each command and frame carries a crc32c of its values, see common/wire/checksums.py."""
+class HandoffTrailer(_message.Message):
+    """Each message of a Handoff's two streams is a payload, which most have none of, a HandoffCommand or HandoffFrame, and
+    the two fields of a HandoffTrailer in their order. So its last 14 bytes tell where the payload ends.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    payload_bytes: _builtins.int
+    crc32c: _builtins.int
+    """CRC-32C of all bytes before this field"""
+    def __init__(
+        self,
+        *,
+        payload_bytes: _builtins.int | None = ...,
+        crc32c: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32c", b"_crc32c", "_payload_bytes", b"_payload_bytes", "crc32c", b"crc32c", "payload_bytes", b"payload_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32c", b"_crc32c", "_payload_bytes", b"_payload_bytes", "crc32c", b"crc32c", "payload_bytes", b"payload_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__crc32c: _TypeAlias = _typing.Literal["crc32c"]  # noqa: Y015
+    _WhichOneofArgType__crc32c: _TypeAlias = _typing.Literal["_crc32c", b"_crc32c"]  # noqa: Y015
+    _WhichOneofReturnType__payload_bytes: _TypeAlias = _typing.Literal["payload_bytes"]  # noqa: Y015
+    _WhichOneofArgType__payload_bytes: _TypeAlias = _typing.Literal["_payload_bytes", b"_payload_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32c) -> _WhichOneofReturnType__crc32c | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__payload_bytes) -> _WhichOneofReturnType__payload_bytes | None: ...
+
+Global___HandoffTrailer: _TypeAlias = HandoffTrailer  # noqa: Y015
+
+@_typing.final
+class HandoffCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFILL_BATCH_FIELD_NUMBER: _builtins.int
@@ -91,9 +123,7 @@ class PrefillBatch(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
     POOL_SECRET_FIELD_NUMBER: _builtins.int
-    crc32c: _builtins.int
     pool_secret: _builtins.bytes
     """what the replica's pool begins with: proof that this receiver can read there; else empty"""
     @_builtins.property
@@ -105,12 +135,11 @@ class PrefillBatch(_message.Message):
         *,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         rows: _abc.Iterable[Global___PrefillRow] | None = ...,
-        crc32c: _builtins.int = ...,
         pool_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "pool_secret", b"pool_secret", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "pool_secret", b"pool_secret", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -262,19 +291,16 @@ class CancelRows(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
-    crc32c: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         rows: _abc.Iterable[_builtins.int] | None = ...,
-        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,19 +313,16 @@ class ReleaseSegments(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBERS_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
-    crc32c: _builtins.int
     @_builtins.property
     def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         numbers: _abc.Iterable[_builtins.int] | None = ...,
-        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "numbers", b"numbers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["numbers", b"numbers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,10 +370,8 @@ class Accepted(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """new at every process start"""
-    crc32c: _builtins.int
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     def __init__(
@@ -358,11 +379,10 @@ class Accepted(_message.Message):
         *,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         instance_id: _builtins.str = ...,
-        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "fingerprint", b"fingerprint", "instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "instance_id", b"instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,7 +390,7 @@ Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class KvSegment(_message.Message):
-    """KV of one row: payload [layers, planes, tokens, row_bytes], little-endian, contiguous, in frames at most 8 MiB."""
+    """KV of one row, which is the payload, at most 8 MiB: [layers, planes, tokens, row_bytes], little-endian, contiguous."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -380,8 +400,6 @@ class KvSegment(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     TOKEN_START_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
@@ -391,8 +409,6 @@ class KvSegment(_message.Message):
     num_layers: _builtins.int
     token_start: _builtins.int
     num_tokens: _builtins.int
-    crc32c: _builtins.int
-    payload: _builtins.bytes
     shard: _builtins.int
     """0"""
     num_shards: _builtins.int
@@ -410,15 +426,13 @@ class KvSegment(_message.Message):
         num_layers: _builtins.int = ...,
         token_start: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
-        crc32c: _builtins.int = ...,
-        payload: _builtins.bytes = ...,
         ticket: Global___PoolTicket | None = ...,
         shard: _builtins.int = ...,
         num_shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "layer_group", b"layer_group", "layer_start", b"layer_start", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_tokens", b"num_tokens", "payload", b"payload", "row", b"row", "shard", b"shard", "ticket", b"ticket", "token_start", b"token_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_group", b"layer_group", "layer_start", b"layer_start", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_tokens", b"num_tokens", "row", b"row", "shard", b"shard", "ticket", b"ticket", "token_start", b"token_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -426,7 +440,7 @@ Global___KvSegment: _TypeAlias = KvSegment  # noqa: Y015
 
 @_typing.final
 class PoolTicket(_message.Message):
-    """Where a segment lies in the replica's kv_pool. The segment's crc32c covers the ticket, not the bytes there."""
+    """Where a segment lies in the replica's kv_pool. The frame's crc32c covers the ticket, not the bytes there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -477,12 +491,10 @@ class PrebuiltBatch(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
     topk_p: _builtins.bytes
     """seed columns, little-endian, shapes from the fingerprint; empty without speculation"""
     topk_index: _builtins.bytes
     hidden_states: _builtins.bytes
-    crc32c: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -525,11 +537,10 @@ class PrebuiltBatch(_message.Message):
         hidden_states: _builtins.bytes = ...,
         queue_s: _abc.Iterable[_builtins.float] | None = ...,
         compute_s: _abc.Iterable[_builtins.float] | None = ...,
-        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "compute_s", b"compute_s", "crc32c", b"crc32c", "first_token_ids", b"first_token_ids", "first_token_logprobs", b"first_token_logprobs", "hidden_states", b"hidden_states", "queue_s", b"queue_s", "rows", b"rows", "seq_lens", b"seq_lens", "top_logprobs", b"top_logprobs", "topk_index", b"topk_index", "topk_p", b"topk_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "compute_s", b"compute_s", "first_token_ids", b"first_token_ids", "first_token_logprobs", b"first_token_logprobs", "hidden_states", b"hidden_states", "queue_s", b"queue_s", "rows", b"rows", "seq_lens", b"seq_lens", "top_logprobs", b"top_logprobs", "topk_index", b"topk_index", "topk_p", b"topk_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,13 +604,11 @@ class RowFailed(_message.Message):
     RETRYABLE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     reason: Global___RowFailure.ValueType
     retryable: _builtins.bool
     retry_after_ms: _builtins.int
     message: _builtins.str
-    crc32c: _builtins.int
     def __init__(
         self,
         *,
@@ -608,11 +617,10 @@ class RowFailed(_message.Message):
         retryable: _builtins.bool = ...,
         retry_after_ms: _builtins.int = ...,
         message: _builtins.str = ...,
-        crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,11 +72,6 @@ class FastPath(StrEnum):
         "Prefill sends the KV of a chunk's first layers while it computes the later ones. "
         "Switch it off to time computing and sending apart.",
     )
-    FRAMED_PAYLOADS = (
-        "framed_payloads",
-        "Prefill gathers KV that goes over gRPC straight into the memory of its frame. "
-        "Switch it off when frames arrive damaged.",
-    )
     NONTEMPORAL_COPIES = (
         "nontemporal_copies",
         "On a CPU, decode copies large KV into its pool past the CPU's caches. "

@@ -46,21 +46,23 @@ def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> Non
     encoders pack it. Raises ProtocolError naming the field at which there are more. What cannot be read, `parse`
     refuses.
     """
+    if len(data) <= at_most:  # a field has a byte at least
+        return
     num_fields = 0
     inside: list[tuple[str, Any, int, int]] = [("", kind.DESCRIPTOR, 0, len(data))]
     while inside:
         path, message, position, end = inside.pop()
         while position < end:
-            tag, position = read_varint(data, position, end)
+            tag, position = _varint(data, position, end)
             field = message.fields_by_number.get(tag >> 3)
             num_fields += 1
             if num_fields > at_most:
                 raise ProtocolError(f"{path}{field.name if field else tag >> 3}", f"is beyond {at_most} fields")
             wire_type = tag & 7
             if wire_type == _VARINT:
-                _, position = read_varint(data, position, end)
+                _, position = _varint(data, position, end)
             elif wire_type == _DELIMITED:
-                length, position = read_varint(data, position, end)
+                length, position = _varint(data, position, end)
                 if length and field is not None and field.message_type is not None:
                     inside.append((f"{path}{field.name}.", field.message_type, position, min(position + length, end)))
                 position += length
@@ -68,17 +70,7 @@ def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> Non
                 position += _WIDTHS.get(wire_type, 0)
 
 
-def varint(value: int, *, width: int = 1) -> bytes:
-    """Protobuf's form of `value`, in at least `width` bytes, of which the last ones add nothing."""
-    encoded = bytearray()
-    while value > 127 or len(encoded) + 1 < width:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def read_varint(data: bytes, position: int, end: int) -> tuple[int, int]:
+def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
     """The number there and the position behind it."""
     value = shift = 0
     while position < end:

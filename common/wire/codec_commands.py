@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
-from common.rpc.messages import ProtocolError, parse, require, require_few_fields
-from common.wire.checksums import checksum
+from common.rpc.messages import ProtocolError, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_rows import decode_row, encode_row
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.fingerprint import Fingerprint
+from common.wire.framing import seal, unseal
 from common.wire.handoff import MAX_CALL_ROWS, MAX_ROW_TOKENS, HandoffRow, RowFailed
 
 _FIELDS_A_ROW = 64
@@ -25,10 +25,7 @@ _MAX_ENTRIES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """A call's first command. A row that cannot be understood is its failure, so that the others can be served.
-
-    The checksum was verified where the fingerprint has our protocol version.
-    """
+    """A call's first command. A row that cannot be understood is its failure, so that the others can be served."""
 
     fingerprint: Fingerprint
     rows: tuple[HandoffRow | RowFailed, ...]
@@ -54,26 +51,25 @@ def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow], *
         rows=[encode_row(row) for row in rows],
         pool_secret=pool_secret,
     )
-    batch.crc32c = checksum(batch)
-    return prefill_pb2.HandoffCommand(prefill_batch=batch).SerializeToString()
+    return seal(prefill_pb2.HandoffCommand(prefill_batch=batch))
 
 
 def encode_cancel_rows(rows: Sequence[int]) -> bytes:
-    cancel = prefill_pb2.CancelRows(rows=rows)
-    cancel.crc32c = checksum(cancel)
-    return prefill_pb2.HandoffCommand(cancel_rows=cancel).SerializeToString()
+    return seal(prefill_pb2.HandoffCommand(cancel_rows=prefill_pb2.CancelRows(rows=rows)))
 
 
 def encode_release_segments(numbers: Sequence[int]) -> bytes:
-    release = prefill_pb2.ReleaseSegments(numbers=numbers)
-    release.crc32c = checksum(release)
-    return prefill_pb2.HandoffCommand(release_segments=release).SerializeToString()
+    return seal(prefill_pb2.HandoffCommand(release_segments=prefill_pb2.ReleaseSegments(numbers=numbers)))
 
 
 def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffCommand:
-    """The command in `data`. Raises ProtocolError naming the field; too many rows are not even parsed."""
-    require_few_fields(data, prefill_pb2.HandoffCommand, at_most=_FIELDS_A_ROW * max_rows + _OTHER_FIELDS)
-    message = parse(prefill_pb2.HandoffCommand, data)
+    """The command in `data`. Raises ProtocolError naming the field; too many rows are not even parsed.
+
+    Raises FingerprintMismatch for a PrefillBatch of another protocol version.
+    """
+    most_fields = _FIELDS_A_ROW * max_rows + _OTHER_FIELDS
+    message, payload = unseal(prefill_pb2.HandoffCommand, data, most_fields=most_fields)
+    require(not len(payload), "payload", "is no command's")
     match message.WhichOneof("command"):
         case "prefill_batch":
             batch = message.prefill_batch
@@ -82,23 +78,18 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
             _require_at_most(max_rows, "prefill_batch.rows", len(batch.rows))
             for index, row in enumerate(batch.rows):
                 _require_short_lists(f"prefill_batch.rows[{index}]", row)
-            fingerprint = decode_fingerprint(batch.fingerprint)
-            if fingerprint.protocol_version == PROTOCOL_VERSION:  # what another checks is not known
-                require(checksum(batch) == batch.crc32c, "prefill_batch.crc32c", "does not match the command")
             return PrefillBatch(
-                fingerprint=fingerprint,
+                fingerprint=decode_fingerprint(batch.fingerprint),
                 rows=tuple(_decode_row(index, row) for index, row in enumerate(batch.rows)),
                 pool_secret=batch.pool_secret,
             )
         case "cancel_rows":
             cancel = message.cancel_rows
             _require_at_most(max_rows, "cancel_rows.rows", len(cancel.rows))
-            require(checksum(cancel) == cancel.crc32c, "cancel_rows.crc32c", "does not match the command")
             return CancelRows(rows=tuple(cancel.rows))
         case "release_segments":
             release = message.release_segments
             _require_at_most(_MAX_ENTRIES, "release_segments.numbers", len(release.numbers))
-            require(checksum(release) == release.crc32c, "release_segments.crc32c", "does not match the command")
             return ReleaseSegments(numbers=tuple(release.numbers))
         case _:
             raise ProtocolError("command", "is none of the known kinds")

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
 from common.peer_text import peer_text
-from common.rpc.messages import ProtocolError, parse, require, require_few_fields
-from common.wire.checksums import checksum
+from common.rpc.messages import ProtocolError, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_prebuilt import decode_prebuilt, encode_prebuilt
 from common.wire.codec_segment import ReadablePool, decode_segment, encode_segment
 from common.wire.fingerprint import Fingerprint, first_difference
+from common.wire.framing import seal, unseal
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
-from common.wire.segment_bytes import split
 
 _FIELDS_A_ROW = 16
 """It has the three of its log-probabilities; room for columns that come unpacked."""
@@ -31,14 +30,15 @@ class FrameCodec:
         self._vocab_size = vocab_size
 
     def encode(self, frame: Frame) -> bytes:
+        """The bytes to send, which hold the only copy of a payload that is made; of a FramedKv none is made."""
         message = prefill_pb2.HandoffFrame()
         match frame:
             case Accepted():
                 message.accepted.fingerprint.CopyFrom(encode_fingerprint(self._fingerprint))
                 message.accepted.instance_id = frame.instance_id
-                message.accepted.crc32c = checksum(message.accepted)
             case KvSegment():
-                return encode_segment(frame)
+                encode_segment(frame, message.kv_segment)
+                return seal(message, frame.payload if frame.framed is None else frame.framed)
             case PrebuiltBatch():
                 encode_prebuilt(frame, message.prebuilt_batch)
             case RowFailed():
@@ -47,18 +47,18 @@ class FrameCodec:
                 message.row_failed.retryable = frame.retryable
                 message.row_failed.retry_after_ms = frame.retry_after_ms
                 message.row_failed.message = frame.message
-                message.row_failed.crc32c = checksum(message.row_failed)
-        return message.SerializeToString()
+        return seal(message)
 
     def decode(self, data: bytes, rows: Sequence[HandoffRow], pool: ReadablePool | None = None) -> Frame:
         """The frame in `data`, of a call over `rows` whose tickets lead into `pool`.
 
         Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
         """
-        require_few_fields(data, prefill_pb2.HandoffFrame, at_most=_FIELDS_A_ROW * len(rows) + _OTHER_FIELDS)
-        header, payload = split(data)
-        message = parse(prefill_pb2.HandoffFrame, header)
-        match message.WhichOneof("frame"):
+        most_fields = _FIELDS_A_ROW * len(rows) + _OTHER_FIELDS
+        message, payload = unseal(prefill_pb2.HandoffFrame, data, most_fields=most_fields)
+        kind = message.WhichOneof("frame")
+        require(kind == "kv_segment" or not len(payload), "payload", "is no segment's")
+        match kind:
             case "accepted":
                 return self._decode_accepted(message.accepted)
             case "kv_segment":
@@ -82,7 +82,6 @@ class FrameCodec:
         difference = first_difference(self._fingerprint, decode_fingerprint(message.fingerprint))
         if difference is not None:
             raise FingerprintMismatch(*difference)
-        require(checksum(message) == message.crc32c, "accepted.crc32c", "does not match the frame")
         return Accepted(instance_id=peer_text(message.instance_id))
 
 
@@ -92,7 +91,6 @@ def _decode_row_failed(message: prefill_pb2.RowFailed, rows: Sequence[HandoffRow
     value = prefill_pb2.RowFailure.DESCRIPTOR.values_by_number.get(message.reason)
     name = value.name.removeprefix("ROW_FAILURE_") if value is not None else ""
     require(name in RowFailure.__members__, "row_failed.reason", f"{message.reason} is none of the known reasons")
-    require(checksum(message) == message.crc32c, "row_failed.crc32c", "does not match the frame")
     return RowFailed(
         row=message.row,
         reason=RowFailure(name),

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from baton.v1 import prefill_pb2
 from common.model.sampling_params import TokenLogprobs
 from common.rpc.messages import require
-from common.wire.checksums import checksum
 from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import HandoffRow, PrebuiltBatch
 
@@ -44,7 +43,6 @@ def encode_prebuilt(batch: PrebuiltBatch, into: prefill_pb2.PrebuiltBatch) -> No
     for name, column in batch.seed_columns.items():
         assert name in SEED_COLUMN_NAMES, name
         setattr(into, name, np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<")).tobytes())
-    into.crc32c = checksum(into)
 
 
 def decode_prebuilt(
@@ -65,7 +63,7 @@ def decode_prebuilt(
     row_lens = np.fromiter(map(_num_tokens, rows), np.int64, len(rows))[row_indices]
     require(bool((seq_lens == row_lens).all()), "prebuilt_batch.seq_lens", "is not the number of the row's token_ids")
     first_token_ids = _integers("first_token_ids", message.first_token_ids, num_rows, below=vocab_size)
-    batch = PrebuiltBatch(
+    return PrebuiltBatch(
         rows=row_indices,
         seq_lens=seq_lens,
         first_token_ids=first_token_ids,
@@ -75,8 +73,6 @@ def decode_prebuilt(
         first_token_logprobs=_logprobs(message, [rows[row] for row in message.rows], vocab_size),
         seed_columns=_seed_columns(message, seed_columns),
     )
-    require(checksum(message) == message.crc32c, "prebuilt_batch.crc32c", "does not match the columns")
-    return batch
 
 
 def _num_tokens(row: HandoffRow) -> int:

@@ -1,4 +1,4 @@
-"""KvSegment to and from `baton.v1`: sizes, bounds and checksum."""
+"""KvSegment to and from `baton.v1`: sizes and bounds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv, SharedKv, runs_of, slots_of
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.rpc.messages import ProtocolError, require
-from common.wire.checksums import checksum
-from common.wire.framed_payload import FramedPayload
 from common.wire.handoff import HandoffRow, KvSegment
-from common.wire.segment_bytes import joined
 
 
 class ReadablePool(Protocol):
@@ -29,9 +26,8 @@ class ReadablePool(Protocol):
         """None when there are no such slots."""
 
 
-def encode_segment(segment: KvSegment) -> bytes:
-    """The bytes of a HandoffFrame. They hold the only copy of the payload that is made; one with a frame is there."""
-    into = prefill_pb2.KvSegment()
+def encode_segment(segment: KvSegment, into: prefill_pb2.KvSegment) -> None:
+    """All but the payload."""
     into.row = segment.row
     into.layer_group = segment.layer_group
     into.layer_start = segment.layer_start
@@ -45,11 +41,6 @@ def encode_segment(segment: KvSegment) -> bytes:
         into.ticket.run_starts.extend(starts)
         into.ticket.run_lengths.extend(lengths)
         into.ticket.generation, into.ticket.number = ticket.generation, ticket.number
-        into.crc32c = checksum(into)
-        return prefill_pb2.HandoffFrame(kv_segment=into).SerializeToString()
-    into.crc32c = checksum(into, payload=segment.payload)
-    framed = segment.payload.frame(into) if isinstance(segment.payload, FramedPayload) else None
-    return joined(into, segment.payload) if framed is None else framed
 
 
 def decode_segment(
@@ -60,11 +51,7 @@ def decode_segment(
     rows: Sequence[HandoffRow],
     pool: ReadablePool | None,
 ) -> KvSegment:
-    """The segment, with every bound and its checksum verified. Raises ProtocolError naming the field.
-
-    `payload`: what `split` took out of the message's bytes. `pool`: where tickets lead.
-    """
-    require(not message.payload, "kv_segment.payload", "is not alone in its frame")
+    """The segment, with every bound verified. Raises ProtocolError naming the field. `pool`: where tickets lead."""
     require(message.row < len(rows), "kv_segment.row", f"{message.row} is not one of the call's {len(rows)} rows")
     require((message.shard, message.num_shards) == (0, 1), "kv_segment.shard", "is not shard 0 of 1")
     group = groups.get(message.layer_group)
@@ -92,7 +79,6 @@ def decode_segment(
     else:
         require(len(payload) <= MAX_SEGMENT_BYTES, "kv_segment.payload", f"has more than {MAX_SEGMENT_BYTES} bytes")
         require(len(payload) == num_bytes, "kv_segment.payload", f"has {len(payload)} bytes instead of {num_bytes}")
-    require(checksum(message, payload=payload) == message.crc32c, "kv_segment.crc32c", "does not match the segment")
     return KvSegment(
         row=message.row,
         layer_group=message.layer_group,

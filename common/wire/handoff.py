@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,24 @@ MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
 
 Payload = bytes | NDArray[np.uint8]
-NewPayload = Callable[[str, int], tuple[NDArray[np.uint8], Callable[[], None]]]
-"""Memory on the host for a payload of a layer group, and what to call when it is written."""
+WriteKv = Callable[[NDArray[np.uint8]], None]
+
+
+class FramedKv(Protocol):
+    """KV in the memory of the frame that it is to leave in, which only a codec reads."""
+
+    @property
+    def crc32c(self) -> int: ...
+
+    def __len__(self) -> int:
+        """In bytes."""
+
+    def followed_by(self, rest: bytes) -> bytes:
+        """The frame."""
+
+
+NewFramedKv = Callable[[int, WriteKv], FramedKv]
+"""Makes one of so many bytes, which the second argument writes into the array that it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +70,10 @@ class KvSegment:
     """KV of one row: tokens [token_start, token_start + num_tokens) of layers [layer_start, layer_start + num_layers).
 
     `payload` is [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, contiguous,
-    at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more. With `shared` it is empty, and the KV lies
-    in the sender's pool: it counts when it was still current after it was read, and its slots stay the row's until
-    the segment is released. A transport fetches what is remote: an engine never sees it.
+    at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more. With `framed` it is empty, and the KV lies
+    there until it leaves. With `shared` it is empty, and the KV lies in the sender's pool: it counts when it was still
+    current after it was read, and its slots stay the row's until the segment is released. A transport fetches what is
+    remote: an engine never sees it.
     """
 
     row: int
@@ -64,12 +82,15 @@ class KvSegment:
     num_layers: int
     token_start: int
     num_tokens: int
-    payload: Payload
+    payload: Payload = b""
     shared: SharedKv | RemoteKv | None = None
+    framed: FramedKv | None = None
 
     @property
     def num_bytes(self) -> int:
-        return len(self.payload) if self.shared is None else self.shared.num_bytes
+        if self.shared is not None:
+            return self.shared.num_bytes
+        return len(self.payload if self.framed is None else self.framed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class PrefillServicer:
                 self._give_back(call, call.cancel(command.rows))
                 if rows := call.numbering.for_engine(command.rows):
                     self._engine.post(CancelCallRows(call.call_id, rows))
-        except ProtocolError as error:
+        except (ProtocolError, FingerprintMismatch) as error:
             call.fail(error)
         except Exception as error:  # a stream that broke ends the call by itself; anything else ends it here
             call.fail(EngineFault(f"reading the call's commands failed: {error!r}"))

@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor, from_numpy
 
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
-from common.kv.shared_kv import MAX_LENT_BYTES, SharedKv
+from common.kv.shared_kv import MAX_LENT_BYTES
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import Slots
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
-from common.wire.handoff import KvSegment, NewPayload, Payload, segment_flow
+from common.wire.handoff import KvSegment, NewFramedKv, segment_flow
 from prefill_service.forward.chunk_batch import Chunk
 from prefill_service.prompt import Prompt
 
@@ -54,6 +54,18 @@ class _Piece:
     @property
     def slots(self) -> Slots:
         return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
+
+    @property
+    def segment(self) -> KvSegment:
+        """Without its KV."""
+        return KvSegment(
+            row=self.prompt.index,
+            layer_group=self.group.name,
+            layer_start=self.layer_start,
+            num_layers=self.num_layers,
+            token_start=self.token_start,
+            num_tokens=self.num_tokens,
+        )
 
     def may_take_in(self, following: _Piece) -> bool:
         """Whether that one, of the same tokens, is their next layers, and few enough for one loan."""
@@ -86,7 +98,7 @@ class _Piece:
 class _Copy:
     piece: _Piece
     scope: Scope
-    payload: Cell[NDArray[np.uint8]]
+    segment: Cell[KvSegment]
     done: Event
 
 
@@ -116,14 +128,14 @@ class KvSender:
         memory: SharedPool | None,
         budget_bytes: int,
         max_segment_bytes: int,
-        new_payload: NewPayload | None = None,
+        new_framed_kv: NewFramedKv | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """`new_payload`: where KV of a pool on the host is gathered, if not into memory of the device's choice.
+        """`new_framed_kv`: where KV of a pool on the host is gathered, if not into memory of the device's choice.
         `on_event`: of the stream that copies, whose events `poll` looks at.
         """
         self._device = device
-        self._new_payload = new_payload
+        self._new_framed_kv = new_framed_kv
         self._pool = pool
         self._memory = memory
         self._budget_bytes = budget_bytes
@@ -284,7 +296,7 @@ class KvSender:
             if copy.scope.error is not None:
                 yield SentPiece(piece.prompt, None, copy.scope.error)
             else:
-                yield SentPiece(piece.prompt, _segment(piece, payload=copy.payload.get()), None)
+                yield SentPiece(piece.prompt, copy.segment.get(), None)
 
     def _lend(self) -> Iterator[SentPiece]:
         for piece in self._written():
@@ -292,7 +304,7 @@ class KvSender:
             layers = slice(piece.layer_start, piece.layer_start + piece.num_layers)
             shared = self._memory.lend(piece.group.name, layers, piece.slots, piece.lease.generation)
             self._lent[shared.ticket.number] = piece.prompt
-            yield SentPiece(piece.prompt, _segment(piece, shared=shared), None)
+            yield SentPiece(piece.prompt, replace(piece.segment, shared=shared), None)
 
     def _written(self) -> list[_Piece]:
         """What can be lent, the layers of the same tokens as one piece."""
@@ -325,10 +337,10 @@ class KvSender:
 
     def _copy(self, piece: _Piece) -> None:
         scope = Scope(f"send {piece.prompt.row.request_id}")
-        payload: Cell[NDArray[np.uint8]] = Cell()
+        segment: Cell[KvSegment] = Cell()
 
         def copy_out() -> None:
-            payload.set(self._copied_out(piece))
+            segment.set(self._copied_out(piece))
 
         self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
         self._stream.wait(piece.written)
@@ -337,33 +349,28 @@ class KvSender:
         self._stream.enqueue(Measured(copy_out, {"bytes": piece.num_bytes, FLOW: flow}), scope)
         done = self._stream.record(scope)
         piece.lease.use_until(done, self._stream)
-        self._copying.append(_Copy(piece, scope, payload, done))
+        self._copying.append(_Copy(piece, scope, segment, done))
 
-    def _copied_out(self, piece: _Piece) -> NDArray[np.uint8]:
-        """The piece's bytes; between devices they are there behind what the stream does now."""
+    def _copied_out(self, piece: _Piece) -> KvSegment:
+        """With the piece's KV; from another device that is there after what the stream does now."""
+        if self._new_framed_kv is not None and self._device.torch_device.type == "cpu":
+            write = partial(self._gather, piece)
+            return replace(piece.segment, framed=self._new_framed_kv(piece.num_bytes, lambda to: write(from_numpy(to))))
+        target = self._device.host_buffer((piece.num_bytes,), torch.uint8)
+        self._gather(piece, target)
+        return replace(piece.segment, payload=target.numpy())
+
+    def _gather(self, piece: _Piece, into: Tensor) -> None:
         pool = self._pool.buffers[piece.group.name]
         layers = pool[piece.layer_start : piece.layer_start + piece.num_layers]
-        is_host = layers.device.type == "cpu"
-        memory = (
-            None if self._new_payload is None or not is_host else self._new_payload(piece.group.name, piece.num_bytes)
-        )
-        if memory is None:
-            target = self._device.host_buffer((piece.num_bytes,), torch.uint8)
-        else:
-            target = torch.from_numpy(memory[0])
-        values = target.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+        values = into.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
         if (run := run_of(piece.slots)) is not None:
             values.copy_(layers[:, :, run], non_blocking=True)
-        elif is_host:
+        elif layers.device.type == "cpu":
             torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
         else:
             slots = self._device.to_device(torch.tensor(piece.slots))
             values.copy_(layers.index_select(2, slots), non_blocking=True)
-        if memory is None:
-            return target.numpy()
-        payload, is_written = memory
-        is_written()
-        return payload
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         self._unsent_bytes += num_bytes - self._unsent.pop(call_id, 0)
@@ -377,16 +384,3 @@ def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int)
     if num_tokens:
         return layers, num_tokens
     return max(1, max_segment_bytes // group.layer_token_bytes), 1
-
-
-def _segment(piece: _Piece, *, payload: Payload = b"", shared: SharedKv | None = None) -> KvSegment:
-    return KvSegment(
-        row=piece.prompt.index,
-        layer_group=piece.group.name,
-        layer_start=piece.layer_start,
-        num_layers=piece.num_layers,
-        token_start=piece.token_start,
-        num_tokens=piece.num_tokens,
-        payload=payload,
-        shared=shared,
-    )

@@ -29,7 +29,7 @@ from common.model.target import TargetModel
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from common.wire.handoff import NewPayload, RowFailed
+from common.wire.handoff import NewFramedKv, RowFailed
 from prefill_service.forward.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.forward.worker import Computed, Meanwhile, PrefillWorker
 from prefill_service.handoff.sender import KvSender, SentPiece
@@ -79,7 +79,7 @@ class PrefillEngine:
     `deliver` takes news for the edge where a launch takes long; else steps return them. `returned` gives the bytes that
     transports took since a step began, to be sent anew within the same launch.
     `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
-    `new_payload`: for what leaves as copies, where none of the device's own is to be taken.
+    `new_framed_kv`: for what leaves as copies, where none of the device's own is to be taken.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PrefillEngine:
         timeline: Timeline | None = None,
         debug_checks: bool = False,
         shared_pool: SharedPool | None = None,
-        new_payload: NewPayload | None = None,
+        new_framed_kv: NewFramedKv | None = None,
     ) -> None:
         self._layer_group = model.layer_group
         self._early_sending = early_sending
@@ -159,7 +159,7 @@ class PrefillEngine:
             memory=shared_pool,
             budget_bytes=send_budget_bytes,
             max_segment_bytes=max_segment_bytes,
-            new_payload=new_payload,
+            new_framed_kv=new_framed_kv,
             on_event=self._wake_up.told,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}

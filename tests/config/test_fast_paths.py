@@ -31,7 +31,6 @@ from common.service import process, runtime
 from common.service.process import Process, Serve, run_service
 from common.service.process_exit import EXIT_STARTUP
 from common.service.work_beside import Check, Work
-from common.wire.framed_payload import FramedPayload
 from decode_service import main as decode_main
 from decode_service.main import new_engine
 from prefill_service import main as prefill_main
@@ -209,15 +208,6 @@ OPTIONS: list[tuple[ModuleType, type[ServiceSettings], str, dict[str, Any], str,
     ),
     (prefill_main, PrefillSettings, "PrefillEngine", _without(FastPath.OVERLAP), "overlap", True, False),
     (prefill_main, PrefillSettings, "PrefillEngine", _without(FastPath.EARLY_SENDING), "early_sending", True, False),
-    (
-        prefill_main,
-        PrefillSettings,
-        "PrefillEngine",
-        _without(FastPath.FRAMED_PAYLOADS),
-        "new_payload",
-        FramedPayload.new,
-        None,
-    ),
 ]
 
 

@@ -21,8 +21,8 @@ from common.config.settings import ServiceSettings
 from common.kv.pool import KvPool, RowLease
 from common.service.process import Process, Serve, run_service
 from common.wire.codec_frames import FrameCodec
-from common.wire.framed_payload import FramedPayload
-from common.wire.handoff import Frame
+from common.wire.framing import FramePayload
+from common.wire.handoff import Frame, WriteKv
 from tests.faults.device import HOST_MEMORY, FaultyDevice
 from tests.faults.frames import COMMAND, FRAME, FaultyContext
 from tests.faults.injector import Injector
@@ -84,15 +84,15 @@ def _disturb_pool(injector: Injector) -> None:
 
 def _disturb_payloads(injector: Injector) -> None:
     """Memory for KV that leaves, which is not the device's."""
-    new = FramedPayload.new
+    made = FramePayload.__init__
 
-    def faulty_new(layer_group: str, num_bytes: int) -> tuple[FramedPayload, Callable[[], None]]:
+    def faulty(self: FramePayload, num_bytes: int, write: WriteKv) -> None:
         if injector.visit(HOST_MEMORY) is not None:
             raise torch.OutOfMemoryError(f"injected at {HOST_MEMORY}")
-        return new(layer_group, num_bytes)
+        made(self, num_bytes, write)
 
     if injector.watches(HOST_MEMORY):
-        FramedPayload.new = faulty_new  # type: ignore[assignment, method-assign]
+        FramePayload.__init__ = faulty  # type: ignore[method-assign]
 
 
 def _disturb_received(injector: Injector) -> None:

@@ -15,6 +15,7 @@ from baton.errors import error_from_rpc
 from baton.events import Finished
 from baton.v1 import inference_pb2, prefill_pb2
 from common.rpc.grpc_options import channel_options
+from common.wire.framing import unseal
 from decode_service.handoff.timeouts import HandoffTimeouts
 from tests.fuzz.engine_target import fingerprint_of
 from tests.fuzz.pure_targets import MAX_STATUS_BYTES, checksummed
@@ -181,7 +182,7 @@ async def _handoff(channel: grpc.aio.Channel, commands: Sequence[bytes], *, num_
 
 
 def _ended_rows(data: bytes) -> list[int]:
-    frame = prefill_pb2.HandoffFrame.FromString(data)
+    frame, _ = unseal(prefill_pb2.HandoffFrame, data, most_fields=1024)
     if frame.WhichOneof("frame") == "row_failed":
         return [frame.row_failed.row]
     return list(frame.prebuilt_batch.rows)

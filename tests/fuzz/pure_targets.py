@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
@@ -14,11 +15,11 @@ from common.rpc.errors import status_of
 from common.rpc.messages import ProtocolError, parse
 from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused
-from common.wire.checksums import checksum
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import PROTOCOL_VERSION, first_difference
+from common.wire.framing import MessageT, seal, seal_bytes
 from common.wire.handoff import HandoffRow, RowFailed
 from decode_service.edge.output import OutputProcessor
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt, check_lengths, check_request
@@ -31,6 +32,8 @@ from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
 CORPUS_VERSION = 1
 """Of the protocol, in the corpus' bytes: what it reaches must not change with the version that is ours."""
+PAYLOAD_FIELD = 8
+"""Of the corpus' segments, which have their payload in them, as that of its version had."""
 MAX_STATUS_BYTES = 4096
 """Of a status with its details. gRPC carries 8 KiB of metadata for certain, and a status is in it twice."""
 
@@ -128,17 +131,21 @@ def handoff_frame() -> Iterator[Run]:
     yield run
 
 
-def checksummed(kind: type[prefill_pb2.HandoffFrame | prefill_pb2.HandoffCommand], data: bytes) -> bytes:
-    """With a checksum that is right and, for the corpus', our protocol version: what is behind them is reached."""
+def checksummed(kind: type[MessageT], data: bytes) -> bytes:
+    """With a trailer that is right and, for the corpus', our protocol version: what is behind them is reached."""
     try:
         message = kind.FromString(data)
     except DecodeError:
-        return data
+        return seal_bytes(data)
+    payload = b""
     for field, part in message.ListFields():  # none, or the one of the oneof
         if field.name in ("prefill_batch", "accepted") and part.HasField("fingerprint"):
             raise_version(part.fingerprint)
-        part.crc32c = checksum(part)
-    return message.SerializeToString()
+        if field.name == "kv_segment":
+            fields = [each.data for each in UnknownFieldSet(part) if each.field_number == PAYLOAD_FIELD]
+            payload = next((each for each in reversed(fields) if isinstance(each, bytes)), b"")
+            part.DiscardUnknownFields()
+    return seal(message, payload)
 
 
 def raise_version(message: types_pb2.Fingerprint) -> None:

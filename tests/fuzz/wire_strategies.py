@@ -90,7 +90,7 @@ def _field(field: Any, depth: int) -> st.SearchStrategy[bytes]:
 def wire_messages(descriptor: Descriptor, *, depth: int = 0) -> st.SearchStrategy[bytes]:
     """Bytes that begin as this message's; most parse. Later fields override earlier ones, as protobuf has it."""
     stranger = st.tuples(
-        st.sampled_from((*(field.number for field in descriptor.fields), 9, 99, 2**29 - 1)), _ANY_PAYLOAD
+        st.sampled_from((*(field.number for field in descriptor.fields), 8, 9, 99, 2**29 - 1)), _ANY_PAYLOAD
     ).map(lambda drawn: tagged(drawn[0], *drawn[1]))
     known = [_field(field, depth) for field in descriptor.fields]
     fields = st.one_of(*known, *known, stranger)

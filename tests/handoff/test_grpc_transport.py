@@ -14,6 +14,7 @@ from baton.v1 import prefill_pb2
 from common.errors import EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
+from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, RowFailed
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
@@ -144,18 +145,12 @@ def test_a_fingerprint_of_hostile_words_is_named_and_harmless(rig: Rig) -> None:
 # ---- a replica that breaks the protocol -----------------------------------------------------------------------------
 
 
-def damaged(change: Callable[[prefill_pb2.HandoffFrame], object]) -> bytes:
-    frame = prefill_pb2.HandoffFrame.FromString(CODEC.encode(segment(0, 0)))
-    change(frame)
-    return frame.SerializeToString()
-
-
 MALFORMED = {
-    "HandoffFrame": b"\xff\xff",
-    "frame": b"",
-    "kv_segment.crc32c": damaged(lambda frame: setattr(frame.kv_segment, "crc32c", 0)),
-    "kv_segment.row": damaged(lambda frame: setattr(frame.kv_segment, "row", 1)),
-    "kv_segment.payload": damaged(lambda frame: setattr(frame.kv_segment, "payload", b"")),
+    "crc32c": CODEC.encode(segment(0, 0))[:-1] + b"\0",
+    "HandoffFrame": seal_bytes(b"\xff\xff"),
+    "frame": seal_bytes(b""),
+    "kv_segment.row": CODEC.encode(replace(segment(0, 0), row=1)),
+    "kv_segment.payload": CODEC.encode(replace(segment(0, 0), payload=b"")),
     "prebuilt_batch.seq_lens": CODEC.encode(prebuilt(0, num_tokens=5)),
     "accepted": ACCEPTED,
 }

@@ -18,9 +18,10 @@ from common.load import EngineLoad, PoolCounts
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
-from common.wire.codec_fingerprint import decode_fingerprint
+from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import Fingerprint
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
 from decode_service.handoff.status_errors import error_info
 from prefill_service.edge.row_checks import ModelLimits
@@ -135,16 +136,34 @@ async def test_another_fingerprint_is_a_failed_precondition_naming_the_field(edg
     assert edge.prefill.commands.all() == []
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_peer_of_another_protocol_version_is_told_which(edge: Edge, is_first: bool) -> None:
+    """Also one that sums its commands in another way, or not at all."""
+    theirs = encode_fingerprint(replace(FINGERPRINT, protocol_version=8))
+    command = prefill_pb2.HandoffCommand(prefill_batch=prefill_pb2.PrefillBatch(fingerprint=theirs))
+    call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
+    if not is_first:
+        await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
+    await call.write(command.SerializeToString())
+    status = await status_of(call)
+    info = error_info(status)
+    assert status.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert info is not None
+    assert dict(info.metadata) == {"field": "protocol_version", "decode": "8", "prefill": str(PROTOCOL_VERSION)}
+
+
 @pytest.mark.parametrize(
     ("first", "field"),
     [
-        (b"\xff\xff", "HandoffCommand"),
-        (b"", "command"),
+        (b"\xff\xff", "crc32c"),
+        (b"", "crc32c"),
+        (seal_bytes(b"\xff\xff"), "HandoffCommand"),
+        (seal_bytes(b""), "command"),
         (encode_cancel_rows((0,)), "command"),
         (encode_prefill_batch(FINGERPRINT, ()), "prefill_batch.rows"),
         (encode_prefill_batch(FINGERPRINT, (row(),) * (MAX_ROWS + 1)), "prefill_batch.rows"),
     ],
-    ids=["malformed", "unknown", "not a PrefillBatch", "no rows", "too many rows"],
+    ids=["damaged", "nothing", "malformed", "unknown", "not a PrefillBatch", "no rows", "too many rows"],
 )
 async def test_a_broken_first_command_fails_its_call_naming_the_field(edge: Edge, first: bytes, field: str) -> None:
     call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
@@ -293,7 +312,7 @@ async def test_a_receiver_that_takes_nothing_loses_the_call() -> None:
     [
         (encode_prefill_batch(FINGERPRINT, (row(),)), "prefill_batch"),
         (encode_cancel_rows((1,)), "cancel_rows.rows"),
-        (b"\xff\xff", "HandoffCommand"),
+        (b"\xff\xff", "crc32c"),
     ],
     ids=["a second PrefillBatch", "a row out of range", "malformed"],
 )

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
 from common.rpc.messages import ProtocolError
-from common.wire.checksums import checksum
 from common.wire.codec_commands import (
     CancelRows,
     PrefillBatch,
@@ -23,8 +22,9 @@ from common.wire.codec_commands import (
 )
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, first_difference
-from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.framing import MessageT, seal
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, RowFailed
 from tests.wire.strategies import (
     DRAFT,
     PLAIN,
@@ -36,7 +36,14 @@ from tests.wire.strategies import (
     frames,
     rows_of_a_call,
 )
-from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_message, segment_message
+from tests.wire.wire_samples import (
+    LOGPROBS_ROW,
+    PLAIN_ROW,
+    prebuilt_batch,
+    prebuilt_message,
+    segment_message,
+    segment_payload,
+)
 
 PLAIN_CODEC = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
 SPECULATIVE_CODEC = FrameCodec(fingerprint=SPECULATIVE, vocab_size=VOCAB_SIZE)
@@ -103,28 +110,58 @@ def test_a_frame_with_a_damaged_byte_never_carries_another_value(
 def test_a_command_with_a_damaged_byte_never_carries_another_value(
     rows: tuple[HandoffRow, ...], data: st.DataObject
 ) -> None:
-    """Or one that its fingerprint refuses: the version that says what else is checked may be what is damaged."""
     wanted = data.draw(st.sampled_from([PrefillBatch(SPECULATIVE, rows), CancelRows(tuple(range(len(rows))))]))
     sent = (
         encode_cancel_rows(wanted.rows) if isinstance(wanted, CancelRows) else encode_prefill_batch(SPECULATIVE, rows)
     )
-    with contextlib.suppress(ProtocolError):
-        command = decode_command(damaged_byte(data, sent))
-        assert command == wanted or (
-            isinstance(command, PrefillBatch) and first_difference(command.fingerprint, SPECULATIVE) is not None
-        )
+    with contextlib.suppress(ProtocolError, FingerprintMismatch):
+        assert decode_command(damaged_byte(data, sent)) == wanted
 
 
-def test_a_peer_of_another_protocol_version_is_told_so_and_not_that_its_checksum_is_wrong() -> None:
-    theirs = replace(PLAIN, protocol_version=PROTOCOL_VERSION - 1)
-    message = prefill_pb2.HandoffCommand.FromString(encode_prefill_batch(theirs, ROWS))
-    message.prefill_batch.ClearField("crc32c")
-    assert decode_command(message.SerializeToString()) == PrefillBatch(theirs, ROWS)
-    accepted = prefill_pb2.Accepted(instance_id="a", fingerprint=encode_fingerprint(theirs))
-    with pytest.raises(FingerprintMismatch, match="protocol_version"):
-        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(accepted=accepted).SerializeToString(), ROWS)
+THEIRS = replace(PLAIN, protocol_version=PROTOCOL_VERSION - 1)
 
 
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["sealed as ours", "sealed in another way"])
+def test_a_peer_of_another_protocol_version_is_told_so_and_not_that_its_checksum_is_wrong(is_sealed: bool) -> None:
+    command = prefill_pb2.HandoffCommand(
+        prefill_batch=prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(THEIRS), rows=[{}])
+    )
+    accepted = prefill_pb2.Accepted(instance_id="a", fingerprint=encode_fingerprint(THEIRS))
+    frame = prefill_pb2.HandoffFrame(accepted=accepted)
+    with pytest.raises(FingerprintMismatch) as caught:
+        decode_command(seal(command) if is_sealed else command.SerializeToString())
+    assert caught.value.metadata == {
+        "field": "protocol_version",
+        "decode": str(PROTOCOL_VERSION - 1),
+        "prefill": str(PROTOCOL_VERSION),
+    }
+    with pytest.raises(FingerprintMismatch) as caught:
+        PLAIN_CODEC.decode(seal(frame) if is_sealed else frame.SerializeToString(), ROWS)
+    assert caught.value.metadata == {
+        "field": "protocol_version",
+        "decode": str(PROTOCOL_VERSION),
+        "prefill": str(PROTOCOL_VERSION - 1),
+    }
+
+
+def test_a_peer_of_another_protocol_version_can_read_ours() -> None:
+    """It parses the bytes as they are, with fields that it does not know, and finds the version where it always was."""
+    command = prefill_pb2.HandoffCommand.FromString(encode_prefill_batch(PLAIN, ROWS))
+    assert command.prefill_batch.fingerprint.protocol_version == PROTOCOL_VERSION
+    frame = prefill_pb2.HandoffFrame.FromString(PLAIN_CODEC.encode(Accepted("a")))
+    assert frame.accepted.fingerprint.protocol_version == PROTOCOL_VERSION
+
+
+def changed(
+    kind: type[MessageT], sent: bytes, change: Callable[[MessageT], object], num_payload_bytes: int = 0
+) -> bytes:
+    """The bytes of another message, whose trailer is still that of `sent`."""
+    message = kind.FromString(sent[num_payload_bytes:-NUM_TRAILER_BYTES])
+    change(message)
+    return sent[:num_payload_bytes] + message.SerializeToString() + sent[-NUM_TRAILER_BYTES:]
+
+
+NUM_TRAILER_BYTES = 14
 DAMAGED_FRAMES: dict[str, Callable[[prefill_pb2.HandoffFrame], object]] = {
     "accepted": lambda frame: setattr(frame.accepted, "instance_id", "b"),
     "row_failed": lambda frame: setattr(frame.row_failed, "row", 1),
@@ -141,42 +178,55 @@ def test_a_damaged_frame_of_legal_values_never_passes(kind: str) -> None:
         "accepted": Accepted("a"),
         "row_failed": RowFailed(row=0, reason=RowFailure.CAPACITY, retryable=True),
     }
-    message = prefill_pb2.HandoffFrame.FromString(PLAIN_CODEC.encode(frames[kind]))
-    DAMAGED_FRAMES[kind](message)
+    sent = changed(prefill_pb2.HandoffFrame, PLAIN_CODEC.encode(frames[kind]), DAMAGED_FRAMES[kind])
     with pytest.raises(ProtocolError) as caught:
-        PLAIN_CODEC.decode(message.SerializeToString(), ROWS)
-    assert caught.value.field == f"{kind}.crc32c"
+        PLAIN_CODEC.decode(sent, ROWS)
+    assert caught.value.field == "crc32c"
 
 
 @pytest.mark.parametrize("kind", DAMAGED_COMMANDS)
 def test_a_damaged_command_of_legal_values_never_passes(kind: str) -> None:
     sent = {"prefill_batch": encode_prefill_batch(PLAIN, ROWS), "cancel_rows": encode_cancel_rows((1,))}
-    message = prefill_pb2.HandoffCommand.FromString(sent[kind])
-    DAMAGED_COMMANDS[kind](message)
     with pytest.raises(ProtocolError) as caught:
-        decode_command(message.SerializeToString())
-    assert caught.value.field == f"{kind}.crc32c"
+        decode_command(changed(prefill_pb2.HandoffCommand, sent[kind], DAMAGED_COMMANDS[kind]))
+    assert caught.value.field == "crc32c"
 
 
-MISPLACED: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {
-    "row": lambda message: setattr(message, "row", 1),
-    "layer_start": lambda message: setattr(message, "layer_start", 0),
-    "token_start": lambda message: setattr(message, "token_start", 1),
-}
+MISPLACED = ("row", "layer_start", "token_start")
 
 
 @pytest.mark.parametrize("field", MISPLACED)
 def test_a_segment_of_another_place_never_passes(field: str) -> None:
     """All of these are within bounds: only the checksum tells."""
     row = replace(PLAIN_ROW, token_ids=(1, 2), prompt_len=2)
-    message = segment_message(TARGET, replace(row, token_ids=(1,), prompt_len=1))
-    message.layer_start, message.num_layers = 1, 1
-    message.payload = message.payload[: TARGET.layer_token_bytes]
-    message.crc32c = checksum(message)
-    PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row, row))
-    MISPLACED[field](message)
+    payload = bytes(TARGET.layer_token_bytes)
+    sent = PLAIN_CODEC.encode(KvSegment(0, TARGET.name, 1, 1, 0, 1, payload))
+    PLAIN_CODEC.decode(sent, (row, row))
+
+    def misplace(frame: prefill_pb2.HandoffFrame) -> None:
+        setattr(frame.kv_segment, field, 1 - getattr(frame.kv_segment, field))
+
+    moved = changed(prefill_pb2.HandoffFrame, sent, misplace, len(payload))
     with pytest.raises(ProtocolError, match="crc32c"):
-        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row, row))
+        PLAIN_CODEC.decode(moved, (row, row))
+
+
+@pytest.mark.parametrize("place", ["payload", "message", "payload_bytes", "crc32c"])
+def test_a_damaged_bit_anywhere_in_a_segment_is_seen(place: str) -> None:
+    payload = segment_payload(TARGET, PLAIN_ROW)
+    sent = PLAIN_CODEC.encode(KvSegment(0, TARGET.name, 0, TARGET.num_layers, 0, 3, payload))
+    places = {
+        "payload": range(len(payload)),
+        "message": range(len(payload), len(sent) - NUM_TRAILER_BYTES),
+        "payload_bytes": range(len(sent) - NUM_TRAILER_BYTES, len(sent) - 5),
+        "crc32c": range(len(sent) - 5, len(sent)),
+    }
+    for position in places[place]:
+        for bit in range(8):
+            damaged = bytearray(sent)
+            damaged[position] ^= 1 << bit
+            with pytest.raises(ProtocolError, match="crc32c: does not match the bytes"):
+                PLAIN_CODEC.decode(bytes(damaged), ROWS)
 
 
 DAMAGED_COLUMNS: dict[str, Callable[[prefill_pb2.PrebuiltBatch], object]] = {
@@ -194,11 +244,11 @@ DAMAGED_COLUMNS: dict[str, Callable[[prefill_pb2.PrebuiltBatch], object]] = {
 
 @pytest.mark.parametrize("column", DAMAGED_COLUMNS)
 def test_a_damaged_column_of_legal_values_never_passes(column: str) -> None:
-    message = prebuilt_message(SPECULATIVE, ROWS)
-    DAMAGED_COLUMNS[column](message)
+    sent = SPECULATIVE_CODEC.encode(prebuilt_batch(SPECULATIVE, ROWS))
+    damaged = changed(prefill_pb2.HandoffFrame, sent, lambda frame: DAMAGED_COLUMNS[column](frame.prebuilt_batch))
     with pytest.raises(ProtocolError) as caught:
-        SPECULATIVE_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), ROWS)
-    assert caught.value.field == "prebuilt_batch.crc32c"
+        SPECULATIVE_CODEC.decode(damaged, ROWS)
+    assert caught.value.field == "crc32c"
 
 
 SEGMENT_FAULTS: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {
@@ -206,8 +256,6 @@ SEGMENT_FAULTS: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {
     "kv_segment.layer_group": lambda message: setattr(message, "layer_group", "draft"),
     "kv_segment.num_layers": lambda message: setattr(message, "layer_start", 1),
     "kv_segment.num_tokens": lambda message: setattr(message, "token_start", 1),
-    "kv_segment.payload": lambda message: setattr(message, "payload", message.payload[:-1]),
-    "kv_segment.crc32c": lambda message: setattr(message, "crc32c", message.crc32c ^ 1),
     "kv_segment.shard": lambda message: setattr(message, "num_shards", 2),
 }
 
@@ -216,9 +264,29 @@ SEGMENT_FAULTS: dict[str, Callable[[prefill_pb2.KvSegment], object]] = {
 def test_a_segment_out_of_bounds_is_refused_naming_the_field(field: str) -> None:
     message = segment_message(TARGET, PLAIN_ROW)
     SEGMENT_FAULTS[field](message)
+    sent = seal(prefill_pb2.HandoffFrame(kv_segment=message), segment_payload(TARGET, PLAIN_ROW))
     with pytest.raises(ProtocolError) as caught:
-        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), ROWS)
+        PLAIN_CODEC.decode(sent, ROWS)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("num_missing", [1, -1])
+def test_a_segment_of_another_size_is_refused(num_missing: int) -> None:
+    payload = (segment_payload(TARGET, PLAIN_ROW) + b"\0")[: -num_missing - 1]
+    sent = seal(prefill_pb2.HandoffFrame(kv_segment=segment_message(TARGET, PLAIN_ROW)), payload)
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(sent, ROWS)
+    assert caught.value.field == "kv_segment.payload"
+
+
+def test_a_payload_that_is_no_segments_is_refused() -> None:
+    for decode, message in (
+        (lambda data: PLAIN_CODEC.decode(data, ROWS), prefill_pb2.HandoffFrame(row_failed={"reason": 1})),
+        (decode_command, prefill_pb2.HandoffCommand(cancel_rows={"rows": [0]})),
+    ):
+        with pytest.raises(ProtocolError) as caught:
+            decode(seal(message, b"\0"))
+        assert caught.value.field == "payload"
 
 
 @pytest.mark.parametrize("attribute", ["num_layers", "num_tokens"])
@@ -226,7 +294,7 @@ def test_a_segment_of_nothing_is_refused(attribute: str) -> None:
     message = segment_message(TARGET, PLAIN_ROW)
     setattr(message, attribute, 0)
     with pytest.raises(ProtocolError) as caught:
-        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), ROWS)
+        PLAIN_CODEC.decode(seal(prefill_pb2.HandoffFrame(kv_segment=message)), ROWS)
     assert caught.value.field == f"kv_segment.{attribute}"
 
 
@@ -236,7 +304,7 @@ def test_a_segment_beyond_the_size_bound_is_refused() -> None:
     message = segment_message(wide, row)
     codec = FrameCodec(fingerprint=replace(PLAIN, layer_groups=(wide,)), vocab_size=VOCAB_SIZE)
     with pytest.raises(ProtocolError, match="more than 8388608 bytes"):
-        codec.decode(prefill_pb2.HandoffFrame(kv_segment=message).SerializeToString(), (row,))
+        codec.decode(seal(prefill_pb2.HandoffFrame(kv_segment=message), segment_payload(wide, row)), (row,))
 
 
 PREBUILT_FAULTS: dict[str, tuple[str, Callable[[prefill_pb2.PrebuiltBatch], object]]] = {
@@ -273,7 +341,7 @@ def test_a_prebuilt_batch_with_a_fault_is_refused_naming_the_column(fault: str) 
     message = prebuilt_message(SPECULATIVE, ROWS)
     damage(message)
     with pytest.raises(ProtocolError) as caught:
-        SPECULATIVE_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), ROWS)
+        SPECULATIVE_CODEC.decode(seal(prefill_pb2.HandoffFrame(prebuilt_batch=message)), ROWS)
     assert caught.value.field == f"prebuilt_batch.{column}"
 
 
@@ -281,7 +349,7 @@ def test_a_seed_column_that_is_not_in_the_fingerprint_is_refused() -> None:
     message = prebuilt_message(PLAIN, ROWS)
     message.topk_p = b"\0\0\0\0"
     with pytest.raises(ProtocolError) as caught:
-        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), ROWS)
+        PLAIN_CODEC.decode(seal(prefill_pb2.HandoffFrame(prebuilt_batch=message)), ROWS)
     assert caught.value.field == "prebuilt_batch.topk_p"
 
 
@@ -289,7 +357,7 @@ def test_logprobs_nobody_asked_for_are_refused() -> None:
     message = prebuilt_message(PLAIN, (PLAIN_ROW,))
     message.first_token_logprobs.append(-1.0)
     with pytest.raises(ProtocolError) as caught:
-        PLAIN_CODEC.decode(prefill_pb2.HandoffFrame(prebuilt_batch=message).SerializeToString(), (PLAIN_ROW,))
+        PLAIN_CODEC.decode(seal(prefill_pb2.HandoffFrame(prebuilt_batch=message)), (PLAIN_ROW,))
     assert caught.value.field == "prebuilt_batch.first_token_logprobs"
 
 
@@ -312,7 +380,7 @@ def test_logprobs_nobody_asked_for_are_refused() -> None:
 )
 def test_a_frame_with_a_fault_is_refused_naming_the_field(message: prefill_pb2.HandoffFrame, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        PLAIN_CODEC.decode(message.SerializeToString(), ROWS)
+        PLAIN_CODEC.decode(seal(message), ROWS)
     assert caught.value.field == field
 
 

@@ -9,10 +9,10 @@ import pytest
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.rpc.messages import ProtocolError
-from common.wire.checksums import checksum
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_rows import encode_row
+from common.wire.framing import seal
 from common.wire.handoff import RowFailed
 from tests.wire.strategies import PLAIN
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
@@ -42,8 +42,7 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
 
 def batch_message(*rows: prefill_pb2.PrefillRow) -> bytes:
     batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=rows)
-    batch.crc32c = checksum(batch)
-    return prefill_pb2.HandoffCommand(prefill_batch=batch).SerializeToString()
+    return seal(prefill_pb2.HandoffCommand(prefill_batch=batch))
 
 
 @pytest.mark.parametrize("field", ROW_FAULTS)
@@ -72,5 +71,5 @@ def test_a_faulty_row_fails_alone_naming_the_field(field: str) -> None:
 )
 def test_a_command_with_a_fault_is_refused_naming_the_field(message: prefill_pb2.HandoffCommand, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        decode_command(message.SerializeToString())
+        decode_command(seal(message))
     assert caught.value.field == field

@@ -14,6 +14,8 @@ from common.wire.codec_commands import PrefillBatch, decode_command, encode_pref
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.codec_rows import encode_row
+from common.wire.fingerprint import PROTOCOL_VERSION
+from common.wire.framing import seal_bytes
 from common.wire.handoff import MAX_CALL_ROWS, MAX_ROW_TOKENS
 from tests.fuzz.wire_strategies import delimited, tagged
 from tests.wire.strategies import PLAIN, VOCAB_SIZE
@@ -40,6 +42,7 @@ def decode_frame(data: bytes) -> object:
 
 
 def refused_field(decode: Callable[[bytes], object], data: bytes) -> str:
+    data = seal_bytes(data)
     assert len(data) <= MAX_MESSAGE_BYTES
     taken_s = []
     for _ in range(NUM_TRIES):
@@ -82,14 +85,14 @@ def test_a_million_empty_rows_are_refused_at_once() -> None:
     assert refused_field(decode_command, field(1, field(1, FINGERPRINT) + empty(2, 1_000_000))) == "prefill_batch.rows"
 
 
-def test_one_row_too_many_is_refused_before_the_checksum_is_made() -> None:
+def test_one_row_too_many_is_refused_before_any_is_looked_at() -> None:
     rows = field(1, field(1, FINGERPRINT) + field(2, encode_row(PLAIN_ROW).SerializeToString()) * 4)
     with pytest.raises(ProtocolError, match="has 4, more than 3") as caught:
-        decode_command(rows, max_rows=3)
+        decode_command(seal_bytes(rows), max_rows=3)
     assert caught.value.field == "prefill_batch.rows"
 
 
-def test_held_tokens_of_groups_that_no_model_has_are_refused_before_the_checksum_is_made() -> None:
+def test_held_tokens_of_groups_that_no_model_has_are_refused_before_any_is_looked_at() -> None:
     row = encode_row(PLAIN_ROW)
     row.num_held_tokens.update({str(number): 0 for number in range(17)})
     batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=[encode_row(PLAIN_ROW), row])
@@ -98,7 +101,7 @@ def test_held_tokens_of_groups_that_no_model_has_are_refused_before_the_checksum
 
 
 @pytest.mark.parametrize("name", ["token_ids", "sampling.stop_token_ids", "sampling.logit_bias_ids"])
-def test_lists_that_no_row_has_are_refused_before_the_checksum_is_made(name: str) -> None:
+def test_lists_that_no_row_has_are_refused_before_any_is_looked_at(name: str) -> None:
     """That all their entries are one and the same makes them no shorter."""
     row = encode_row(PLAIN_ROW)
     part = row.sampling if name.startswith("sampling.") else row
@@ -110,7 +113,8 @@ def test_lists_that_no_row_has_are_refused_before_the_checksum_is_made(name: str
 
 def test_a_fingerprint_longer_than_any_is_refused() -> None:
     column = types_pb2.SeedColumn(name="topk_p", row_shape=[1] * (1 << 20))
-    batch = prefill_pb2.PrefillBatch(fingerprint=types_pb2.Fingerprint(seed_columns=[column]), rows=[{}])
+    theirs = types_pb2.Fingerprint(protocol_version=PROTOCOL_VERSION, seed_columns=[column])
+    batch = prefill_pb2.PrefillBatch(fingerprint=theirs, rows=[{}])
     message = prefill_pb2.HandoffCommand(prefill_batch=batch)
     assert refused_field(decode_command, message.SerializeToString()) == "fingerprint.seed_columns.row_shape"
 

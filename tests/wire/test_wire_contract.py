@@ -1,41 +1,61 @@
-"""The checksums' values, and the fields that they cover, are part of the contract: both are fixed for a version."""
+"""The bytes of the handoff's messages and the fields in them are the contract: both are fixed for a version."""
 
 from __future__ import annotations
 
 import hashlib
-import struct
+from base64 import b64decode
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from awscrt.checksums import crc32c
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
-from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
+from common.wire.codec_commands import (
+    CancelRows,
+    HandoffCommand,
+    PrefillBatch,
+    ReleaseSegments,
+    decode_command,
+)
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, SeedColumnSpec
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (8, "2c16a059865cbbdc")
+CONTRACT = (9, "e500142ca10ac702")
 """The protocol version, and the digest of its fields."""
-CHECKSUMS = {
-    "prefill_batch": 0x4AFB2542,
-    "cancel_rows": 0x5319EDC8,
-    "release_segments": 0x850F26C4,
-    "accepted": 0x149C7B11,
-    "kv_segment": 0xED17DBF8,
-    "prebuilt_batch": 0xBC1D142E,
-    "row_failed": 0x85CF59B1,
+SENT = {
+    "prefill_batch": (
+        "CqUCCokBCAkSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9w"
+        "a19wEgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMShAEKB2dy"
+        "w7zDn2UQARgCIgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpEDQAAAD8VAACAPhgEJQAAAD4pAQAAAAAAAIAwCDgCQgIF"
+        "Bk0AAMA/VQAAAL9dAABAP2ICCAlqCAAAwL8AAABAcAJ6AQdAgICAgIAgSgkwMC0xLTItMDMiEAABAgMEBQYHCAkKCwwNDg9xAAAA"
+        "AAAAAAB9/Au/Ew=="
+    ),
+    "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
+    "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
+    "accepted": (
+        "CpYBCokBCAkSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9w"
+        "a19wEgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3Rh"
+        "bmNlcQAAAAAAAAAAfcJTYN8="
+    ),
+    "kv_segment": "AAECAwQFBgcICQoLDA0ODxIUCAESBnRhcmdldBgBIAEoATABWAFxEAAAAAAAAAB9fIGBbg==",
+    "prebuilt_batch": (
+        "GqEBCgIBABICAgIaAgsMIggAAAC/AAAAACoOCgIBAhIIAAAAvwAAwL8qADIRCgZ0YXJnZXQSB4CAgICAIEA6EAAAgD8AAIA/AACA"
+        "PwAAgD9CIAAAAAAAAAAAAQAAAAAAAAACAAAAAAAAAAMAAAAAAAAASgwAAAA8AEAAQgBEAEVSEAAAAAAAAOA/mpmZmZmZuT9aEAAA"
+        "AAAAANA/mpmZmZmZyT9xAAAAAAAAAAB9FdjZvQ=="
+    ),
+    "row_failed": "IhMIARADGAEg+gEqCGdyw7bDn2VycQAAAAAAAAAAfUcqrOs=",
 }
-"""Of the messages below: every field but `shard` and `ticket` has a value; as protocol version 5 makes them."""
+"""What a peer of that version sends for the values below, in base64: all fields but `shard` and `ticket`."""
 
 TARGET = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 FINGERPRINT = Fingerprint(
-    protocol_version=5,
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",
@@ -76,7 +96,7 @@ ROW = HandoffRow(
 )
 FRAMES: dict[str, Frame] = {
     "accepted": Accepted("instance"),
-    "kv_segment": KvSegment(1, "target", 1, 1, 1, 2, bytes(range(32))),
+    "kv_segment": KvSegment(1, "target", 1, 1, 1, 1, bytes(range(16))),
     "prebuilt_batch": PrebuiltBatch(
         rows=np.array([1, 0]),
         seq_lens=np.array([2, 2]),
@@ -95,19 +115,12 @@ FRAMES: dict[str, Frame] = {
 }
 
 
-def sent_checksum(kind: str) -> int:
-    """As the codec puts it into the message."""
-    if kind in FRAMES:
-        frame = FrameCodec(fingerprint=FINGERPRINT, vocab_size=100).encode(FRAMES[kind])
-        crc: int = getattr(prefill_pb2.HandoffFrame.FromString(frame), kind).crc32c
-        return crc
-    command = {
-        "prefill_batch": encode_prefill_batch(FINGERPRINT, (ROW,), pool_secret=bytes(range(16))),
-        "cancel_rows": encode_cancel_rows((1, 70_000)),
-        "release_segments": encode_release_segments((1, 2**40)),
-    }[kind]
-    crc = getattr(prefill_pb2.HandoffCommand.FromString(command), kind).crc32c
-    return crc
+COMMANDS: dict[str, HandoffCommand] = {
+    "prefill_batch": PrefillBatch(FINGERPRINT, (ROW,), pool_secret=bytes(range(16))),
+    "cancel_rows": CancelRows((1, 70_000)),
+    "release_segments": ReleaseSegments((1, 2**40)),
+}
+CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=100)
 
 
 def digest_of_fields(*kinds: Descriptor) -> str:
@@ -128,35 +141,32 @@ def described(field: FieldDescriptor) -> tuple[object, ...]:
         field.is_repeated,
         message.full_name if message else "",
         sorted(value.number for value in field.enum_type.values) if field.enum_type else [],
-        field.name == "crc32c",
     )
 
 
-def test_the_messages_have_a_checksum_each_and_no_other_has() -> None:
-    kinds = {
-        field.name
-        for kind in (prefill_pb2.HandoffCommand, prefill_pb2.HandoffFrame)
-        for field in kind.DESCRIPTOR.fields
-        if "crc32c" in field.message_type.fields_by_name
-    }
-    assert kinds == set(CHECKSUMS)
+def test_every_kind_of_message_is_fixed() -> None:
+    kinds = (prefill_pb2.HandoffCommand, prefill_pb2.HandoffFrame)
+    assert {field.name for kind in kinds for field in kind.DESCRIPTOR.fields} == set(SENT)
 
 
-@pytest.mark.parametrize("kind", CHECKSUMS)
-def test_a_checksum_is_the_one_that_every_peer_of_this_version_makes(kind: str) -> None:
-    assert sent_checksum(kind) == CHECKSUMS[kind], (
-        f"the checksum of {kind} is not what peers of protocol version {CONTRACT[0]} expect: raise PROTOCOL_VERSION"
-    )
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_frame_that_a_peer_of_this_version_sends_is_understood(kind: str) -> None:
+    plain = replace(ROW, sampling=replace(ROW.sampling, num_logprobs=None))
+    assert comparable(CODEC.decode(b64decode(SENT[kind]), (plain, ROW))) == comparable(FRAMES[kind])
 
 
-def test_the_rule_of_the_checksum_spelt_out_for_one_message() -> None:
-    """The count of the rows, then each, uint32 and little-endian."""
-    assert CHECKSUMS["cancel_rows"] == crc32c(struct.pack("<III", 2, 1, 70_000))
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_command_that_a_peer_of_this_version_sends_is_understood(kind: str) -> None:
+    assert decode_command(b64decode(SENT[kind])) == COMMANDS[kind]
 
 
 def test_a_change_of_the_fields_raises_the_protocol_version() -> None:
-    digest = digest_of_fields(prefill_pb2.HandoffCommand.DESCRIPTOR, prefill_pb2.HandoffFrame.DESCRIPTOR)
+    digest = digest_of_fields(
+        prefill_pb2.HandoffCommand.DESCRIPTOR,
+        prefill_pb2.HandoffFrame.DESCRIPTOR,
+        prefill_pb2.HandoffTrailer.DESCRIPTOR,
+    )
     assert (PROTOCOL_VERSION, digest) == CONTRACT, (
-        "the handoff's fields changed, and with them its checksums: a change of fields must raise PROTOCOL_VERSION "
-        "(common/wire/fingerprint.py); then CONTRACT and CHECKSUMS here are the new version's"
+        "the handoff's fields changed, which must raise PROTOCOL_VERSION (common/wire/fingerprint.py); then CONTRACT "
+        "and SENT here are the new version's"
     )

@@ -7,7 +7,6 @@ import numpy as np
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
-from common.wire.checksums import checksum
 from common.wire.codec_prebuilt import encode_prebuilt
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, PrebuiltBatch
@@ -26,17 +25,18 @@ LOGPROBS_ROW = HandoffRow(
 
 def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSegment:
     """All of the group's KV of row 0."""
-    payload = bytes(index % 251 for index in range(group.token_bytes)) * len(row.token_ids)
-    message = prefill_pb2.KvSegment(
+    return prefill_pb2.KvSegment(
         row=0,
         layer_group=group.name,
         num_layers=group.num_layers,
         num_tokens=len(row.token_ids),
-        payload=payload,
         num_shards=1,
     )
-    message.crc32c = checksum(message)
-    return message
+
+
+def segment_payload(group: LayerGroupSpec, row: HandoffRow) -> bytes:
+    """What belongs to that message."""
+    return bytes(index % 251 for index in range(group.token_bytes)) * len(row.token_ids)
 
 
 def prebuilt_batch(fingerprint: Fingerprint, rows: tuple[HandoffRow, ...]) -> PrebuiltBatch:
