@@ -1,4 +1,4 @@
-"""Optimisations that can be switched off one by one. All are on by default; without them tokens are the same."""
+"""Optimisations that can be switched off one by one. All are on by default, and change tokens by rounding at most."""
 
 from __future__ import annotations
 
