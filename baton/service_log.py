@@ -15,6 +15,7 @@ _PROGRESS: Mapping[str, str] = {
     "pool_sized": "has room for {max_rows} requests with {max_kv_tokens} tokens of KV in all",
     "no_draft_head": "has no draft head: tokens come one a forward",
     "forwards_recorded": "recorded {num_graphs} forwards in {seconds} s",
+    "cpu_engine_unavailable": "serves by PyTorch's operators: {reason}",
     "compiling_kernels": "compiles kernels, once on this machine; it serves meanwhile, slower",
     "fused_forward_unavailable": "serves by operators: {reason}",
     "fused_forward_ready": "is at full speed",

@@ -21,13 +21,13 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from baton_cpu.blocks.linear import PackedLinear, can_pack  # noqa: E402
 from baton_cpu.compiler.kernel_cache import keep_kernels  # noqa: E402
+from baton_cpu.program.fusing import fuse  # noqa: E402
 from benchmarks.machine import demo_model_dir  # noqa: E402
 from benchmarks.model_costs import ModelCosts  # noqa: E402
 from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
-from common.service.fused_forwards import fuse  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
 from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
 from prefill_service.schedule.scheduler import PrefillEngine  # noqa: E402

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from baton.client import AsyncClient  # noqa: E402
 from baton.load_generator import RequestRecord, Workload, run_workload  # noqa: E402
 from baton_cpu.compiler.kernel_cache import keep_kernels  # noqa: E402
+from baton_cpu.program.fusing import fuse  # noqa: E402
 from benchmarks.benchmark_run import BenchmarkRun  # noqa: E402
 from benchmarks.full_speed_pair import full_speed_pair  # noqa: E402
 from benchmarks.machine import demo_model_dir  # noqa: E402
@@ -40,7 +41,6 @@ from common.host.memory import keep_freed_memory  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.model.sampling_params import ResolvedSampling  # noqa: E402
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES  # noqa: E402
-from common.service.fused_forwards import fuse  # noqa: E402
 from tests.support.pair import InProcessPair, PairOptions  # noqa: E402
 
 MAX_SHARE = 0.1

@@ -8,20 +8,24 @@ from grimp import ImportGraph
 from importlinter.application import output
 from importlinter.domain import fields
 from importlinter.domain.contract import Contract, ContractCheck
+from importlinter.domain.helpers import pop_import_expressions
 
 
 class OnlyExternals(Contract):
     """`modules`, and whatever of ours they reach, import no library beside `allowed_externals`.
 
-    The standard library is always allowed. Imports under `if TYPE_CHECKING` count.
+    The standard library is always allowed. Imports under `if TYPE_CHECKING` count. Those in `ignore_imports` do not;
+    one of them that does not exist is an error.
     """
 
     type_name = "only_externals"
 
     modules = fields.SetField(subfield=fields.StringField())
     allowed_externals = fields.SetField(subfield=fields.StringField())
+    ignore_imports = fields.SetField(subfield=fields.ImportExpressionField(), required=False)
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        pop_import_expressions(graph, self.ignore_imports or ())  # type: ignore[arg-type, truthy-bool]
         allowed = {*self.allowed_externals, *sys.stdlib_module_names}  # type: ignore[misc]
         chains = {
             tuple(chain)

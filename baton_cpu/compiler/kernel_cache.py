@@ -8,29 +8,24 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import llvmlite
 import llvmlite.binding
 import numba
 
 from baton_cpu.compiler.jit import Kernel, jit
+from common.cpu_engine import NO_LOG, Log
 
 _choosing = threading.Lock()  # numba has one directory a process
 
 
-class Log(Protocol):
-    """What a process logs with. This package has no logging library of its own."""
-
-    def warning(self, event: str, *values: object) -> object: ...
-
-
 class _Cache:
     directory: Path | None = None  # of this process
-    log: Log | None = None
+    log: Log = NO_LOG
 
 
-def keep_kernels(directory: Path | None, log: Log | None = None) -> None:
+def keep_kernels(directory: Path | None, log: Log = NO_LOG) -> None:
     """Keep in `directory` what `compiled` compiles from now on. Until then, with None, and where it cannot be written,
     each process compiles for itself. `log` is told of what cannot be read or written.
     """
@@ -77,13 +72,11 @@ def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel
         except OSError:
             raise
         except Exception as error:  # whatever the reader of what is damaged says
-            if (log := _Cache.log) is not None:
-                log.warning("kernels are compiled once more: %r", error)
+            _Cache.log.warning("kernels are compiled once more: %r", error)
             _remove(directory)
             return _called(kept_in(directory, function), arguments)
     except OSError as error:  # it cannot be written, the disk is full, another process removes what is damaged
-        if (log := _Cache.log) is not None:
-            log.warning("kernels are not kept: %s", error)
+        _Cache.log.warning("kernels are not kept: %s", error)
         return _called(jit(function), arguments)
 
 

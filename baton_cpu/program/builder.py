@@ -3,30 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_cpu.program.kernel.dot_products import PANEL_WIDTH, packed
+from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import input_dtype
 from baton_cpu.program.kernel.operations import Field, Kind, Store
-from baton_cpu.program.weight_memory import WeightMemory
+from baton_cpu.program.weights import WeightMemory, packed
 from common.model.capture import HiddenCapture
-from common.model.forward_program import AttentionSize, Program
 
 _LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND)
 """As gates do: their target is a LINEAR's input."""
 
 
-def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: int) -> Program:
-    """The same, keeping the states of `capture`, side by side, of buffer `stream` in buffer `states`.
+LOGITS, STATES, STREAM = 0, 1, 2
+"""Buffers of every program: logits [R, vocab] float32, the states it gives out beside them, then one that may come from
+outside; of a model's the residual stream, which does not.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSize:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`operations` [n, fields] and `numbers` [n, 2] are what the kernel reads; `widths` are the buffers' rows, in
+    elements, `float_buffers` those of float32; `normed_width` is the widest input that is normed, converted or selected
+    on the way in; `kept` holds what `operations` has addresses of.
+    """
+
+    operations: NDArray[np.int64]
+    numbers: NDArray[np.float64]
+    widths: tuple[int, ...]
+    float_buffers: frozenset[int]
+    normed_width: int
+    attention: AttentionSize
+    dtype: torch.dtype
+    kept: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDecoder:
+    """A model as a program, with the rotation of every position it takes: cosines, sines [positions, head_dim]."""
+
+    program: Program
+    cosines: Tensor
+    sines: Tensor
+
+
+def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedDecoder:
+    """The same, giving out the states of `capture`, side by side, in buffer STATES.
 
     The program's layers begin with the operations that show it, and its last LINEAR norms what leaves the last.
     """
-    width = program.widths[stream]
+    if capture is None:
+        return decoder
+    program = decoder.program
+    width = program.widths[STREAM]
     last = int(np.flatnonzero(program.operations[:, Field.KIND] == Kind.LINEAR)[-1])
     begins = [*np.flatnonzero(program.operations[:, Field.SHOWS_LAYER]).tolist(), last]
     copies: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
@@ -35,8 +77,8 @@ def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: 
         is_normed = place == len(capture.layers)
         for field, value in {
             Field.KIND: Kind.NORM,
-            Field.SOURCE: stream,
-            Field.TARGET: states,
+            Field.SOURCE: STREAM,
+            Field.TARGET: STATES,
             Field.TARGET_OFFSET: place * width,
             Field.WIDTH: width,
             Field.NORM: program.operations[last, Field.NORM] if is_normed else 0,
@@ -50,8 +92,9 @@ def capturing(program: Program, capture: HiddenCapture, *, stream: int, states: 
             numbers.append(copied_constants)
         operations.append(fields)
         numbers.append(constants)
-    widths = tuple(capture.num_states * width if buffer == states else own for buffer, own in enumerate(program.widths))
-    return replace(program, operations=np.stack(operations), numbers=np.stack(numbers), widths=widths)
+    widths = tuple(capture.num_states * width if buffer == STATES else own for buffer, own in enumerate(program.widths))
+    captured = replace(program, operations=np.stack(operations), numbers=np.stack(numbers), widths=widths)
+    return replace(decoder, program=captured)
 
 
 class ProgramBuilder:

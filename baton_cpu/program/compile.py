@@ -25,6 +25,6 @@ if __name__ == "__main__":
     os.nice(int(sys.argv[4]))
     import torch  # seconds, in which the parent may end
 
-    from baton_cpu.program.start import load_kernels
+    from baton_cpu.program.fusing import load_kernels
 
     load_kernels(Path(sys.argv[2]), getattr(torch, sys.argv[1]))

@@ -11,21 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from baton_cpu.program.builder import ProgramBuilder
-from baton_cpu.program.kernel.dot_products import PANEL_WIDTH, step_of
+from baton_cpu.program.builder import LOGITS, STATES, STREAM, AttentionSize, FusedDecoder, Program, ProgramBuilder
+from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import DTYPES
 from baton_cpu.program.kernel.operations import Store
+from baton_cpu.program.weights import step_of
 from common.host.memory import require_room
-from common.model.forward_program import AttentionSize, FusedDecoder, NewDecoder, Program
+from common.model.forward_program import NewProgram
 
 _MAX_POSITIONS = 131_072  # 64 MB of cosines and sines at a head_dim of 128 in bfloat16
 _MORE_POSITIONS = 64  # drafted past the model's last
 _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-
-LOGITS, STATES, STREAM = 0, 1, 2
-"""Buffers of every program: logits [R, vocab] float32, the states it gives out beside them, then one that may come from
-outside; of a model's the residual stream, which does not.
-"""
 
 
 def can_fuse(model: nn.Module) -> bool:
@@ -47,7 +43,7 @@ def can_fuse(model: nn.Module) -> bool:
     )
 
 
-def decoder_of(model: nn.Module) -> NewDecoder:
+def decoder_of(model: nn.Module) -> NewProgram:
     """What writes down `model`, which `can_fuse`, as it is now: it may be changed before that is called. The decoder
     has packed weights of its own and shares embedding and norms.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -11,23 +11,31 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from baton_cpu.program.builder import ProgramBuilder
-from baton_cpu.program.decoder import LOGITS, STATES, STREAM, rotation
-from baton_cpu.program.kernel.dot_products import PANEL_WIDTH, step_of
+from baton_cpu.program.builder import LOGITS, STATES, STREAM, AttentionSize, FusedDecoder, Program, ProgramBuilder
+from baton_cpu.program.decoder import rotation
+from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import DTYPES
 from baton_cpu.program.kernel.operations import Store
+from baton_cpu.program.weights import step_of
 from common.draft.checkpoint import Checkpoint
-from common.draft.head import HeadPrograms, NewHeadPrograms
 from common.draft.spec import Eagle3Spec
 from common.host.memory import require_room
-from common.model.forward_program import AttentionSize, FusedDecoder, Program
+from common.model.forward_program import NewProgram
 from common.model.target import TargetModel
 
 _OUTPUT, _INPUT = STATES, STREAM
 """Buffers: what the head gives out, which until then is its residual stream; and what it reads beside the tokens."""
 
 
-def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewHeadPrograms | None:
+@dataclass(frozen=True, slots=True)
+class HeadPrograms:
+    """A head with one layer as programs: over the states that the target captured, and over its own outputs."""
+
+    extend: FusedDecoder
+    step: FusedDecoder
+
+
+def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
     """What writes down the head in `checkpoint`, whose tensors fit `spec` and `target`. None where it is of another
     dtype or sizes than kernels know, norms each captured state by itself, or has the target's output head.
     """

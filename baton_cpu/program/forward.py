@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_cpu.attention import MAX_QUERIES, attended_tokens
-from baton_cpu.program.chunk_parts import ChunkParts
-from baton_cpu.program.decoder import LOGITS, STATES, STREAM
+from baton_cpu.program.builder import LOGITS, STATES, STREAM, FusedDecoder
 from baton_cpu.program.kernel import attending, attending_chunks
+from baton_cpu.program.kernel.attending_chunks import QUERY_TOKENS, packed_tokens
+from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import input_dtype
 from baton_cpu.program.kernel.operations import MANY_TOKENS, Call, Field, Kind
 from baton_cpu.program.kernel.run import SUMS_BYTES
 from baton_cpu.program.kernel.team import Team
+from common.draft.head import DraftOutput, HeadProgram
 from common.model.attention import ForwardInput
-from common.model.forward_program import FusedDecoder, Largest, OnLayerKv, ProgramOutput
+from common.model.forward_program import ForwardProgram, Largest, OnLayerKv, ProgramOutput
 
 _MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
@@ -74,12 +77,55 @@ _OF_WINDOWS = np.array(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _ChunkParts:
+    """How the attention of one forward's chunks is cut into items.
+
+    Of the rows with more than MAX_QUERIES new tokens, each by its place in the batch.
+
+    Shapes: key_parts [n, 2] int64, a row and the position of a panel's first key; query_parts [n, 2] int64, a row and
+    the first of some new tokens, those with most to attend first, so that threads end together; packed_starts [B + 1]
+    int64, where each row's panels begin, in tokens.
+    """
+
+    key_parts: NDArray[np.int64]
+    query_parts: NDArray[np.int64]
+    packed_starts: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        """Whose keys and values are packed."""
+        return int(self.packed_starts[-1])
+
+    @classmethod
+    def of(cls, batch: ForwardInput) -> _ChunkParts:
+        key_parts: list[tuple[int, int]] = []
+        query_parts: list[tuple[int, int, int]] = []
+        starts = [0]
+        extend_lens = batch.extend_lens or (1,) * batch.req_pool_indices.shape[0]
+        for row, num_new in enumerate(extend_lens):
+            starts.append(starts[-1])
+            if num_new <= MAX_QUERIES:
+                continue
+            assert batch.prefix_lens is not None
+            prefix_len = batch.prefix_lens[row]
+            starts[-1] += packed_tokens(prefix_len + num_new)
+            key_parts += [(row, begin) for begin in range(0, prefix_len + num_new, PANEL_WIDTH)]
+            query_parts += [(prefix_len + begin, row, begin) for begin in range(0, num_new, QUERY_TOKENS)]
+        query_parts.sort(reverse=True)
+        return cls(
+            np.array(key_parts, np.int64).reshape(-1, 2),
+            np.array([part[1:] for part in query_parts], np.int64).reshape(-1, 2),
+            np.array(starts, np.int64),
+        )
+
+
 class _Windows:
     """Where the new tokens of each request begin, and which they attend: of a window by a mask, of a chunk in parts."""
 
     def __init__(self, batch: ForwardInput) -> None:
         self.extend_lens = extend_lens = _extend_lens(batch)
-        self.chunks = ChunkParts.of(batch)
+        self.chunks = _ChunkParts.of(batch)
         self.is_for_any = batch.tree_mask is None and not self.chunks.num_tokens
         attended, num_masked = attended_tokens(batch, extend_lens)
         chunks = self.chunks
@@ -275,6 +321,28 @@ class FusedForward:
         num_normed = max(num_selected, num_tokens if num_tokens < MANY_TOKENS else 0)
         wanted = SUMS_BYTES + max(wanted, num_normed * self._program.normed_width * itemsize)
         return wanted + -wanted % _ALIGNMENT
+
+
+class FusedHead(HeadProgram):
+    def __init__(self, extend: ForwardProgram, step: ForwardProgram) -> None:
+        """Of HeadPrograms."""
+        self._extend = extend
+        self._step = step
+
+    def takes(self, batch: ForwardInput) -> bool:
+        return self._extend.takes(batch)
+
+    def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
+        return _output(self._extend, batch, captured)
+
+    def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
+        return _output(self._step, batch, hidden)
+
+
+def _output(program: ForwardProgram, batch: ForwardInput, beside: Tensor) -> DraftOutput:
+    logits, hidden, _ = program.forward(batch, beside)
+    assert hidden is not None
+    return DraftOutput(hidden if batch.logits_rows is None else hidden[batch.logits_rows], logits)
 
 
 class _Memory:

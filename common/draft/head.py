@@ -10,7 +10,6 @@ head with one layer does at each step is one call: `extend` from the target's st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import FusedDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +72,6 @@ class DraftHead(Protocol):
 
     def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
         """`forward` and logits of `batch.logits_rows`. Of a head with one layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadPrograms:
-    """A head with one layer as programs: over the states that the target captured, and over its own outputs."""
-
-    extend: FusedDecoder
-    step: FusedDecoder
-
-
-NewHeadPrograms = Callable[[Callable[[], None]], HeadPrograms]
-"""As NewDecoder does, of a head."""
 
 
 class HeadProgram(Protocol):

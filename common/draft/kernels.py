@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
+from common.cpu_engine import cpu_engine
+
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [1, T, head_dim] each."""
 Op = Callable[[Tensor], Tensor]
@@ -30,11 +32,8 @@ class Kernels(Protocol):
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    if device.type != "cpu":
-        return TorchKernels()
-    from baton_cpu.blocks.head_kernels import CpuKernels  # the compiler behind these is of no use elsewhere
-
-    return CpuKernels()
+    engine = cpu_engine(device)
+    return TorchKernels() if engine is None else engine.head_kernels()
 
 
 class TorchKernels:

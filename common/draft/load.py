@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.cpu_engine import cpu_engine
 from common.draft.checkpoint import Checkpoint
 from common.draft.eagle import EagleHead
 from common.draft.eagle3 import Eagle3Head
@@ -57,10 +58,8 @@ def load_draft(
     of_programs = checkpoint.untaken()
     head = _make(HeadParts(checkpoint, target, files, dtype, attention), spec)
     checkpoint.finish()
-    if fuses and isinstance(spec, Eagle3Spec):
-        from baton_cpu.program.eagle3_head import programs_of  # the compiler behind it is of no use elsewhere
-
-        head.new_programs = programs_of(of_programs, spec, target)
+    if fuses and isinstance(spec, Eagle3Spec) and (engine := cpu_engine(torch_device)) is not None:
+        head.new_programs = engine.new_head_programs(of_programs, spec, target)
     return head
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.draft.checkpoint import Checkpoint
-from common.draft.head import DraftOutput, HeadProgram, NewHeadPrograms, output_of
+from common.draft.head import DraftOutput, HeadProgram, output_of
 from common.draft.kernels import Kernels, Op, Rotation, kernels_for
 from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
@@ -18,6 +18,7 @@ from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.attention_choice import AttentionKind, new_attention
 from common.model.capture import HiddenCapture
+from common.model.forward_program import NewProgram
 from common.model.model_files import ModelFiles
 from common.model.target import TargetModel
 from common.telemetry.forward_counts import ForwardCounts
@@ -61,7 +62,7 @@ class PagedHead(ABC):
         feeds_target_hidden: bool = False,
     ) -> None:
         self.files = parts.files
-        self.new_programs: NewHeadPrograms | None = None
+        self.new_programs: NewProgram | None = None
         self.algorithm = algorithm
         self.layer_group = LayerGroupSpec(
             name=DRAFT_GROUP,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from common.cpu_engine import cpu_engine
 from common.errors import StartupError
 from common.model.attention import AttentionBackend
 from common.model.attention_torch import TorchAttention
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 AttentionKind = Literal["kernels", "torch"]
 """Kernels made for the device: they read the paged pool in place, and draw tokens on a GPU. Or PyTorch's operators, the
-reference anywhere.
+reference anywhere, which a CPU without `baton_cpu` has for either.
 """
 
 
@@ -48,9 +49,9 @@ def new_attention(
     if kind == "torch":
         return TorchAttention()
     if torch_device.type == "cpu":
-        from baton_cpu.attention import PagedCpuAttention  # the compiler behind it is of no use elsewhere
-
-        return PagedCpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+        if (engine := cpu_engine(torch_device)) is None:
+            return TorchAttention()
+        return engine.new_attention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     _check_compiler()
     from common.model.attention_triton import HeadShape, TritonAttention
 

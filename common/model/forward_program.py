@@ -1,4 +1,4 @@
-"""A model written down for one kernel, and what a TargetModel asks of it."""
+"""What a TargetModel asks of another way to compute its forwards, such as one kernel for all of a model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.model.attention import ForwardInput
@@ -17,42 +14,10 @@ OnLayerKv = Mapping[int, Callable[[], None]]
 """By layer: what to call once its KV, and so that of all before it, is in the pool (on CUDA: enqueued)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSize:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scaling: float
+NewProgram = Callable[[Callable[[], None]], object]
+"""Writes a model or a head down as programs, for the engine that made this callable and alone reads what it returns.
 
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """`operations` [n, fields] and `numbers` [n, 2] are what the kernel reads; `widths` are the buffers' rows, in
-    elements, `float_buffers` those of float32; `normed_width` is the widest input that is normed, converted or selected
-    on the way in; `kept` holds what `operations` has addresses of.
-    """
-
-    operations: NDArray[np.int64]
-    numbers: NDArray[np.float64]
-    widths: tuple[int, ...]
-    float_buffers: frozenset[int]
-    normed_width: int
-    attention: AttentionSize
-    dtype: torch.dtype
-    kept: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FusedDecoder:
-    """A model as a program, with the rotation of every position it takes: cosines, sines [positions, head_dim]."""
-
-    program: Program
-    cosines: Tensor
-    sines: Tensor
-
-
-NewDecoder = Callable[[Callable[[], None]], FusedDecoder]
-"""Packs a model's weights once more: it takes memory and time. Its argument is called between parts of them, and may
+It packs the weights once more, which takes memory and time. Its argument is called between parts of them, and may
 raise. Raises OSError where there is no room for them.
 """
 

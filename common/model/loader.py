@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton_cpu.blocks.linear import pack_linears
+from common.cpu_engine import cpu_engine
 from common.errors import UnsupportedModel
 from common.kv.layer_group import TARGET_GROUP, LayerGroupSpec
 from common.model.attention import ATTENTION_NAME
 from common.model.attention_choice import AttentionKind, new_attention, overlaps_kernels
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
-from common.model.forward_program import NewDecoder
 from common.model.model_files import (
     ModelFiles,
     check_finite,
@@ -107,11 +106,11 @@ def target_of(
         torch_device=torch_device,
     )
     new_decoder = None
-    if torch_device.type == "cpu":
-        new_decoder = _new_decoder(model) if fuses else None
+    if (engine := cpu_engine(torch_device)) is not None:
+        new_decoder = engine.new_decoder(model) if fuses else None
         if optimizes_modules:
-            _use_cpu_kernels(model)
-    elif optimizes_modules and attention == "kernels":
+            engine.optimize_modules(model)
+    elif torch_device.type != "cpu" and optimizes_modules and attention == "kernels":
         _use_gpu_kernels(model, torch_device)
     target = TargetModel(
         model=model,
@@ -142,22 +141,6 @@ def _size(config: Any, key: str, name: str) -> int:
     if not isinstance(value, int):
         raise UnsupportedModel(f"{name}: an architecture whose configuration has no {key} is not supported")
     return value
-
-
-def _new_decoder(model: nn.Module) -> NewDecoder | None:
-    from baton_cpu.program.decoder import can_fuse, decoder_of  # as below
-
-    return decoder_of(model) if can_fuse(model) else None
-
-
-@torch.inference_mode()
-def _use_cpu_kernels(model: nn.Module) -> None:
-    from baton_cpu.blocks.decoder_blocks import fuse_blocks  # the compiler behind these is of no use elsewhere
-    from baton_cpu.blocks.norm import replace_norms
-
-    fuse_blocks(model)
-    replace_norms(model)
-    pack_linears(model)
 
 
 def _use_gpu_kernels(model: nn.Module, torch_device: torch.device) -> None:

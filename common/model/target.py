@@ -14,7 +14,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram, Largest, NewDecoder, OnLayerKv
+from common.model.forward_program import ForwardProgram, Largest, NewProgram, OnLayerKv
 from common.model.model_files import ModelFiles
 from common.telemetry.forward_counts import ForwardCounts
 
@@ -80,7 +80,7 @@ class TargetModel:
         eos_token_ids: tuple[int, ...],
         dtype: torch.dtype,
         torch_device: torch.device,
-        new_decoder: NewDecoder | None = None,
+        new_decoder: NewProgram | None = None,
         files: ModelFiles | None = None,
     ) -> None:
         self.files = files

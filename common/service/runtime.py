@@ -19,6 +19,7 @@ from common.checkpoints.draft_source import resolve_draft
 from common.checkpoints.source import resolve_model
 from common.config.fast_paths import FastPath
 from common.config.settings import ServiceSettings
+from common.cpu_engine import cpu_engine
 from common.device.factory import open_device
 from common.device.stream import Device
 from common.draft.load import load_draft
@@ -189,10 +190,11 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
     draw_kernels = new_draw_kernels(settings.attention, torch_device=device.torch_device)
     _log.info("draw_chosen", draws="operators" if draw_kernels is None else "kernels", device=settings.device)
-    if device.torch_device.type == "cpu":
-        from baton_cpu.compiler.kernel_cache import keep_kernels  # the compiler behind it is of no use elsewhere
-
-        keep_kernels(kernels_cache_dir() if settings.uses(FastPath.KERNEL_CACHE) else None, _log)
+    engine = cpu_engine(device.torch_device)
+    if engine is not None:
+        engine.keep_kernels(kernels_cache_dir() if settings.uses(FastPath.KERNEL_CACHE) else None, _log)
+    elif device.torch_device.type == "cpu":
+        _log.warning("cpu_engine_unavailable", reason="baton_cpu, or numba, is not installed")
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
     with model_faults(settings.model):
@@ -209,8 +211,9 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     bounds = (model.max_context_tokens, settings.max_context_tokens)
     fingerprint = compute_fingerprint(directory, model, draft=draft)
     fusing = None
-    if settings.fuses_forwards and model.torch_device.type == "cpu":
+    if settings.fuses_forwards and engine is not None:
         fusing = new_fusing(
+            engine,
             model,
             head,
             num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),

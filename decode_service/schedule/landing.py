@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from common.cpu_engine import cpu_engine
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
 from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
@@ -415,12 +416,8 @@ class LandingZone:
 
 def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tensor, Tensor], object]:
     """Copies from its second argument to its first, which are both on that device."""
-    if torch_device.type != "cpu" or not nontemporal:
-        return Tensor.copy_
-    from baton_cpu.kv_copy import copy_blocks, copy_kv  # the compiler behind it is of no use elsewhere
-
-    copy_blocks()  # compiled before it is needed
-    return copy_kv
+    engine = cpu_engine(torch_device) if nontemporal else None
+    return Tensor.copy_ if engine is None else engine.kv_copy()
 
 
 def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:

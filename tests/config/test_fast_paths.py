@@ -21,6 +21,7 @@ from baton_cpu.kv_copy import copy_kv
 from common.checkpoints.cache import kernels_cache_dir
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.cpu_engine import CpuEngine
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
@@ -44,7 +45,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each model whose forwards are to be fused, the most tokens of one."""
     seen: list[int] = []
 
-    def new_fusing(model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int) -> None:
+    def new_fusing(
+        engine: CpuEngine, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int
+    ) -> None:
         assert model.new_decoder is not None
         seen.append(max_tokens)
 

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton_cpu.program.fusing import fuse
 from common.draft.paged_head import PagedHead
 from common.model.target import TargetModel
-from common.service.fused_forwards import fuse
 from common.telemetry.forward_counts import ForwardCounts
 
 BOUND_S = 60.0

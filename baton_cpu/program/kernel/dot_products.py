@@ -11,14 +11,12 @@ A sum is taken in the order of the steps whatever the pass, so that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from torch import Tensor
 
 from baton_cpu.compiler.jit import jit
 from baton_cpu.compiler.numbers import Bfloat16, has_bfloat16
@@ -37,44 +35,13 @@ from baton_cpu.compiler.vectors import (
     spread,
     switch,
 )
-from baton_cpu.program.weight_memory import WeightMemory
 
 PANEL_WIDTH = 32
 MAX_ROWS, _MAX_WHOLE_ROWS = (8, 8) if HAS_WIDE_REGISTERS else (5, 2)
-_PART_BYTES = 64 << 20
 _BYTES_AHEAD = 1024  # of the panel, asked for before they are needed
 
 _PANEL_VECTORS = PANEL_WIDTH // LANES
 _BFLOATS = ir.VectorType(Bfloat16(), 2 * LANES)
-
-
-def step_of(dtype: torch.dtype) -> int:
-    """Numbers of a row in a step. `dtype` is bfloat16 or float32."""
-    return {torch.bfloat16: 2, torch.float32: 1}[dtype]
-
-
-def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> Tensor:
-    """`weight` [outputs, inputs], whose inputs are whole steps, in panels. Missing outputs of the last are 0.
-
-    `check` is called before each 64 MiB, and may raise.
-    """
-    num_outputs, num_inputs = weight.shape
-    step = step_of(weight.dtype)
-    assert num_inputs % step == 0
-    num_panels = -(-num_outputs // PANEL_WIDTH)
-    storage = memory.zeros(num_panels * PANEL_WIDTH * num_inputs, weight.dtype)
-    whole = num_outputs // PANEL_WIDTH
-    steps = weight.contiguous().view(torch.int32)  # steps are moved as one number: several times faster than as two
-    panels = storage.view(torch.int32).view(num_panels, num_inputs // step, PANEL_WIDTH)
-    in_part = max(1, _PART_BYTES // (PANEL_WIDTH * num_inputs * weight.itemsize))
-    for first in range(0, whole, in_part):
-        check()
-        last = min(first + in_part, whole)
-        part = steps[first * PANEL_WIDTH : last * PANEL_WIDTH]
-        panels[first:last] = part.unflatten(0, (last - first, PANEL_WIDTH)).transpose(1, 2)
-    if rest := num_outputs - whole * PANEL_WIDTH:
-        panels[whole, :, :rest] = steps[-rest:].t()
-    return storage.view(*panels.shape, step)
 
 
 def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -> Any:

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_cpu.program.builder import ProgramBuilder
+from baton_cpu.program.builder import AttentionSize, FusedDecoder, ProgramBuilder
+from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.attending import PART_TOKENS
-from baton_cpu.program.start import new_forwards
 from common.model.attention import ForwardInput
-from common.model.forward_program import AttentionSize, ForwardProgram, FusedDecoder
+from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
-from common.service.fused_forwards import fuse
 
 _VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS, _GUARD_BYTES = 90, 600, 4096, 1 << 20
 _SIZES = [

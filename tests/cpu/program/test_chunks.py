@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from baton_cpu.attention import MAX_QUERIES
+from baton_cpu.program.fusing import fuse
 from common.model.attention import ForwardInput
 from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.service.fused_forwards import fuse
 from tests.support.models import save_tiny_model
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_cpu.compiler.numbers import has_bfloat16
-from baton_cpu.program.kernel import dot_products
-from baton_cpu.program.kernel.dot_products import MAX_ROWS, PANEL_WIDTH, packed, panel_products, products_of, step_of
+from baton_cpu.program import weights
+from baton_cpu.program.kernel.dot_products import MAX_ROWS, PANEL_WIDTH, panel_products, products_of
 from baton_cpu.program.kernel.numbers import input_dtype
-from baton_cpu.program.weight_memory import WeightMemory
+from baton_cpu.program.weights import WeightMemory, packed, step_of
 
 _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _WIDTHS = (2, 6, 64, 190)
@@ -72,7 +72,7 @@ def test_a_weight_is_packed_in_parts_of_whole_panels(dtype: torch.dtype, monkeyp
     """Also what is left of outputs; and may be stopped before each part."""
     weight = torch.randn((7 * PANEL_WIDTH + 3, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
     at_once, checks = packed(weight, WeightMemory(), lambda: None), list[None]()
-    monkeypatch.setattr(dot_products, "_PART_BYTES", 3 * PANEL_WIDTH * 6 * dtype.itemsize)
+    monkeypatch.setattr(weights, "_PART_BYTES", 3 * PANEL_WIDTH * 6 * dtype.itemsize)
     assert torch.equal(packed(weight, WeightMemory(), lambda: checks.append(None)), at_once)
     assert len(checks) == 3 and at_once.count_nonzero() == weight.count_nonzero()
     outputs = at_once.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from baton_cpu.program.builder import FusedDecoder, with_capture
+from baton_cpu.program.comparison import difference
+from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.attending import PART_TOKENS
-from baton_cpu.program.start import difference, new_forwards, with_capture
 from common.errors import StartupError
 from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram, FusedDecoder
+from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.service.fused_forwards import fuse
 from common.service.work_beside import Stopped
 
 _NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 640, 200, 512

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
 from baton_cpu.program import eagle3_head
-from baton_cpu.program.start import relative
+from baton_cpu.program.comparison import relative
+from baton_cpu.program.fusing import fuse
 from common.draft.head import DraftOutput
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.model.attention import ForwardInput
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.service.fused_forwards import fuse
 from tests.draft.cases import BY_NAME
 from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
 from tests.support.models import save_tiny_model
@@ -214,7 +215,7 @@ def test_where_there_is_room_for_the_target_alone_the_head_runs_by_operators(
 
     monkeypatch.setattr(eagle3_head, "require_room", no_room)
     with capture_logs() as logs:
-        fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS)
+        fuse(target, head, num_threads=2, max_tokens=_NUM_SLOTS, log=structlog.get_logger())
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["fused_draft_head_failed"]
     assert not head.runs_program and head.new_programs is None
     assert target._program is not None and target._program.close(5.0)

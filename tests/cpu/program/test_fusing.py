@@ -12,11 +12,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from baton_cpu import engine
 from baton_cpu.compiler import kernel_cache
-from baton_cpu.program import start, weight_memory
+from baton_cpu.program import fusing, weights
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.service import fused_forwards
 from common.service.fused_forwards import new_fusing
 from common.service.work_beside import Work, WorkBeside
 
@@ -56,10 +56,10 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     kernels = Kernels()
     monkeypatch.setattr(kernel_cache._Cache, "directory", tmp_path)
-    monkeypatch.setattr(fused_forwards, "run_python", kernels.run_python)
-    monkeypatch.setattr(start, "load_kernels", kernels.load)
-    monkeypatch.setattr(start, "new_forwards", lambda *_, **__: [kernels.forward])
-    monkeypatch.setattr(start, "difference", lambda *_, **__: kernels.apart)
+    monkeypatch.setattr(fusing, "run_python", kernels.run_python)
+    monkeypatch.setattr(fusing, "load_kernels", kernels.load)
+    monkeypatch.setattr(fusing, "new_forwards", lambda *_, **__: [kernels.forward])
+    monkeypatch.setattr(fusing, "difference", lambda *_, **__: kernels.apart)
     return kernels
 
 
@@ -79,7 +79,7 @@ def fuse_again(model_dir: Path) -> list[str]:
 
 
 def started(model: TargetModel, *then: Work) -> WorkBeside:
-    fusing, beside = new_fusing(model, None, num_threads=1, max_tokens=64), WorkBeside()
+    fusing, beside = new_fusing(engine, model, None, num_threads=1, max_tokens=64), WorkBeside()
     assert fusing is not None
     beside.start(fusing, *then)
     return beside
@@ -132,7 +132,7 @@ def test_where_there_is_no_room_for_all_weights_none_are_packed(
     model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.host.memory.available_bytes", lambda: 1000)
-    monkeypatch.setattr(weight_memory, "untouched_zeros", lambda *_, **__: pytest.fail("took some of it"))
+    monkeypatch.setattr(weights, "untouched_zeros", lambda *_, **__: pytest.fail("took some of it"))
     with capture_logs() as logs:
         fuse_to_the_end(model)
     assert [line["event"] for line in logs] == ["compiling_kernels", "fused_forward_failed"]
@@ -143,7 +143,7 @@ def test_where_there_is_no_room_for_all_weights_none_are_packed(
 def test_a_defect_is_logged_with_where_it_is(
     model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "difference", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(fusing, "difference", lambda *_, **__: 1 // 0)
     with capture_logs() as logs:
         fuse_to_the_end(model)
     if not any(line["event"] == "fused_forward_failed" for line in logs):
@@ -162,7 +162,7 @@ def test_damaged_kernels_are_compiled_again(model_dir: Path, kernels: Kernels, t
 def test_a_compiler_that_takes_too_long_is_given_up(
     model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_forwards, "_COMPILE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(fusing, "_COMPILE_TIMEOUT_S", 0.0)
     kernels.on_compile = lambda on_wait: on_wait()
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
 

@@ -1,0 +1,124 @@
+"""How far a program is from the modules it was written down from: it is used only where both compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from common.draft.head import DraftHead, DraftOutput, HeadProgram
+from common.model.attention import ForwardInput
+from common.model.forward_program import ForwardProgram
+from common.model.target import TargetModel
+
+_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
+"""Of the whole difference, relative to the logits: sums are taken in another order, and rounded."""
+
+_COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
+"""Tokens before and new ones, of either of two rows: a window, steps, a chunk, a window and a step over two parts."""
+
+_CHUNK = 40
+"""Tokens of each of two rows, compared as a prompt's chunk behind a prefix."""
+
+
+def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[], None] = lambda: None) -> float:
+    """Of `forward`'s logits and states from those of `model`, which does not run it yet: the largest of a few forwards,
+    each relative to the model's. `check` is called between them, and may raise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    group = model.layer_group
+    num_tokens = _COMPARED[-1][0] + _COMPARED[-1][1]
+    kv = torch.zeros((group.num_layers, 2, 2 * num_tokens + 1, group.num_heads, group.head_dim), dtype=model.dtype)
+    tables = torch.zeros((3, num_tokens), dtype=torch.int64)
+    tables[1:] = torch.randperm(2 * num_tokens, generator=generator).view(2, num_tokens) + 1
+    largest = 0.0
+    for prefix_len, num_tokens in _COMPARED:
+        positions = torch.arange(prefix_len, prefix_len + num_tokens).repeat(2)
+        batch = ForwardInput(
+            input_ids=torch.randint(0, model.vocab_size, (2 * num_tokens,), generator=generator),
+            positions=positions,
+            out_cache_loc=tables[1:, prefix_len : prefix_len + num_tokens].flatten(),
+            req_to_token=tables,
+            req_pool_indices=torch.tensor([1, 2]),
+            seq_lens=torch.full((2,), prefix_len + num_tokens),
+            prefix_lens=(prefix_len,) * 2 if num_tokens > 1 else None,
+            extend_lens=(num_tokens,) * 2 if num_tokens > 1 else None,
+            max_seq_len=prefix_len + num_tokens,
+            kv=kv.clone(),
+            logits_rows=None,
+        )
+        check()
+        expected = model.forward_to_compare(replace(batch, kv=kv))
+        check()
+        logits, states, found = forward.forward(batch)
+        largest = max(largest, relative(logits, expected.logits), relative(batch.kv, kv))
+        assert found is not None
+        if not torch.equal(found.token_ids, logits.argmax(dim=-1)):
+            return float("inf")
+        if expected.hidden is not None:
+            assert states is not None
+            largest = max(largest, relative(states, expected.hidden))
+    return largest
+
+
+def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dtype: torch.dtype) -> float:
+    """Of `program`'s logits and outputs from those of `head`, which does not run it yet: the largest of an extend of
+    several rows and the steps behind it, each relative to the head's. `captured_size`: states * H.
+    """
+    generator = torch.Generator().manual_seed(0)
+    group, num_rows, num_read = head.layer_group, 2, 4
+    shape = (group.num_layers, group.num_planes, 2 * _CHUNK + 16, group.num_heads, group.head_dim)
+    kv = torch.zeros(shape, dtype=dtype)
+    both: tuple[tuple[DraftHead | HeadProgram, Tensor], ...] = ((head, kv), (program, kv.clone()))
+    firsts = torch.tensor([[0] * 6, [3, 5, 1, 9, 11, 2], [4, 6, 7, 10, 12, 13]])
+    tables = torch.cat([firsts, torch.arange(16, 16 + 2 * _CHUNK).view(2, -1)[[0, 0, 1]]], dim=1)
+
+    def captured(num_tokens: int) -> Tensor:
+        return torch.randn((num_rows * num_tokens, captured_size), generator=generator).to(dtype)
+
+    def batch(kv: Tensor, ids: Tensor, prefix_len: int, num_tokens: int) -> ForwardInput:
+        is_decode = num_tokens == 1
+        return ForwardInput(
+            input_ids=ids,
+            positions=torch.arange(prefix_len, prefix_len + num_tokens).repeat(num_rows),
+            out_cache_loc=tables[1:, prefix_len : prefix_len + num_tokens].flatten(),
+            req_to_token=tables,
+            req_pool_indices=torch.arange(1, num_rows + 1),
+            seq_lens=torch.full((num_rows,), prefix_len + num_tokens),
+            prefix_lens=None if is_decode else (prefix_len,) * num_rows,
+            extend_lens=None if is_decode else (num_tokens,) * num_rows,
+            max_seq_len=prefix_len + num_tokens,
+            kv=kv,
+            logits_rows=None if is_decode else torch.arange(num_tokens - 1, num_rows * num_tokens, num_tokens),
+        )
+
+    def ids(num_tokens: int) -> Tensor:
+        return head.token_ids[torch.randint(0, len(head.token_ids), (num_tokens,), generator=generator)]
+
+    chosen, states = ids(num_rows * num_read), captured(num_read)
+    outputs = [each.extend(batch(kv, chosen, 0, num_read), states) for each, kv in both]
+    apart = [_apart(*outputs)]
+    for prefix_len in (num_read, num_read + 1):
+        chosen, hidden = ids(num_rows), outputs[0].hidden
+        outputs = [each.step(batch(kv, chosen, prefix_len, 1), hidden) for each, kv in both]
+        apart.append(_apart(*outputs))
+    chosen, states = ids(num_rows * _CHUNK), captured(_CHUNK)
+    outputs = [each.extend(batch(kv, chosen, num_read + 2, _CHUNK), states) for each, kv in both]
+    apart.append(_apart(*outputs))
+    return max(*apart, relative(both[1][1], kv))
+
+
+def _apart(expected: DraftOutput, seen: DraftOutput) -> float:
+    return max(relative(seen.logits, expected.logits), relative(seen.hidden, expected.hidden))
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCE[dtype]
+
+
+def relative(seen: Tensor, expected: Tensor) -> float:
+    """How far `seen` is from `expected`, by its size."""
+    distance, size = (seen.float() - expected.float()).norm(), expected.float().norm()
+    return float("inf") if not torch.isfinite(distance) else float(distance / size)

@@ -1,0 +1,193 @@
+"""From models written down to programs in use: kernels compiled once on a machine, seen to compute what the model does.
+
+model.new_decoder ──▶ packed weights, operations ─┐
+compiled kernel, made or found on the disk ───────┼─▶ FusedForward ─▶ compared with the model ─▶ model.run_program
+a team of threads ────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+
+from baton_cpu.compiler.jit import Kernel
+from baton_cpu.compiler.kernel_cache import kept_in, kernels_dir, kernels_key
+from baton_cpu.program.builder import FusedDecoder, with_capture
+from baton_cpu.program.comparison import difference, head_difference, tolerance
+from baton_cpu.program.eagle3_head import HeadPrograms
+from baton_cpu.program.forward import NUM_CALL_WORDS, FusedForward, FusedHead
+from baton_cpu.program.kernel.run import take_part
+from baton_cpu.program.kernel.team import Team
+from common.checkpoints.cache import make_once, run_python
+from common.cpu_engine import NO_LOG, Log
+from common.draft.head import HeadProgram
+from common.draft.paged_head import PagedHead
+from common.errors import StartupError
+from common.model.forward_program import ForwardProgram
+from common.model.target import TargetModel
+
+_BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+_CLOSE_TIMEOUT_S = 5.0
+_COMPILE_TIMEOUT_S = 900.0  # it takes some 20 s of a core that it has for itself, at the lowest priority
+
+_KERNELS: dict[torch.dtype, Kernel] = {}
+"""Of this process."""
+
+Check = Callable[[], None]
+
+
+def fuse(
+    model: TargetModel,
+    draft: PagedHead | None = None,
+    *,
+    num_threads: int,
+    max_tokens: int,
+    niceness: int = 0,
+    check: Check = lambda: None,
+    log: Log = NO_LOG,
+) -> float:
+    """As `CpuEngine.fuse` says. A head whose programs differ too much from its layers goes on by its layers."""
+    dtype = model.dtype
+    try:
+        _load_kernels(dtype, niceness, check, log)
+        decoders = _decoders(model, draft, check, log)
+    finally:
+        model.new_decoder = None  # and with it weights that operators have packed for themselves
+        if draft is not None:
+            draft.new_programs = None
+    forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
+    try:
+        apart = difference(model, forward, check=check)
+        if not apart <= tolerance(dtype):
+            raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
+        check()
+        head = _compared_head(draft, of_head, model, log) if draft is not None and of_head else None
+    except BaseException:
+        forward.close(_CLOSE_TIMEOUT_S)
+        raise
+    if draft is not None and head is not None:
+        draft.run_program(head)
+    model.run_program(forward)
+    return apart
+
+
+def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Log) -> list[FusedDecoder]:
+    """The target's; then the head's for extend and for step, where it has programs and there is room for them."""
+    assert model.new_decoder is not None
+    decoder = model.new_decoder(check)
+    assert isinstance(decoder, FusedDecoder), "another engine's"
+    target = with_capture(decoder, model.capture)
+    if draft is None or draft.new_programs is None:
+        return [target]
+    try:
+        programs = draft.new_programs(check)
+    except OSError as error:  # no room
+        log.warning("fused_draft_head_failed", error=str(error))
+        return [target]
+    assert isinstance(programs, HeadPrograms), "another engine's"
+    return [target, programs.extend, programs.step]
+
+
+def _compared_head(
+    draft: PagedHead, forwards: Sequence[ForwardProgram], model: TargetModel, log: Log
+) -> HeadProgram | None:
+    """None, logged, when it computes something else than `draft` does, which goes on as it was."""
+    head = FusedHead(*forwards)
+    captured_size = draft.capture.num_states * model.hidden_size
+    apart = head_difference(draft, head, captured_size=captured_size, dtype=model.dtype)
+    if apart <= tolerance(model.dtype):
+        return head
+    log.warning("fused_draft_head_failed", error=f"it differs from the head's layers by {apart:.3g} of the logits")
+    return None
+
+
+def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_tokens: int) -> list[ForwardProgram]:
+    """With one team of `num_threads`, so only one of them runs at a time. After `load_kernels`."""
+    dtype = decoders[0].program.dtype
+    kernel, like = _KERNELS[dtype], np.zeros(1, _BITS[dtype])
+    team = Team(
+        num_threads=num_threads,
+        max_operations=max(len(decoder.program.operations) for decoder in decoders),
+        num_call_words=NUM_CALL_WORDS,
+        take_part=lambda *arguments: kernel(*arguments, like),
+    )
+    try:
+        return [FusedForward(decoder, team, max_tokens=max_tokens) for decoder in decoders]
+    except BaseException:
+        team.close(_CLOSE_TIMEOUT_S)
+        raise
+
+
+def _load_kernels(dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
+    """From where this process keeps kernels, once they are there; what is damaged there is made anew, and what cannot
+    be kept there is made for this process. Raises StartupError.
+    """
+    if (kept := kernels_dir()) is not None:
+        try:
+            return _load_kernels_from(kept, dtype, niceness, check, log)
+        except _NotKept as error:
+            log.warning("kernels_not_kept", directory=str(kept), error=str(error))
+    with tempfile.TemporaryDirectory(prefix="baton-kernels-") as directory:
+        _load_kernels_from(Path(directory), dtype, niceness, check, log)
+
+
+class _NotKept(StartupError):
+    """There is no directory for kernels, and none can be made."""
+
+
+def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
+    name = str(dtype).removeprefix("torch.")
+    directory = kept / f"{kernels_key()}-{name}"
+    give_up_s = time.monotonic() + _COMPILE_TIMEOUT_S
+
+    def look() -> None:
+        check()
+        if time.monotonic() > give_up_s:
+            raise StartupError(f"kernels were not compiled within {_COMPILE_TIMEOUT_S:g} s")
+
+    def compile_kernels(scratch: Path, out: Path) -> None:
+        log.info("compiling_kernels", dtype=name)
+        arguments = ["-m", "baton_cpu.program.compile", name, str(out), str(os.getpid()), str(niceness)]
+        error = run_python(arguments, on_wait=look)
+        if error is not None:
+            raise StartupError(f"kernels could not be compiled: {error}")
+        if next(out.rglob("*.nbc"), None) is None:
+            raise StartupError("compiled kernels were not kept")
+
+    def made() -> Path:
+        try:
+            return make_once(directory, compile_kernels, lambda stage, num_done, num_total: look())
+        except OSError as error:
+            raise _NotKept(str(error)) from error
+
+    kernels = made()
+    try:
+        is_from_cache = load_kernels(kernels, dtype)
+    except Exception as error:  # whatever its reader says
+        log.warning("kernels_damaged", error=repr(error))
+        shutil.rmtree(directory, ignore_errors=True)
+        is_from_cache = load_kernels(made(), dtype)
+    if not is_from_cache:
+        log.warning("kernels_compiled_beside_serving", directory=str(directory))
+
+
+def load_kernels(directory: Path, dtype: torch.dtype) -> bool:
+    """Load what `directory` holds of them, or compile them and leave them there. False when they had to be compiled.
+
+    What is damaged there raises whatever its reader does.
+    """
+    array, word = numba.types.Array, numba.types.int64
+    words, like = array(word, 1, "C"), array(numba.from_dtype(np.dtype(_BITS[dtype])), 1, "C")
+    signature = (word, word, words, word, word, word, like)
+    kernel = kept_in(directory, take_part)
+    kernel.compile(signature)
+    _KERNELS[dtype] = kernel
+    return signature not in kernel.stats.cache_misses
