@@ -1,4 +1,4 @@
-"""How settings say where services are: "HOST:PORT" is one, "dns:///NAME:PORT" every one behind the name."""
+"""Addresses in settings: "HOST:PORT" is one service, "dns:///NAME:PORT" every service behind the name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_dns_name(text: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of "HOST:PORT", an IPv6 host without its brackets. Raises ValueError."""
+    """Splits "HOST:PORT"; an IPv6 host loses its brackets. Raises ValueError."""
     scheme, is_url, _ = address.partition("://")
     if is_url:
         raise ValueError(f"{address!r} is not HOST:PORT: leave {scheme}:// away")
@@ -57,7 +57,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def why_not_listen(address: str) -> str:
-    """Why no server can listen on "HOST:PORT" now; "" when one can."""
+    """Why no server can listen on "HOST:PORT" now; "" if one can."""
     host, port = host_and_port(address)
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -71,7 +71,7 @@ def why_not_listen(address: str) -> str:
 
 
 def is_listened_on(address: str) -> bool:
-    """Whether "HOST:PORT" takes a connection now."""
+    """Whether "HOST:PORT" accepts a connection now."""
     try:
         socket.create_connection(host_and_port(address), _CONNECT_TIMEOUT_S).close()
     except OSError:
@@ -80,7 +80,7 @@ def is_listened_on(address: str) -> bool:
 
 
 def numeric_form(address: str) -> str:
-    """The one way to write a numeric "HOST:PORT"; one whose host is a name as it is."""
+    """The canonical form of a numeric "HOST:PORT"; an address with a name stays as it is."""
     host, port = host_and_port(address)
     try:
         return address_of(str(ip_address(host)), port)
@@ -89,7 +89,7 @@ def numeric_form(address: str) -> str:
 
 
 def network_of(host: str) -> str:
-    """Whose address it is, as far as it tells: of IPv6 everybody has a /64 at least. A name stays one."""
+    """The network that identifies a client: an IPv6 host's /64, an IPv4 host itself. A name stays as it is."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -100,7 +100,7 @@ def network_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" is reached from this machine only; a name other than localhost may be anywhere."""
+    """Whether "host:port" is reachable only from this machine. A name other than localhost may be anywhere."""
     host, _ = host_and_port(address.removeprefix("dns:///"))
     try:
         return host == "localhost" or ip_address(host).is_loopback

@@ -29,9 +29,9 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Base of every error below. `code` is the name of the gRPC status code it travels as.
+    """Base of all errors below. `code` is the name of the gRPC status code that it travels as.
 
-    `reason` is the ErrorInfo reason; `metadata` its machine-readable detail.
+    `reason` is the ErrorInfo reason, `metadata` its machine-readable detail.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -66,7 +66,7 @@ class InvalidRequest(BatonError):
 
 
 class ContextExceeded(InvalidRequest):
-    """`tokens` says how many there may be and how many were asked for, as far as it is known."""
+    """`tokens` says, as far as known, how many tokens are allowed and how many were requested."""
 
     reason = "CONTEXT_EXCEEDED"
 
@@ -195,11 +195,11 @@ class StartupError(BatonError):
 
 
 class ConfigError(StartupError):
-    """The configuration is wrong: the key is named."""
+    """The configuration is wrong; the message names the key."""
 
 
 class UnsupportedModel(StartupError):
-    """The model has a trait this project does not serve: the trait is named."""
+    """The model has a trait that Baton does not serve; the message names it."""
 
 
 class DraftMismatch(StartupError):
@@ -207,7 +207,7 @@ class DraftMismatch(StartupError):
 
 
 def request_reasons() -> list[str]:
-    """Every reason that a request may end with: those of the tree above, without what no request is about."""
+    """Every reason that a request may end with: those of the tree above, without errors of a start."""
 
     def below(kind: type[BatonError]) -> list[type[BatonError]]:
         return [kind, *(each for child in kind.__subclasses__() for each in below(child))]
@@ -217,7 +217,7 @@ def request_reasons() -> list[str]:
 
 
 class RowFailure(StrEnum):
-    """Why a prefill replica gave up on a row. The values are the names of the wire's enum, without its prefix."""
+    """Why a prefill replica gave up on a row. The values are the names of the wire's enum without its prefix."""
 
     FINGERPRINT_MISMATCH = "FINGERPRINT_MISMATCH"
     INVALID_ROW = "INVALID_ROW"
@@ -244,7 +244,7 @@ ROW_FAILURE_ERRORS: dict[RowFailure, type[BatonError]] = {
 
 
 def error_for_row_failure(reason: RowFailure, message: str) -> BatonError:
-    """The error a request ends with when a replica failed its row for good."""
+    """Returns the error that a request ends with when a replica failed its row for good."""
     kind = ROW_FAILURE_ERRORS[reason]
     if kind is FingerprintMismatch:
         return FingerprintMismatch(message or "fingerprint", "one value", "another")

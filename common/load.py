@@ -1,4 +1,4 @@
-"""What an engine holds, as one immutable snapshot: read by GetLoad, metrics and the least-loaded choice."""
+"""What an engine holds, as an immutable snapshot for GetLoad, metrics and the choice of the least loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """`num_steps` counts engine steps; a step is one pass of the loop that launched or finished a forward."""
+    """`num_steps` counts passes of the loop that launched or finished a forward."""
 
     rows: PoolCounts
     slots: PoolCounts

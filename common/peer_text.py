@@ -1,7 +1,7 @@
-"""Text that somebody else wrote, made fit for logs, errors and terminals where it comes in.
+"""Makes text from peers safe for logs, errors and terminals.
 
-A replica, a client or a server sends what it likes: megabytes, lines that look like the log's own, codes that command a
-terminal, characters that turn the direction of what follows.
+A replica, a client or a server can send megabytes, lines that look like log lines, codes that control a terminal, or
+characters that reverse text.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ MAX_PEER_TEXT_BYTES = 512
 
 
 def peer_text(text: str, max_bytes: int = MAX_PEER_TEXT_BYTES) -> str:
-    """`text` on one line, within `max_bytes` of UTF-8: what is not printable is written as Python escapes it.
+    """Returns `text` on one line of at most `max_bytes` of UTF-8, with unprintable characters escaped as in Python.
 
-    What was cut ends with how many bytes there were. Text that went through this before is not changed.
+    A cut text ends with the number of bytes that there were. Applying this twice changes nothing.
     """
     shown = _escaped(text[:max_bytes])
     if len(text) <= max_bytes and len(shown.encode()) <= max_bytes:

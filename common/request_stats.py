@@ -1,7 +1,7 @@
-"""What a request cost, as the decode service tells it and its clients read it.
+"""What a request cost: the decode service reports it and clients read it.
 
-The wire has messages with the same fields (`Timings` and `SpeculationCounts` in inference.proto): a field that is added
-here and there reaches the log, the events of the client and everything that prints them.
+The wire has messages with the same fields (`Timings` and `SpeculationCounts` in inference.proto). A field added here
+and there reaches the log, the client's events and everything that prints them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Drafts verified and accepted over a request's verify steps. A draft that the request's end cuts off counts as
+    """Drafts verified and accepted in a request's verify steps. A draft that the request's end cuts off counts as
     refused.
 
-    `drafted_at[i]` and `accepted_at[i]`: steps that drafted, and accepted, i + 1 tokens ahead. The seconds are the
-    device's, of the whole batches that the request was in.
+    `drafted_at[i]` counts steps that drafted i + 1 tokens ahead, `accepted_at[i]` those that accepted so many. The
+    seconds are the device's, for the whole batches that the request was in.
     """
 
     num_verify_steps: int

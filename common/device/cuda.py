@@ -93,13 +93,13 @@ class CudaStream(Stream):
         kind: StreamKind = StreamKind.COMPUTE,
         track: Track | None = None,
     ) -> None:
-        """What it runs and waits for is on `track`."""
+        """Its pieces and waits are spans on `track`."""
         self._timer = CudaTimer(cuda_stream, track or Track(name))
         self._scope = Scope(name)
         self._kind = kind
         self._cuda_stream = cuda_stream
         self._latest: CudaEvent | None = None
-        self._watched: CudaEvent | None = None  # by who asks for progress, like the next
+        self._watched: CudaEvent | None = None  # set by whoever asks for progress, like the next
         self._num_passed = 0
         self._is_closed = False
 
@@ -108,7 +108,7 @@ class CudaStream(Stream):
         return self._scope.name
 
     def progress(self) -> StreamProgress:
-        """A recorded point is watched until it is passed; then the latest is."""
+        """Watches one recorded point until it has passed, then the latest one."""
         if self._watched is None or self._watched.is_done():
             self._num_passed += 1
             self._watched = self._latest
@@ -222,7 +222,7 @@ class CudaDevice(Device):
         return self._schedule_stream.failure_for(error, "outside of pieces")
 
     def memory(self) -> DeviceMemory:
-        held_bytes = self._graphs.held_bytes()  # gives back what lies unused first
+        held_bytes = self._graphs.held_bytes()  # releases unused memory first
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._torch_device)
         return DeviceMemory(total_bytes, free_bytes, held_bytes)
 
@@ -244,14 +244,14 @@ class CudaDevice(Device):
         return [stream.progress() for stream in self._streams]
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with torch.cuda.device(self._index):  # memory is pinned by the device that is current
+        with torch.cuda.device(self._index):  # the current device pins the memory
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        # pin_memory() keeps strides: of a few slots of a mapped pool it would pin all that lies between them
+        # pin_memory() keeps strides: for a few slots of a mapped pool it would pin everything between them
         staged = self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach())
         return staged.to(self.torch_device, non_blocking=True)
 
@@ -260,7 +260,7 @@ class CudaDevice(Device):
 
 
 def _lost(error: RuntimeError, doing: str) -> DeviceLost:
-    """What follows the first line of CUDA's own message is advice on how to debug it."""
+    """Only the first line of CUDA's message is kept; the rest is debugging advice."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     lost = DeviceLost(f"the device faulted, seen {doing}: {reason}")
     lost.__cause__ = error

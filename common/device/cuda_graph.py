@@ -17,7 +17,7 @@ class CudaGraph(Graph):
 
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
         """Waits for the device, as start-up may. Other threads may use it meanwhile, on other streams."""
-        stream = torch.cuda.current_stream()  # of the piece, and so of its device
+        stream = torch.cuda.current_stream()  # the piece's stream, and so its device's
         graph = torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
         with torch.inference_mode(), graph:
             return work()
@@ -27,7 +27,7 @@ class CudaGraph(Graph):
 
 
 class CudaGraphRecorder(GraphRecorder):
-    """Outputs are kept while their graph is; what lies between is free again for the next one recorded."""
+    """Outputs are kept as long as their graph; the next recorded graph reuses the memory between."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
@@ -40,5 +40,5 @@ class CudaGraphRecorder(GraphRecorder):
 
     def held_bytes(self) -> int:
         with torch.cuda.device(self._torch_device):
-            torch.cuda.empty_cache()  # what nobody uses would hide what graphs take
+            torch.cuda.empty_cache()  # unused memory would hide what graphs take
         return torch.cuda.memory_reserved(self._torch_device)

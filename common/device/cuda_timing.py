@@ -1,4 +1,4 @@
-"""When a CUDA stream's pieces ran, by events around them: told when the recording is read, without waiting for any."""
+"""Times a CUDA stream's pieces by events around them, which are read with the recording, without waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_FIGURES: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class _Anchor:
-    """One moment on both clocks, but for the microseconds in which an idle stream takes up an event."""
+    """One moment on both clocks, exact to the microseconds in which an idle stream takes up an event."""
 
     cuda_event: torch.cuda.Event
     at_ns: int
@@ -45,7 +45,7 @@ class _TimedPiece:
             if not (self.anchor.cuda_event.query() and self.end.query()):
                 return None
             start_ns, end_ns = self.anchor.ns_of(self.begin), self.anchor.ns_of(self.end)
-        except RuntimeError:  # the device faulted: the engine says so
+        except RuntimeError:  # the device faulted, which the engine reports
             return None
         return TimelineEvent(EventKind.SPAN, self.name, start_ns, end_ns - start_ns, self.detail, figures=self.figures)
 
@@ -59,7 +59,7 @@ class CudaTimer:
         self._cuda_stream = cuda_stream
         self._idle_stream = torch.cuda.Stream(cuda_stream.device)
         self._track = track
-        self._anchored: tuple[Ring, _Anchor] | None = None  # of the recording that the ring is of
+        self._anchored: tuple[Ring, _Anchor] | None = None  # belongs to the ring's recording
 
     @property
     def is_recording(self) -> bool:
@@ -68,7 +68,7 @@ class CudaTimer:
     def timed(
         self, name: str, detail: str = "", figures: Mapping[str, int] = _NO_FIGURES
     ) -> AbstractContextManager[None]:
-        """Around what puts work on the stream."""
+        """Wraps code that puts work on the stream."""
         ring = self._track.ring
         return NOT_RECORDED if ring is None else self._between_events(ring, name, detail, figures)
 

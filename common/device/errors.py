@@ -13,7 +13,7 @@ from common.errors import EngineFault
 
 
 class DeviceTimeout(EngineFault):
-    """The work may still be running. The event and its stream stay usable."""
+    """An event or stream did not finish in time. Its work may still be running, and both stay usable."""
 
 
 class PieceFailed(EngineFault):
@@ -21,7 +21,7 @@ class PieceFailed(EngineFault):
 
     @property
     def is_of_device(self) -> bool:
-        """The device or the stream failed, not the piece: nothing that runs there will be better."""
+        """Whether the device or the stream failed, not only the piece: then nothing there can succeed."""
         return is_of_device(self.__cause__)
 
 

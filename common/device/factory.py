@@ -1,4 +1,4 @@
-"""From a configured device name to a device."""
+"""Opens a device by its configured name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def open_device(
 ) -> Device:
     """`name` is "cpu", "cuda" or "cuda:<index>"; `num_threads` and `wait_timeout_s` are for the CPU.
 
-    What its streams do is on `timeline`, each on the track of its name. The calling thread has entered the device.
-    Raises ConfigError where the name is wrong, StartupError where the device is there and does not work.
+    Its streams record on `timeline`, each on the track of its name. The calling thread has entered the device. Raises
+    ConfigError for a wrong name, StartupError if the device does not work.
     """
     try:
         torch_device = torch.device(name)

@@ -1,4 +1,4 @@
-"""A stream that is the caller's own thread: work runs at once, a wait blocks. The schedule side of a CPU."""
+"""A stream that is the caller's own thread: work runs at once, and waits block. The schedule side of a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.device.stream import Event, MilestoneWork, OnMilestone, Scope, Strea
 
 
 class InlineEvent(Event):
-    """Done when it is made."""
+    """An event that is done from the start."""
 
     def __init__(self, name: str, error: BaseException | None) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class InlineEvent(Event):
 
 
 class InlineStream(Stream):
-    """`wait` blocks for `wait_timeout_s` at most, then raises DeviceTimeout."""
+    """`wait` blocks for at most `wait_timeout_s`, then raises DeviceTimeout."""
 
     def __init__(self, name: str, *, wait_timeout_s: float) -> None:
         self._scope = Scope(name)
@@ -48,7 +48,7 @@ class InlineStream(Stream):
         return self._scope.name
 
     def progress(self) -> StreamProgress:
-        """Never busy: what runs here is what its caller is busy with."""
+        """Never busy: its work is the caller's own."""
         return StreamProgress(self.name, StreamKind.COMPUTE, is_busy=False, num_done=0, error=self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
@@ -62,7 +62,7 @@ class InlineStream(Stream):
         scope: Scope | None = None,
         on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        """Nobody can ask before the piece has ended: its milestones are made then, but for those it came to."""
+        """Nobody can ask before the piece has ended, so its remaining milestones are completed then."""
         reached: dict[int, Event] = {}
 
         def reach(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What every stream does alike: run a piece, keep its failure, tell the timeline, end."""
+"""What all streams share: they run a piece, keep its failure, record its span, and close."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def figures_of(work: Callable[..., object]) -> Mapping[str, int]:
 
 
 def piece_span(track: Track, work: Work, scope: Scope | None) -> AbstractContextManager[None]:
-    """Around a piece that runs on the calling thread, of which `track` is."""
+    """The span of a piece that runs on the calling thread, which `track` belongs to."""
     if track.ring is None:
         return NOT_RECORDED
     return track.span(piece_name(work), "" if scope is None else scope.name, **figures_of(work))
@@ -75,7 +75,7 @@ def raise_failure(error: BaseException | None, name: str) -> None:
 
 
 def close_all(streams: Iterable[Stream], timeout_s: float) -> None:
-    """Close each, all within one bound; then raise the first DeviceTimeout, if there was one."""
+    """Close all streams within one bound, then raise the first DeviceTimeout, if any."""
     deadline_s = time.monotonic() + timeout_s
     late: DeviceTimeout | None = None
     for stream in streams:

@@ -55,7 +55,7 @@ def refuse(device: ScriptedDevice, event: Event) -> None:
 
 
 def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:
-    """Until the event is done, run the next piece of the stream that `choose` picks from those that are ready."""
+    """Until the event is done, run the next piece of the stream that `choose` picks among the ready ones."""
 
     def pick(device: ScriptedDevice, event: Event) -> None:
         while not event.is_done() and (ready := device.ready_streams()):
@@ -251,7 +251,7 @@ class ScriptedStream(Stream):
         return moved
 
     def pass_wait(self, event: Event) -> None:
-        """The stream goes on behind `event`. Nothing to do here; for those who follow what comes after what."""
+        """Called when the stream passes a wait for `event`. A subclass may record the order."""
 
     def _new_event(self, scope: Scope | None, name: str = "") -> ScriptedEvent:
         return ScriptedEvent(self, scope, self._scope, name)
@@ -289,11 +289,11 @@ def run_nothing(device: ScriptedDevice) -> None:
 
 
 class Observer:
-    """Told of what is asked of a device's streams. This one does nothing with it."""
+    """Hears what is asked of a device's streams. This one does nothing."""
 
     @contextlib.contextmanager
     def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
-        """Around a piece's Python, where that runs when it is enqueued."""
+        """Wraps a piece's Python where that runs when it is enqueued."""
         yield
 
     def recorded(self, stream: ScriptedStream, event: ScriptedEvent) -> None:
@@ -303,7 +303,7 @@ class Observer:
         pass
 
     def seen_done(self, event: ScriptedEvent) -> None:
-        """By the engine's thread, or by whoever else asks."""
+        """Called when someone sees an event done."""
 
 
 class ScriptedDevice(Device):
@@ -371,11 +371,11 @@ class ScriptedDevice(Device):
         return next(stream for stream in self.streams if stream.name == name)
 
     def ready_streams(self) -> list[ScriptedStream]:
-        """Streams whose next piece may run now, in the order in which they were made."""
+        """Streams whose next piece may run now, in the order of their creation."""
         return [stream for stream in self.streams if stream.is_ready]
 
     def run_until(self, event: Event) -> None:
-        """Run what `event` needs, on every stream it needs, and nothing else."""
+        """Run only what `event` needs, on every stream that it needs."""
         while not event.is_done():
             assert isinstance(event, ScriptedEvent), "an event of another device"
             stream = event.stream
@@ -385,7 +385,7 @@ class ScriptedDevice(Device):
             stream.run_next()
 
     def run_all(self) -> None:
-        """Run everything, the streams taking turns."""
+        """Run everything; the streams take turns."""
         while ready := self.ready_streams():
             for stream in ready:
                 stream.run_next()
@@ -398,7 +398,7 @@ class ScriptedDevice(Device):
             pass
 
     def block_on(self, event: Event) -> None:
-        """Let the policy run what it will. Raises DeviceTimeout when `event` is then not done."""
+        """Let the policy run what it wants. Raises DeviceTimeout if `event` is not done then."""
         if not event.is_done():
             self.on_synchronize(self, event)
         if not event.is_done():

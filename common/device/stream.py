@@ -25,7 +25,7 @@ from common.device.graph import GraphRecorder
 from common.errors import EngineFault
 
 Work = Callable[[], object]
-"""What it returns is dropped."""
+"""A piece's function; its result is dropped."""
 
 _LOOK_WAIT_S = 0.001
 _TOLD_WAIT_S = 0.05  # what nobody told of is seen all the same
@@ -33,7 +33,7 @@ _TOLD_WAIT_S = 0.05  # what nobody told of is seen all the same
 OnEvent = Callable[[], None]
 
 OnMilestone = Callable[[int, "Event"], None]
-"""Told of a milestone, by its number."""
+"""Called with the number of each milestone."""
 
 MilestoneWork = Callable[[Sequence[Callable[[], None]]], object]
 """A piece that says how far it is, by calling each of these once, in order. What it returns is dropped."""
@@ -69,7 +69,9 @@ class Scope:
         return self._error
 
     def fail(self, error: BaseException) -> None:
-        """The first error stays. The frames it passed through let go of their locals: they may hold device memory."""
+        """Record a failure; the first one stays. The traceback's frames release their locals, which may hold device
+        memory.
+        """
         traceback.clear_frames(error.__traceback__)
         with self._lock:
             if self._error is None:
@@ -90,16 +92,16 @@ class Event(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What had failed the event's scope, or its stream, by the time the event was reached. Valid once done."""
+        """The error that had failed the event's scope or stream when the event was reached. Valid once done."""
 
     def seconds_since(self, earlier: Event) -> float:
-        """How long the stream took from `earlier`, another event of it, to this one. Valid once both are done."""
+        """Seconds that the stream took from `earlier`, another event of it, to this one. Valid once both are done."""
 
 
 def wait_in_order(event: Event, timeout_s: float) -> None:
-    """As `event.synchronize`, for a caller that depends on the order alone: a failed piece is left to its own step.
+    """Like `event.synchronize`, for a caller that needs only the order: a failed piece concerns only its own step.
 
-    Raises PieceFailed where the device or the stream failed, which concerns everybody; DeviceTimeout.
+    Raises PieceFailed if the device or the stream failed, and DeviceTimeout.
     """
     try:
         event.synchronize(timeout_s)
@@ -109,15 +111,15 @@ def wait_in_order(event: Event, timeout_s: float) -> None:
 
 
 def raise_if_device_failed(event: Event) -> None:
-    """Of an event seen done. Raises what the device or the stream failed with before it was reached; a piece's own
-    failure is left to its scope.
+    """Raises what the device or the stream failed with before `event`, which is done, was reached. Ignores a piece's
+    own failure, which concerns its scope.
     """
     if event.error is not None and is_of_device(event.error):
         raise event.error
 
 
 class StreamKind(Enum):
-    """What a stream is for; a hint."""
+    """A hint what a stream is for."""
 
     COMPUTE = auto()
     COPY = auto()
@@ -147,7 +149,7 @@ class Stream(Protocol):
     def name(self) -> str: ...
 
     def progress(self) -> StreamProgress:
-        """Never blocks. For one watcher, on a thread of its choice."""
+        """Never blocks. For one watcher, on any thread."""
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         """Run `work` after everything enqueued here before. The stream drops its reference once it has run.
@@ -193,7 +195,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`free_bytes`: what anybody may still take. `held_bytes`: what this process has, where the device counts that."""
+    """`free_bytes` is what anyone may still take; `held_bytes` what this process holds, if the device counts it."""
 
     total_bytes: int
     free_bytes: int
@@ -205,27 +207,29 @@ class Device(Protocol):
     def torch_device(self) -> torch.device: ...
 
     def memory(self) -> DeviceMemory | None:
-        """As it is now; waits for the device. None where nobody says."""
+        """The memory now; waits for the device. None if nobody counts it."""
         return None
 
     @property
     def schedule_stream(self) -> Stream:
-        """The engine thread's own: what its code does directly is ordered with the pieces of this stream."""
+        """The engine thread's own stream. It orders what the engine's code does directly with pieces of other streams,
+        so a forward can wait for it.
+        """
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
-        """`on_event`: where the device `tells_of_events`, called behind each that the stream comes to or gives up, by
-        its thread: who waits for some need not look again and again. It must not block, nor raise.
+        """Make a stream. On devices that `tells_of_events`, the stream's thread calls `on_event` after each event it
+        reaches or abandons. It must not block or raise.
         """
 
     def enter_thread(self) -> None:
-        """To be called by each thread that uses the device outside of pieces, before it does: from then on what the
-        thread asks of the device's library is about this device, of several.
+        """Each thread that uses the device outside of pieces calls this first: its calls of the device's library then
+        mean this device.
         """
         return
 
     def failure_for(self, error: BaseException) -> BaseException:
-        """For what was raised outside of pieces on a thread that uses the device: DeviceLost where the device runs
-        nothing any more, else `error`.
+        """The error to raise for `error`, raised outside of pieces: DeviceLost if the device runs nothing any more,
+        else `error` itself.
         """
         return error
 
@@ -235,23 +239,23 @@ class Device(Protocol):
 
     @property
     def runs_pieces_beside(self) -> bool:
-        """Whether a piece's Python runs on a thread of its stream, which the caller's keeps from the interpreter."""
+        """Whether a piece's Python runs on a thread of its stream, with which the caller shares the interpreter."""
         return False
 
     @property
     def graphs(self) -> GraphRecorder | None:
-        """None where work is not recorded: what is not launched cannot be launched at once."""
+        """Records work for replay; None if the device cannot."""
         return None
 
     def progress(self) -> Sequence[StreamProgress]:
-        """Of every stream made by `new_stream`. Never blocks. For one watcher, on a thread of its choice."""
+        """The progress of every stream made by `new_stream`. Never blocks. For one watcher, on any thread."""
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory, pinned where that makes copies asynchronous."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """`tensor`, which nobody writes to any more, on the host: read it behind an event recorded after. A copy that
-        the running stream makes, or itself where the host's memory is the device's.
+        """A copy of `tensor` on the host, made by the running stream; `tensor` itself if the host's memory is the
+        device's. Nobody may write to `tensor` any more. Read the copy after an event recorded later.
         """
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -263,8 +267,8 @@ class Device(Protocol):
 
 @contextmanager
 def naming_a_lost_device(device: Device) -> Iterator[None]:
-    """Around what a thread does with the device outside of pieces: a fault that some library tells there in its own
-    words is raised as DeviceLost. What is an EngineFault names it already.
+    """Wraps code that uses the device outside of pieces. A fault that some library reports in its own words is raised
+    as DeviceLost.
     """
     try:
         yield
@@ -287,11 +291,11 @@ class WakeUp:
         self.wake: Callable[[], None] | None = None
 
     def told(self) -> None:
-        """An OnEvent: a stream came to what the engine may wait for."""
+        """An OnEvent for streams whose events the engine may wait for."""
         if self.wake is not None:
             self.wake()
 
     @property
     def wait_s(self) -> float:
-        """How long the engine may wait before it looks again."""
+        """How long the engine may wait before it checks again."""
         return _TOLD_WAIT_S if self._tells and self.wake is not None else _LOOK_WAIT_S

@@ -11,7 +11,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerGroupSpec:
-    """`num_planes` is 2, keys and values. `dtype` is the name of a torch dtype: a key of DTYPE_BYTES."""
+    """The shape of one layer group. `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES."""
 
     name: str
     num_layers: int
@@ -22,15 +22,15 @@ class LayerGroupSpec:
 
     @property
     def row_bytes(self) -> int:
-        """One token's bytes in one plane of one layer."""
+        """Bytes of one token in one plane of one layer."""
         return self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_token_bytes(self) -> int:
-        """One token's bytes in one layer."""
+        """Bytes of one token in one layer."""
         return self.num_planes * self.row_bytes
 
     @property
     def token_bytes(self) -> int:
-        """One token's bytes in the whole group."""
+        """Bytes of one token in the whole group."""
         return self.num_layers * self.layer_token_bytes

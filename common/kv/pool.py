@@ -32,14 +32,14 @@ __all__ = ["KvPool", "LeaseState", "RowLease"]
 
 
 class RowLease:
-    """A row and the slots it holds, from `KvPool.reserve` until reclaimed.
+    """A row and the slots it holds, from `KvPool.reserve` until it is reclaimed.
 
-    `num_tokens` slots are reserved; how many of them hold committed KV is the request's `seq_len`, counted by the
-    engine.
+    `num_tokens` slots are reserved. How many of them hold committed KV is the request's `seq_len`, which the engine
+    counts.
     """
 
     def __init__(self, row: int, slots: Slots, columns: RowColumns, *, generation: int = 0) -> None:
-        """`generation`: the stamp of the slots, in a pool that lies in shared memory."""
+        """`generation` is the stamp of the slots in a pool that lies in shared memory."""
         self.row = row
         self.generation = generation
         self._columns = columns
@@ -49,7 +49,9 @@ class RowLease:
 
     @property
     def slots(self) -> Slots:
-        """[num_tokens] int64: slots[t] holds token t's KV. What is there of them grows, and stays until reclaimed."""
+        """[num_tokens] int64: slots[t] holds token t's KV. The array only grows, and stays valid until the row is
+        reclaimed.
+        """
         return self._columns.slots[self.row, : self.num_tokens]
 
     @property
@@ -70,21 +72,21 @@ class RowLease:
         return self.state not in (LeaseState.QUARANTINED, LeaseState.FREE)
 
     def use_until(self, event: Event, stream: Stream) -> None:
-        """Work that reads or writes this row or its slots ends with `event`, recorded on `stream`."""
+        """Stream work that uses this row or its slots ends with `event`, recorded on `stream`."""
         self._columns.use_until(self.row, event, stream)
 
     @property
     def is_in_use(self) -> bool:
-        """Until it is reclaimed."""
+        """True until the row is reclaimed."""
         return self._columns.is_in_use(self.row)
 
 
 class KvPool:
     """Rows, token slots and the KV of every layer group, allocated once.
 
-    `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. They lie in `memory`, which has
-    these groups and `max_kv_tokens` slots, where it is given; then rows do not grow. Else, on a CPU, the system
-    gives their memory when it is first touched, or populated. Raises StartupError when there is no room for them.
+    `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. With `memory` the buffers lie
+    there: it must have these groups and `max_kv_tokens` slots, and rows do not grow. Otherwise the system provides a
+    CPU's memory when it is first touched or populated. Raises StartupError when there is no room.
     """
 
     def __init__(
@@ -111,9 +113,11 @@ class KvPool:
         self._quarantined: dict[int, RowLease] = {}
 
     def populate(self, check: Callable[[], None]) -> None:
-        """Have the system give the buffers' memory, so that none waits for it later; a `memory` is there already.
-        For a thread beside the engine's. `check` is called between parts, and may raise. Raises OSError where the
-        system cannot.
+        """Have the system provide the buffers' memory now, so that no request waits for it. `memory` is populated
+        already.
+
+        Runs on a thread beside the engine's. `check` is called between parts and may raise. Raises OSError if the
+        system cannot populate.
         """
         if self._memory is None:
             for buffer in self.buffers.values():
@@ -137,7 +141,7 @@ class KvPool:
         return bool(self._quarantined)
 
     def reserve(self, num_tokens: int) -> RowLease | None:
-        """A row with slots for its first `num_tokens` tokens, or None when either runs short."""
+        """Returns a row with slots for its first `num_tokens` tokens, or None if rows or slots run short."""
         if self.rows.num_free == 0:
             return None
         slots = self._slots.take(num_tokens)
@@ -152,14 +156,15 @@ class KvPool:
         return lease
 
     def num_missing(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slots that `grow` would give to each. Shapes: all [B]."""
+        """Returns how many slots `grow` would give to each row. Shapes: all [B]."""
         missing: NDArray[np.int64] = np.maximum(num_tokens - self._columns.num_slots[rows], 0)
         return missing
 
     def grow(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> bool:
-        """Give each row slots for at least so many tokens, and write them into the table: all, or none and False.
+        """Give each row slots for at least so many tokens and write them into the table. All rows get theirs, or none
+        and the result is False.
 
-        Shapes: both [B]; the rows are held and distinct.
+        Shapes: both [B]. The rows are held and distinct.
         """
         assert self._memory is None, "slots of a row that is lent are not added to"
         missing = self.num_missing(rows, num_tokens)
@@ -177,11 +182,11 @@ class KvPool:
         return True
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
-        """Work that touches these rows [B] or their slots ends with `event`, recorded on `stream`."""
+        """Stream work that uses these rows [B] or their slots ends with `event`, recorded on `stream`."""
         self._columns.use_until(rows, event, stream)
 
     def release(self, lease: RowLease) -> None:
-        """Give a row and its slots up. They stay in quarantine while stream work that uses them is left. Idempotent."""
+        """Give up a row and its slots. They stay in quarantine while stream work still uses them. Idempotent."""
         if not lease.is_held:
             return
         lease.state = LeaseState.QUARANTINED
@@ -189,7 +194,7 @@ class KvPool:
         self._quarantined[lease.row] = lease
 
     def reclaim(self) -> int:
-        """Free what quarantine no longer needs to hold. Returns the number of rows freed."""
+        """Free rows whose quarantine has ended. Returns their number."""
         done = [lease for lease in self._quarantined.values() if not lease.is_in_use]
         for lease in done:
             del self._quarantined[lease.row]
@@ -206,7 +211,7 @@ class KvPool:
         return _counts(self.num_slots, self.num_free_slots, self._columns.slots_by_state())
 
     def check_conservation(self) -> None:
-        """Every row and slot is in exactly one place (AssertionError otherwise). O(slots)."""
+        """Raises AssertionError unless every row and slot is in exactly one place. O(slots)."""
         leases = [*self._held.values(), *self._quarantined.values()]
         places = np.concatenate([self._slots.free, *(lease.slots for lease in leases)])
         assert PADDING_SLOT < places.min(initial=1) <= places.max(initial=1) <= self.num_slots, (

@@ -42,7 +42,7 @@ _ROW_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """What settings and model say; None where the memory that is left decides.
+    """What settings and model say; None where the available memory decides.
 
     A request has at most `context_tokens`, and slots for `tokens_ahead` more.
     """
@@ -56,8 +56,9 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBeside:
-    """What a service takes beside its model and the pool: `row_bytes` for each row, for good, and `peak_bytes` of so
-    many rows, from above, with those and all that a step takes.
+    """What a service needs beside its model and the pool, estimated from above.
+
+    `row_bytes` is permanent for each row; `peak_bytes` of so many rows includes that and everything a step needs.
     """
 
     row_bytes: int
@@ -66,8 +67,8 @@ class MemoryBeside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """`max_context_tokens`: of one request, which is also to fit the pool. `decided_by`: a setting, or what else bounds
-    the tokens.
+    """`max_context_tokens` bounds one request, which also fits the pool. `decided_by` names the setting, or what else
+    bounds the tokens.
     """
 
     max_rows: int
@@ -84,9 +85,10 @@ def size_pool(
     memory: DeviceMemory | None,
     torch_device: torch.device,
 ) -> PoolSize:
-    """`memory` once the model is there; None where the system does not say: then nothing is checked.
+    """Size the pool. `memory` is measured after the model is loaded; None if the system does not tell, and then nothing
+    is checked.
 
-    Raises StartupError, which names the setting, where there is no room for what it says, or for one request.
+    Raises StartupError, which names the setting, when its value does not fit, or one request does not.
     """
     is_host = torch_device.type == "cpu"
     left = None if memory is None else _left_bytes(memory, limits.memory_share, is_host=is_host)
@@ -104,7 +106,7 @@ def size_pool(
             bounds["the most on a CPU"] = CPU_TOKENS
         if memory is not None and left is not None:
             least = min(LEAST_TOKENS, row_tokens)
-            fitting = (left - beside.peak_bytes(max_rows)) // token_bytes - 1  # slot 0 is nobody's
+            fitting = (left - beside.peak_bytes(max_rows)) // token_bytes - 1  # slot 0 is padding
             if fitting < least:
                 fitting = least
                 _require_one_request(least, token_bytes, beside.peak_bytes(max_rows), memory, limits, torch_device)
@@ -120,7 +122,7 @@ def size_pool(
 
 @contextmanager
 def room_beside_pool() -> Iterator[None]:
-    """To make an engine in. Raises StartupError where there is not enough memory for it."""
+    """Bytes for building an engine. Raises StartupError if the memory does not suffice."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, PieceFailed) as error:
@@ -135,24 +137,24 @@ def room_beside_pool() -> Iterator[None]:
 
 
 def row_bytes(*, vocab_size: int, num_tokens: int) -> int:
-    """Of a row for good: tables of sampling, and the token table for so many tokens."""
+    """Permanent bytes of a row: sampling tables, and the token table for so many tokens."""
     return 5 * vocab_size + 8 * num_tokens + _ROW_BYTES
 
 
 def forward_bytes(*, num_tokens: int, num_logits: int, hidden_size: int, vocab_size: int) -> int:
-    """Of a forward of so many tokens, and of drawing from the logits of some of them, while they run."""
+    """Bytes that a forward of so many tokens needs while it runs, with drawing from the logits of some of them."""
     return num_tokens * hidden_size * _ACTIVATION_BYTES + num_logits * vocab_size * _SAMPLED_LOGIT_BYTES
 
 
 def _left_bytes(memory: DeviceMemory, share: float, *, is_host: bool) -> int:
-    """For the pool, and what is beside it."""
+    """Bytes left for the pool and what is beside it."""
     if is_host:
         return int(share * memory.free_bytes) // 2
     return min(int(share * memory.total_bytes) - memory.held_bytes, memory.free_bytes - _LIBRARIES_BYTES)
 
 
 def _fitting_rows(most: int, beside: MemoryBeside, left: int | None) -> int:
-    """A power of two."""
+    """Returns a power of two."""
     num_rows = most
     one_bytes = beside.peak_bytes(1)
     while left is not None and num_rows > 1 and _ROWS_PART * (beside.peak_bytes(num_rows) - one_bytes) > left:
@@ -187,7 +189,7 @@ def _require_one_request(
     limits: PoolLimits,
     torch_device: torch.device,
 ) -> None:
-    """Even where that is more than the share."""
+    """One request must fit, even if that takes more than the share."""
     if (needed := (num_tokens + 1) * token_bytes + beside_bytes) > memory.free_bytes:
         raise StartupError(
             f"memory_share: of {torch_device}'s memory {_gib(memory.free_bytes)} are left beside the model, and a pool "

@@ -1,4 +1,4 @@
-"""What the host knows of each pool row, as columns addressed by row: a step asks for all rows of a batch at once."""
+"""What the host knows of each pool row, as columns addressed by row, so that a step reads a whole batch at once."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _NUMBERS = {state: number for number, state in enumerate(LeaseState)}
 
 
 class RowColumns:
-    """`num_slots` [rows] int64: held by each, also in quarantine; 0 for the others. `slots` [rows, tokens] int64: which
-    they are.
+    """`num_slots` [rows] int64 counts the slots that each row holds, also in quarantine. `slots` [rows, tokens] int64
+    says which.
 
-    Stream work that touches a row ends with the events noted here, of each stream the last: all others are before it.
+    Events noted here end stream work on a row. Only the last of each stream is kept, because all others are before it.
     """
 
     def __init__(self, num_rows: int, *, max_tokens_per_row: int) -> None:
         self.num_slots = np.zeros(num_rows, dtype=np.int64)
         self.slots = np.empty((num_rows, max_tokens_per_row), dtype=np.int64)
         self._states = np.full(num_rows, _NUMBERS[LeaseState.FREE])
-        self._num_rows = [0] * len(_NUMBERS)  # by state: every step asks, and few change one
+        self._num_rows = [0] * len(_NUMBERS)  # counts by state: every step reads them, and few change one
         self._num_rows[_NUMBERS[LeaseState.FREE]] = num_rows
         self._used_until: dict[Stream, NDArray[np.object_]] = {}
 
@@ -47,7 +47,7 @@ class RowColumns:
         return tuple(self._num_rows)
 
     def check_counts(self) -> None:
-        """The rows of each state are as many as was counted (AssertionError otherwise)."""
+        """Raises AssertionError unless the counted rows of each state are the actual ones."""
         num_rows: list[int] = np.bincount(self._states, minlength=len(_NUMBERS)).tolist()
         assert num_rows == self._num_rows, f"rows are counted wrongly: {self._num_rows} by state, {num_rows} there"
 
@@ -64,7 +64,7 @@ class RowColumns:
         return not all(column[row] is None or column[row].is_done() for column in self._used_until.values())
 
     def clear(self, row: int) -> None:
-        """Nobody's any more."""
+        """Mark the row as held by no one."""
         self.num_slots[row] = 0
         for column in self._used_until.values():
             column[row] = None

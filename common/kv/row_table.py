@@ -12,11 +12,11 @@ PADDING_ROW = 0
 
 
 class ReqToTokenPool:
-    """`req_to_token` [max_rows + 1, max_tokens_per_row] int64: slot of each token. Row 0 is padding and is never given
-    out.
+    """`req_to_token` [max_rows + 1, max_tokens_per_row] int64 holds the slot of each token. Row 0 is padding and is
+    never given out.
 
-    A live row's entries only grow (a forward in flight may be reading its prefix); a freed row's are overwritten when
-    it is given out again, which quarantine delays until no forward can read them.
+    A live row's entries only grow, because a forward in flight may be reading its prefix. A freed row's entries are
+    overwritten when it is given out again; quarantine delays that until no forward can read them.
     """
 
     def __init__(self, *, max_rows: int, max_tokens_per_row: int, torch_device: torch.device) -> None:

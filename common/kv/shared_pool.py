@@ -38,11 +38,11 @@ SECRET_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = SECRET_BYTES + NUMBER_BYTES
 DIRECTORY = Path("/dev/shm")
-"""Where the socket is."""
+"""The directory of the sockets."""
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 _PAGE_BYTES = 4096
-_SEAL = getattr(fcntl, "F_SEAL_SHRINK", 0)  # of Linux, as all here
+_SEAL = getattr(fcntl, "F_SEAL_SHRINK", 0)  # Linux, like everything here
 """Who has mapped memory that is made smaller dies when it reads there."""
 _ANSWER_TIMEOUT_S = 2.0
 _ACCEPT_RETRY_S = 0.1
@@ -50,11 +50,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PoolUnusable(Exception):
-    """There is no such memory here, or it is not one that this process may trust."""
+    """There is no such memory here, or this process may not trust it."""
 
 
 class PoolLayout:
-    """Where everything is. `groups` [layers, planes, slots + 1, row_bytes]; slot 0 is padding, and nobody's."""
+    """Where everything lies. `groups` [layers, planes, slots + 1, row_bytes]; slot 0 is padding."""
 
     def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
         self.num_slots = num_slots
@@ -83,11 +83,11 @@ def split_header(header: bytes) -> tuple[bytes, int]:
 
 
 class SharedPool:
-    """The writer's side. Not thread-safe. The memory stays as long as anything that it gave out."""
+    """The writer's side. Not thread-safe. The memory lives as long as anything that refers to it."""
 
     def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
-        """`directory` has the socket; None: without one. Raises OSError when there is no room for the memory, or where
-        the system has no such memory.
+        """`directory` gets the socket; with None there is no socket. Raises OSError when there is no room for the
+        memory, or the system has no such memory.
         """
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, f"not known of {sys.platform}")
@@ -114,7 +114,7 @@ class SharedPool:
 
     @property
     def name(self) -> str:
-        """Of the socket; empty without one."""
+        """The socket's name; empty without one."""
         return "" if self._door is None else self._door.name
 
     @property
@@ -122,19 +122,19 @@ class SharedPool:
         return len(self._stamps) - 1
 
     def stamp(self, slots: Sequence[int] | Slots) -> int:
-        """Give these slots to a row. Whoever read there for another row learns it. Returns the row's generation."""
+        """Give these slots to a row and return its generation. A reader for an earlier row notices the change."""
         self._num_stamped += 1
         self._stamps[np.asarray(slots)] = self._num_stamped
         return self._num_stamped
 
     def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
-        """KV of a row that `stamp` gave the slots to, for a receiver to read."""
+        """Lend a receiver KV of a row that `stamp` gave the slots to."""
         self._num_tickets += 1
         ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)
         return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
 
     def close(self) -> None:
-        """Nobody gets it any more; whoever has mapped it keeps the memory until it lets go. Idempotent."""
+        """Admit no new readers. Those who have mapped the memory keep it. Idempotent."""
         if self._door is not None:
             self._door.close()
         if self.file >= 0:
@@ -143,7 +143,7 @@ class SharedPool:
 
 
 class _Door:
-    """A socket that gives a descriptor for reading `file` to each process of this user that connects, by a thread."""
+    """A socket whose thread gives each connecting process of this user a read-only descriptor of `file`."""
 
     def __init__(self, file: int, directory: Path) -> None:
         """Raises OSError."""
@@ -157,7 +157,7 @@ class _Door:
             self._listening.close()
             raise
         try:
-            unswept = f".{self.name}"  # one that does not listen yet is taken for one that was left behind
+            unswept = f".{self.name}"  # a socket that does not listen yet looks like a leftover
             with _reachable(directory, unswept) as address:
                 self._listening.bind(address)
             (directory / unswept).chmod(0o600)
@@ -202,7 +202,7 @@ def _user_of(peer: socket.socket) -> int:
 
 @contextlib.contextmanager
 def _reachable(directory: Path, name: str) -> Iterator[str]:
-    """The path of a socket, short enough for one however long the directory's is."""
+    """The path of a socket, short enough for any length of the directory's path."""
     file = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{file}/{name}"
@@ -211,7 +211,7 @@ def _reachable(directory: Path, name: str) -> Iterator[str]:
 
 
 def _asked_for(name: str, directory: Path) -> int:
-    """A descriptor of the pool by this name, for reading. Raises OSError, also where the pool is not to be trusted."""
+    """A read-only descriptor of the pool by this name. Raises OSError, also if the pool cannot be trusted."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         with _reachable(directory, name) as address:
@@ -231,12 +231,12 @@ def _asked_for(name: str, directory: Path) -> int:
 
 
 class MappedPool:
-    """The reader's side. It cannot write, and the memory stays as long as anything that it gave out."""
+    """The reader's side. It cannot write. The memory lives as long as anything that refers to it."""
 
     def __init__(self, name: str, *, groups: Sequence[LayerGroupSpec], directory: Path = DIRECTORY) -> None:
-        """`groups` are the writer's, by its fingerprint. Waits for the writer's answer, two seconds at most.
+        """`groups` are the writer's, from its fingerprint. Waits at most two seconds for the writer's answer.
 
-        Raises PoolUnusable when it cannot be mapped here: on another host, in another container, of another user.
+        Raises PoolUnusable if the pool cannot be mapped here: another host, container or user.
         """
         if not _NAME.fullmatch(name):
             raise PoolUnusable(f"{peer_text(name)!r} is not the name of a pool")
@@ -262,14 +262,14 @@ class MappedPool:
         return len(self._stamps) - 1
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | None:
-        """The KV, whether current or not; None when there are no such slots. `layers` are some of the group's."""
+        """The KV, current or not; None if there are no such slots. `layers` is a range of the group's."""
         if not ticket.is_of(self.num_slots):
             return None
         return SharedKv(ticket, self._groups[group_name][layers], self._stamps)
 
 
 def sweep(directory: Path = DIRECTORY) -> int:
-    """Remove the sockets of this user whose processes were killed. Returns their number."""
+    """Remove the sockets of this user's killed processes. Returns their number."""
     num_removed = 0
     if sys.platform != "linux":
         return num_removed

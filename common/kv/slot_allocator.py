@@ -24,11 +24,11 @@ class SlotAllocator:
 
     @property
     def free(self) -> Slots:
-        """[num_free], as they are now."""
+        """[num_free] int64: the slots that are free now."""
         return self._stack[: self._num_free].copy()
 
     def take(self, num_slots: int) -> Slots | None:
-        """[num_slots] distinct slots, all or none."""
+        """Returns [num_slots] distinct slots, or None if there are too few."""
         if num_slots > self._num_free:
             return None
         taken = self._stack[self._num_free - num_slots : self._num_free][::-1].copy()
@@ -36,7 +36,7 @@ class SlotAllocator:
         return taken
 
     def give_back(self, slots: Slots) -> None:
-        """Slots given back together are handed out together again, in the same order."""
+        """Return slots. Slots returned together are handed out together again, in the same order."""
         num_free = self._num_free + len(slots)
         assert num_free <= self.num_slots, "slots are lost or held twice: more are given back than were taken"
         self._stack[self._num_free : num_free] = slots[::-1]

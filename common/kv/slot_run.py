@@ -1,4 +1,4 @@
-"""Slots that follow each other, as those that the allocator hands out together mostly do."""
+"""Recognises adjacent slots, which the allocator mostly hands out together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 
 def run_of(slots: Sequence[int] | NDArray[np.int64]) -> slice | None:
-    """The range that these slots are, in their order; None when they are none.
+    """The slots as a range, if they are adjacent and in order, else None.
 
-    To copy a range is some two times as fast as to copy slots by an index.
+    Copying a range is about twice as fast as copying by an index.
     """
     numbers = np.asarray(slots)
     start = int(numbers[0])

@@ -39,11 +39,11 @@ def main() -> None:
         agent = NixlAgent(memory)
         asker.answer(DONE, START.pack(memory.ctypes.data) + agent.metadata)
         _serve(agent, asker)
-    except Exception as error:  # NIXL's have no base of their own
+    except Exception as error:  # NIXL's errors have no common base
         with suppress(OSError):  # the service may be gone
             asker.answer(FAILED, str(error).encode())
     finally:
-        os._exit(0)  # what the library does at its end is nobody's to wait for
+        os._exit(0)  # nobody needs to wait for the library's own shutdown
 
 
 def _serve(agent: NixlAgent, asker: Asker) -> None:

@@ -1,4 +1,4 @@
-"""A service's readiness, and its engine's pools and steps, as Prometheus metrics, alike for both services."""
+"""Prometheus metrics of a service's readiness and of its engine's pools and steps, alike for both services."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EngineMetrics:
         is_fused: Callable[[], bool] = lambda: False,
         forward_counts: Mapping[str, ForwardCounts] | None = None,
     ) -> None:
-        """Expose what these say at each scrape; `forward_counts` by model."""
+        """Expose these values at each scrape; `forward_counts` is by model."""
         self._registry.register(_LoadCollector(load, is_ready, is_fused, forward_counts or {}))
 
 

@@ -31,10 +31,10 @@ _log = structlog.get_logger(__name__)
 
 
 class MetricsServer:
-    """Serves `registry` at `http://{listen}/metrics` from entering to leaving; with an empty `listen`, nothing.
+    """Serves `registry` at `http://{listen}/metrics` while it is entered; with an empty `listen` it does nothing.
 
-    With `tokens`, to those who show one. A client has 5 s to send its request's head and 10 s to take the answer; of
-    more than 32 at a time the oldest is left.
+    With `tokens` a client must send one of them. A client has 5 s to send its request's head and 10 s to take the
+    answer. When more than 32 connect, the oldest is dropped.
     """
 
     def __init__(self, listen: str, registry: CollectorRegistry, *, tokens: Sequence[str] = ()) -> None:
@@ -88,7 +88,7 @@ class _Server(socketserver.ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(_FAILED_ACCEPT_S)  # out of descriptors: it would be tried again at once
+            time.sleep(_FAILED_ACCEPT_S)  # out of descriptors: accepting again at once would fail too
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -106,12 +106,12 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # its client left, or took nothing
+        if not isinstance(sys.exc_info()[1], OSError):  # the client left, or took nothing
             _log.exception("metrics_failed")
 
 
 class _Handler(MetricsHandler):
-    """One request of one connection."""
+    """Serves one request of one connection."""
 
     tokens: ClassVar[tuple[str, ...]] = ()
 
@@ -129,7 +129,7 @@ class _Handler(MetricsHandler):
         super().do_GET()
 
     def _head(self) -> bytes:
-        """Nothing when it does not come in time."""
+        """Returns nothing if the head does not come in time."""
         head, until_s = b"", time.monotonic() + _HEAD_TIMEOUT_S
         while b"\r\n\r\n" not in head:
             left_s = until_s - time.monotonic()
@@ -145,6 +145,6 @@ class _Handler(MetricsHandler):
 
 def _shut_down(connection: socket.socket) -> None:
     try:
-        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads or writes it
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads or writes the connection
     except OSError:
-        return  # it has ended by itself
+        return  # the connection ended by itself

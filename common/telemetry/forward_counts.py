@@ -1,4 +1,4 @@
-"""How a model's forwards are computed, where there is a faster way for those that it takes. Standard library only."""
+"""Counts how a model's forwards are computed, if a faster program takes some of them. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ForwardCounts:
-    """A model's forwards since it has a program: those that this computed, and those that it does not take, which the
-    model's operators computed. One thread counts, any may read.
+    """Forwards since the model has a program: those that the program computed, and those that it declined and operators
+    computed. One thread counts; any thread may read.
     """
 
     num_fused: int = 0
     num_declined: int = 0
 
     def count(self, *, is_taken: bool) -> bool:
-        """Returns what it was told."""
+        """Count a forward. Returns its argument."""
         if is_taken:
             self.num_fused += 1
         else:

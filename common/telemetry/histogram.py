@@ -1,4 +1,4 @@
-"""A histogram for what happens every few milliseconds: an observation is two additions, and takes no lock."""
+"""A histogram for frequent events: an observation is two additions without a lock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from prometheus_client.registry import Collector
 
 
 class OneWriterHistogram(Collector):
-    """To be registered by who makes it. One thread observes; it is added up when Prometheus asks, on any thread."""
+    """One thread observes. Sums are computed when Prometheus asks, on any thread. Its maker registers it."""
 
     def __init__(self, name: str, documentation: str, *, buckets: Sequence[float]) -> None:
-        """`buckets`: upper bounds, ascending; one without a bound is added."""
+        """`buckets` are ascending upper bounds; an unbounded one is added."""
         self._name = name
         self._documentation = documentation
         self._bounds = tuple(buckets)
@@ -26,7 +26,7 @@ class OneWriterHistogram(Collector):
         self._sum += value * num_times
 
     def describe(self) -> Iterator[core.Metric]:
-        """So that the registry knows its names: it refuses a second of one, and finds it by any."""
+        """Tells the registry the names, so that it refuses a duplicate and can find the histogram."""
         yield core.HistogramMetricFamily(self._name, self._documentation)
 
     def collect(self) -> Iterator[core.Metric]:

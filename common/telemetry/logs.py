@@ -70,7 +70,7 @@ def configure_logs(
     root = logging.getLogger()  # noqa: TID251 - libraries log to it
     root.handlers = [handler]
     root.setLevel(level.upper())
-    # It tells of every request that the status page makes.
+    # It would log every request of the status page.
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # noqa: TID251 - it is not ours
 
 
@@ -81,9 +81,9 @@ def _bound(_logger: WrappedLogger, _method: str, line: EventDict) -> EventDict:
 
 @contextlib.contextmanager
 def only_log_lines() -> Iterator[None]:
-    """What Python and gRPC would write to stderr in a form of their own is a line of the log, or left out.
+    """Turn what Python and gRPC write to stderr in their own form into log lines, or drop it.
 
-    To be entered before gRPC is imported: what it writes is also in the errors that it raises.
+    Enter this before gRPC is imported; what gRPC writes is also in the errors that it raises.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

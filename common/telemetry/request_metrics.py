@@ -17,7 +17,7 @@ PHASES = ("queue", "prefill", "transfer", "first_decode")
 class RequestMetrics:
     """`outcome` is a finish reason ("eos", "length", ...) or the ErrorInfo reason in lower case ("deadline", ...).
 
-    Every outcome is exposed from the start: of a series that begins at 500 Prometheus sees no increase.
+    Every outcome is exposed from the start with 0: Prometheus sees no increase in a series that begins at 500.
     """
 
     def __init__(self, registry: CollectorRegistry, *, finish_reasons: Iterable[Enum]) -> None:

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector: sampled, batched, and dropped when it does not take them.
+"""Exports spans to a collector: sampled, batched, and dropped when the collector does not take them.
 
 span ends ──▶ bounded queue ──▶ thread ──OTLP over gRPC──▶ collector
 """
@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 
 class SpanExport:
     """`endpoint` is http://HOST:PORT, or https:// for TLS. Spans of a trace that began elsewhere follow its sampling
-    decision, others are sampled by `sample_ratio`. Ending a span never waits for the collector.
+    decision; `sample_ratio` samples the others. Ending a span never waits for the collector.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SpanExport:
         instance_id: str,
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
     ) -> None:
-        # It says the same about each batch that it tries again; what matters is said here, once.
+        # It logs every retry of a batch; the line below says it once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # noqa: TID251 - it is not ours
         self._flush_timeout_s = flush_timeout_s
         self._exporter = LoggedExporter(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S), endpoint)
@@ -63,17 +63,17 @@ class SpanExport:
         self.tracer: Tracer = self._provider.get_tracer("baton")
 
     def close(self) -> None:
-        """Export what is queued, for at most `flush_timeout_s`; drop the rest."""
+        """Export what is queued, for at most `flush_timeout_s`, and drop the rest."""
         closing = threading.Thread(target=self._provider.shutdown, name="span-flush", daemon=True)
         closing.start()
         closing.join(self._flush_timeout_s)
         if closing.is_alive():
-            self._exporter.shutdown()  # which ends the attempt under way
+            self._exporter.shutdown()  # this ends the attempt under way
             closing.join(self._flush_timeout_s)
 
 
 class LoggedExporter(SpanExporter):
-    """Logs when a collector no longer takes spans, and when it takes them again; not each batch that is lost."""
+    """Logs once when a collector stops taking spans, and once when it takes them again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter

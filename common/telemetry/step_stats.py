@@ -1,4 +1,4 @@
-"""What an engine tells about one step. Standard library only: engines import it."""
+"""What an engine reports about one step. Standard library only: engines import it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """A speculative step: levels drafted, tokens committed of each row drafted for, seconds of its parts.
+    """A speculative step: levels drafted, tokens committed for each drafting row, and seconds of its parts.
 
-    `idle_s`: what the stream waited for this step behind the one before; None where that one had ended at its launch.
+    `idle_s` is how long the stream waited for this step after the one before; None if that one had ended at its launch.
     """
 
     num_levels: int

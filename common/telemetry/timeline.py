@@ -45,14 +45,16 @@ class TimelineEvent(NamedTuple):
 
 
 class DeferredEvent(Protocol):
-    """What is made an event after the recording. Complete once it is in a ring: nothing writes to it from then on."""
+    """Something that becomes an event after the recording. It is complete once it is in a ring; nothing writes to it
+    afterwards.
+    """
 
     def resolve(self) -> TimelineEvent | None:
-        """None where a device has not come to its end, or failed. Any thread, after the recording."""
+        """Returns None if the device has not reached its end, or failed. Any thread, after the recording."""
 
 
 class Ring:
-    """The newest events of one track in one recording. One writer; appending to a deque is atomic."""
+    """The newest events of one track in one recording. It has one writer; appending to a deque is atomic."""
 
     def __init__(self, max_events: int) -> None:
         self.events: deque[TimelineEvent | DeferredEvent] = deque(maxlen=max_events)
@@ -64,7 +66,7 @@ class Ring:
 
 
 class RecordedTrack(NamedTuple):
-    """`num_dropped`: older events that the ring had no room for."""
+    """`num_dropped` counts older events that did not fit the ring."""
 
     name: str
     events: list[TimelineEvent]
@@ -100,24 +102,24 @@ NOT_RECORDED = _NotRecorded()
 
 
 class Track:
-    """One row of the timeline. One thread writes to it. While nobody records, a span costs one look at `ring`."""
+    """One row of the timeline, written by one thread. While nobody records, a span costs one look at `ring`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ring: Ring | None = None  # None: nobody records
+        self.ring: Ring | None = None  # None while nobody records
 
     def span(self, name: str, detail: str = "", **figures: int) -> AbstractContextManager[None]:
-        """Around what the track's thread does without an await."""
+        """A span around code of the track's thread that does not await."""
         ring = self.ring
         return NOT_RECORDED if ring is None else _Span(ring, EventKind.SPAN, name, detail, "", figures)
 
     def task(self, name: str, task: str, **figures: int) -> AbstractContextManager[None]:
-        """Around what `task` does, awaits included."""
+        """A span around what `task` does, awaits included."""
         ring = self.ring
         return NOT_RECORDED if ring is None else _Span(ring, EventKind.TASK, name, "", task, figures)
 
     def ended(self, name: str, start_ns: int, detail: str = "", **figures: int) -> None:
-        """A span that began at `start_ns` and ends now, of which more is known now."""
+        """Record a span that began at `start_ns` and ends now, with figures that are known only now."""
         if (ring := self.ring) is not None:
             duration_ns = time.monotonic_ns() - start_ns
             ring.add(TimelineEvent(EventKind.SPAN, name, start_ns, duration_ns, detail, figures=figures))
@@ -128,7 +130,7 @@ class Track:
 
 
 class Timeline:
-    """A service's recorder. Tracks are made when the service is put together, recordings one at a time."""
+    """A service's recorder. Tracks are made while the service is built; recordings happen one at a time."""
 
     def __init__(self) -> None:
         self._tracks: dict[str, Track] = {}
@@ -136,12 +138,12 @@ class Timeline:
         self._start_ns: int | None = None
 
     def track(self, name: str) -> Track:
-        """The track of that name, made when it is asked for first; any thread, outside a recording."""
+        """Returns the track of that name, made at the first call. Any thread, outside a recording."""
         with self._lock:
             return self._tracks.setdefault(name, Track(name))
 
     def start(self, *, max_events: int) -> None:
-        """Record from now on, of each track at most `max_events`, the newest. Raises RecordingInProgress."""
+        """Record from now on, keeping the newest `max_events` of each track. Raises RecordingInProgress."""
         with self._lock:
             if self._start_ns is not None:
                 raise RecordingInProgress("the timeline is being recorded for somebody else")
@@ -150,7 +152,7 @@ class Timeline:
                 track.ring = Ring(max_events)
 
     def stop(self) -> Recording:
-        """Ends the recording there is. What has not ended by now is not in it."""
+        """End the recording. It lacks what has not ended by now."""
         with self._lock:
             assert self._start_ns is not None, "nothing is recorded"
             rings = {track.name: track.ring for track in self._tracks.values() if track.ring is not None}
@@ -173,7 +175,7 @@ OwnerT = TypeVar("OwnerT", bound=HasTrack)
 def recorded(
     name: str,
 ) -> Callable[[Callable[Concatenate[OwnerT, P], R]], Callable[Concatenate[OwnerT, P], R]]:
-    """For methods: each call is a span on its object's `track`."""
+    """A decorator for methods: each call is a span on its object's `track`."""
 
     def decorate(method: Callable[Concatenate[OwnerT, P], R]) -> Callable[Concatenate[OwnerT, P], R]:
         @functools.wraps(method)
@@ -189,7 +191,7 @@ def recorded(
 
 
 class _Span:
-    """Kept as it is, and made an event after the recording: serving pays less for it."""
+    """Put into the ring as it is, and made an event after the recording, so that serving pays less for it."""
 
     __slots__ = ("_detail", "_duration_ns", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
 
@@ -211,7 +213,7 @@ class _Span:
     ) -> None:
         self._duration_ns = time.monotonic_ns() - self._start_ns
         ring = self._ring
-        del self._ring  # which is about to hold this
+        del self._ring  # the ring that will hold this span
         ring.add(self)
 
     def resolve(self) -> TimelineEvent:

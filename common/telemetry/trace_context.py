@@ -1,4 +1,4 @@
-"""Which trace something belongs to, and when it happened: W3C trace context, and the engine's clock as Unix time."""
+"""W3C trace context, and the engine's clock as Unix time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = ("traceparent", "tracestate")
 
 
 def context_of(headers: Iterable[tuple[str, str | bytes]]) -> Context:
-    """The context that `traceparent` and `tracestate` name; an empty one when they are absent or no trace's."""
+    """Returns the context that `traceparent` and `tracestate` name, or an empty one if they name none."""
     carrier = {name: value for name, value in headers if name in _NAMES and isinstance(value, str)}
     return _W3C.extract(carrier, context=Context()) if carrier else Context()
 
@@ -26,22 +26,22 @@ def span_context_of(context: Context) -> SpanContext:
 
 
 def headers_of(span: Span) -> Mapping[str, str]:
-    """What makes `span` the parent elsewhere; nothing for a span that is in no trace."""
+    """Returns headers that make `span` the parent elsewhere; none for a span without a trace."""
     carrier: dict[str, str] = {}
     _W3C.inject(carrier, set_span_in_context(span, Context()))
     return carrier
 
 
 def trace_id_of(span: Span) -> str:
-    """Empty for a span that is in no trace."""
+    """Returns "" for a span without a trace."""
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 @dataclass(frozen=True, slots=True)
 class UnixClock:
-    """Monotonic seconds, by which engines tell the time, as Unix nanoseconds: by one offset, so that spans of a trace
-    stay as far apart as they were, whatever is done to the wall clock meanwhile.
+    """Converts monotonic seconds, the engines' clock, to Unix nanoseconds by one offset. So spans of a trace keep their
+    distances whatever happens to the wall clock.
     """
 
     offset_ns: int

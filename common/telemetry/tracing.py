@@ -1,4 +1,4 @@
-"""A process's tracer: one that exports by OTLP, or one that does nothing. docs/tracing.md says what spans mean."""
+"""A process's tracer, which exports by OTLP or does nothing. docs/tracing.md explains the spans."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from common.config.process_settings import ProcessSettings
 
 NO_TRACER: Tracer = NoOpTracer()
-"""Its spans record nothing, and hand on the context of their parents."""
+"""Its spans record nothing and pass their parents' context on."""
 
 
 @contextmanager
 def process_tracer(settings: ProcessSettings, *, service: str, instance_id: str) -> Iterator[Tracer]:
-    """What is left is exported at the end, within seconds. Without `otlp_endpoint` nothing is: no SDK is imported."""
+    """At the end the remaining spans are exported, within seconds. Without `otlp_endpoint` nothing is exported and no
+    SDK is imported.
+    """
     if not settings.otlp_endpoint:
         yield NO_TRACER
         return

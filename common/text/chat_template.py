@@ -48,7 +48,7 @@ class ChatRefused(ValueError):
 
 
 class TextTooLong(ValueError):
-    """A text is longer than it may be."""
+    """A text exceeds its bound."""
 
 
 class _Said(NamedTuple):
@@ -57,7 +57,7 @@ class _Said(NamedTuple):
 
 
 class _CallsForm(NamedTuple):
-    """How a template reads a message with tool calls. `has_null`: null for a content that says nothing."""
+    """How a template reads a message with tool calls. `has_null`: an empty content is passed as null."""
 
     has_objects: bool
     has_null: bool
@@ -73,7 +73,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, parts_roles: Sequence[str] | None = None
     ) -> None:
-        """Raises ChatRefused when it is no template, or cannot say what a user says."""
+        """Raises ChatRefused if the source is no template, or does not render a user's words."""
         self._special_tokens = special_tokens
         with _refusing("is none"):
             self._template = _environment().from_string(source)
@@ -85,7 +85,7 @@ class ChatTemplate:
         self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
 
     def render(self, messages: Sequence[ChatMessage], *, max_chars: int = _MAX_CHARS) -> str:
-        """Ends where the assistant's turn begins. Raises ChatRefused, or TextTooLong."""
+        """Render up to where the assistant's turn begins. Raises ChatRefused or TextTooLong."""
         text = self._render(messages, max_chars=max_chars)
         pieces = [tuple(_pieces(message)) for message in messages]
         dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces))
@@ -116,7 +116,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _as_read(self, message: ChatMessage, form: _CallsForm) -> dict[str, Any]:
-        """As templates for transformers expect it. What a message does not have is no key."""
+        """The message in the form that templates for transformers expect. Absent fields have no key."""
         says_nothing = bool(message.tool_calls) and not message.content.strip()
         content: Any = "" if says_nothing else message.content
         if message.role in self.parts_roles:
@@ -133,7 +133,7 @@ class ChatTemplate:
         return read
 
     def _choose_form(self, role: str) -> None:
-        """A string, unless only parts are kept. Raises ChatRefused when a user's words are kept in neither form."""
+        """Choose a string unless only parts are kept. Raises ChatRefused if neither keeps a user's words."""
         as_strings, reason = self.parts_roles, ""
         for parts_roles in (as_strings, as_strings | {role}):
             self.parts_roles = parts_roles
@@ -145,14 +145,14 @@ class ChatTemplate:
                     continue
                 if _marker(0) in text and not _PRINTED_PART.search(text):
                     return
-        self.parts_roles = as_strings  # what it keeps of this role, if anything, each conversation shows
+        self.parts_roles = as_strings  # each conversation shows what it keeps of this role
         if role == "user":
             raise ChatRefused(
                 reason or "the model's chat template leaves out what a user says, as a string and as a list of parts"
             )
 
     def _find_num_dropped(self, role: str) -> int:
-        """The most characters of a content of this role that is left out for being short, or 0."""
+        """The longest content of this role, in characters, that is left out for being short, or 0."""
         for around in _AROUND[role]:
             if self._keeps(role, _marker(0), around) and not self._keeps(role, _RARE, around):
                 longer = range(2, len(_marker(0)))
@@ -169,7 +169,7 @@ class ChatTemplate:
 
     @cached_property
     def _calls_form(self) -> _CallsForm:
-        """The first that keeps a call. If none does, each conversation shows what is left out."""
+        """The first form that keeps a call. If none does, each conversation shows what is left out."""
         call = ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)
         conversation = [
             _USER,
@@ -233,7 +233,7 @@ def _call_as_read(call: ToolCall, form: _CallsForm) -> dict[str, Any]:
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
-    """None where it is no JSON object, or has something that an object would not keep."""
+    """Returns the JSON object, or None if the text is none or has something that an object would lose."""
     if not arguments.strip():
         return {}  # as models write it that call a function without any
     try:
@@ -264,7 +264,7 @@ _ANY_MARKER = re.compile(r"qz\d+zq")
 
 
 def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
-    """Encodes the form of a chat without its words: one byte for each message, and one for each of its calls."""
+    """Encodes the form of a chat without its words: one byte for each message and for each of its calls."""
     shape = bytearray()
     for message, said in zip(messages, pieces, strict=True):
         code = _ROLE * ROLES.index(message.role) | _SAYS * bool(said)
@@ -275,7 +275,9 @@ def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> 
 
 
 def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
-    """A conversation of that shape in which all that has to be kept is a marker, and what each marker stands for."""
+    """Returns a conversation of that shape in which a marker replaces everything that must be kept, and what each
+    marker stands for.
+    """
     probes: list[ChatMessage] = []
     said: dict[str, _Said] = {}
 
@@ -347,8 +349,8 @@ def _find_missing(
 
 
 def _pieces(message: ChatMessage) -> Iterator[str]:
-    """Returns the pieces of a content that every template has to keep. Blanks around it, switches and an assistant's
-    thoughts are left out: templates may drop them.
+    """Returns the pieces of a content that every template must keep. Templates may drop blanks around it, switches and
+    an assistant's thoughts.
     """
     content, end = message.content, 0
     if message.role == "assistant":
@@ -363,7 +365,7 @@ def _pieces(message: ChatMessage) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[str | float]:
-    """Names, texts and numbers in a value of JSON, from the first to the last. What is null may go with its name."""
+    """The names, texts and numbers in a JSON value, in order. A null may be dropped together with its name."""
     waiting = [value]
     while waiting:
         match waiting.pop():
@@ -389,7 +391,7 @@ _NEAR_CHARS = 1024
 
 
 def _quotings(words: str) -> Sequence[str]:
-    """The words as JSON writes them, as JSON in ASCII, and as Python does, each where it is another than the words."""
+    """The words as JSON writes them, as JSON in ASCII, and as Python does, without writings equal to the words."""
     if _NOT_QUOTED.fullmatch(words):
         return ()
     quotings = [encode_basestring(words)[1:-1], encode_basestring_ascii(words)[1:-1], repr('"' + words)[2:-1]]
@@ -443,7 +445,7 @@ class _Search:
             done, stop = stop, 2 * stop
 
     def end_of_number(self, number: str, start: int) -> int:
-        """The same of a number that is no part of another."""
+        """Like `end_of`, for a number that is not part of another number."""
         starts = self._starts_of_numbers.get(number, [])
         index = bisect_left(starts, start)
         return starts[index] + len(number) if index < len(starts) else -1
@@ -485,7 +487,7 @@ class _InAnyOrder:
 
 
 class _refusing:
-    """Whatever a template raises is the conversation's refusal."""
+    """Turns any exception of a template into a refusal of the conversation."""
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise
@@ -518,7 +520,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model said, for training: here its body is all there is to it."""
+    """`{% generation %}` marks what a model said, for training. Here it renders its body."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -541,7 +543,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Without names that reach Python's own attributes."""
+    """A namespace without names that reach Python's own attributes."""
 
     def __init__(*args: Any, **entries: Any) -> None:  # `namespace(self=...)` is a name too
         self, *rest = args

@@ -1,10 +1,10 @@
 """The process that renders a model's chat template: `python -m common.text.chat_template_process TIMEOUT_S`.
 
-A template is a program, of a model's author, that what a client says runs through. Here it can be stopped, and has
-only so much memory. It is asked in JSON (see `common.host.answering`): first the bounds and the arguments of
-ChatTemplate, then for each conversation its messages. It answers DONE and `parts_roles`, then the texts; otherwise a
-status below, and why. Who takes more of the processor's time than it may have is ended by SIGPROF, however long that
-takes on the clock: a busy machine is no fault of a template's.
+A template is a program, written by a model's author, that clients' words run through. In this process it can be
+stopped, and its memory is bounded. Requests are JSON (see `common.host.answering`): first the bounds and the arguments
+of ChatTemplate, then the messages of each conversation. The answer is DONE with `parts_roles`, then DONE with each
+text; otherwise a status below, and the reason. SIGPROF ends a template that takes too much of the processor's time.
+Clock time does not count, because a busy machine is not the template's fault.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _bound_memory(num_bytes: int) -> None:
-    """Beyond what is mapped now: Python, and what it maps of the system's files, as locales of some hundred MiB."""
+    """Bound the memory beyond what is mapped now: Python, and system files such as locales of some hundred MiB."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + num_bytes,) * 2)
 

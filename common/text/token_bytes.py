@@ -1,4 +1,4 @@
-"""A token's own bytes, as they stand in text: of a single token these need not be UTF-8."""
+"""A token's own bytes, as they stand in text. A single token's bytes need not be UTF-8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Of a `tokenizers` backend. `special_ids` are not part of its texts; their bytes are what they are called."""
+    """The bytes of a `tokenizers` backend's tokens. `special_ids` are not part of its texts; their bytes are their
+    names.
+    """
 
     def __init__(self, backend: Any, special_ids: frozenset[int]) -> None:
         stages = _decoder_stages(backend)
@@ -26,11 +28,13 @@ class TokenBytes:
 
     @property
     def byte_of(self) -> Mapping[int, int]:
-        """Byte-fallback tokens' bytes. Empty for byte-level tokenizers."""
+        """The bytes of byte-fallback tokens. Empty for byte-level tokenizers."""
         return self._byte_of
 
     def of(self, token_id: int, *, begins_text: bool) -> bytes:
-        """b"" past the vocabulary. `begins_text`: no token with text is before it, so a decoder may strip a space."""
+        """Returns b"" past the vocabulary. `begins_text`: no token with text precedes it, so a decoder may strip a
+        space.
+        """
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
@@ -55,7 +59,7 @@ class TokenBytes:
         return str(self._backend.decode(token_ids, skip_special_tokens=True))
 
     def _some_word(self) -> list[int]:
-        """A token whose text no other one after it changes."""
+        """A token whose text no following token changes."""
         for piece, token_id in sorted(
             self._backend.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]
         ):
@@ -65,7 +69,7 @@ class TokenBytes:
 
 
 def _decoder_stages(backend: Any) -> frozenset[str]:
-    """The kinds of its decoder's stages, those of sequences within sequences too."""
+    """The kinds of the decoder's stages, with those of nested sequences."""
 
     def kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
         yield str(decoder.get("type"))
@@ -84,7 +88,7 @@ def _byte_fallback(backend: Any) -> dict[int, int]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level vocabularies write printable Latin-1 as it is, and the other bytes, in order, as U+0100 onwards."""
+    """Byte-level vocabularies write printable Latin-1 as it is, and the other bytes, in order, from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

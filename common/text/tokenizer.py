@@ -21,17 +21,17 @@ _CHARS_PER_TOKEN = 8  # more than most texts have
 
 
 class TokenDecoder(Protocol):
-    """What turning output into text needs."""
+    """What is needed to turn output into text."""
 
     def is_skipped(self, token_id: int) -> bool:
-        """Special tokens, and ids past the vocabulary: they have no text and do not separate what is around them."""
+        """True for special tokens and ids past the vocabulary, which have no text and do not separate others."""
 
     @property
     def byte_of(self) -> Mapping[int, int]:
-        """Byte-fallback tokens' bytes: a run of them is text only as a whole. Empty for byte-level tokenizers."""
+        """The bytes of byte-fallback tokens; only a run of them is text. Empty for byte-level tokenizers."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Special tokens skipped; bytes that are no character become U+FFFD."""
+        """Skips special tokens. Bytes that form no character become U+FFFD."""
 
     def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
         """The token's own, which need not be UTF-8; joined over an output without special tokens they are its text.
@@ -41,10 +41,10 @@ class TokenDecoder(Protocol):
 
 
 class PromptEncoder(Protocol):
-    """What turning a prompt into token ids needs, where nobody else waits."""
+    """What is needed to turn a prompt into token ids, where nobody else waits."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """With the special tokens the model's tokenizer adds by itself."""
+        """Adds the special tokens that the model's tokenizer adds by itself."""
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Through the model's chat template, ending where the assistant's turn begins. It is rendered here: a service
@@ -72,7 +72,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
-        """Raises UnsupportedModel where there is no tokenizer, or none that can be used."""
+        """Raises UnsupportedModel if there is no usable tokenizer."""
         pretrained = read_tokenizer(directory)
         if pretrained is None:
             raise UnsupportedModel(f"{directory.name}: no tokenizer, as tokenizer.json is one")
@@ -110,7 +110,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return self._encode(text, adds_special_tokens)
 
     def chat_template(self) -> tuple[str, dict[str, Any]]:
-        """The source, and the special tokens by the names that it knows them by. Raises ChatRefused."""
+        """Returns the template's source, and the special tokens by their names. Raises ChatRefused."""
         source = self._pretrained.chat_template
         if isinstance(source, Mapping):
             source = source.get("default")
@@ -128,7 +128,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return ChatTemplate(*self.chat_template())
 
     def _encode(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
-        """Without the interpreter's lock, which `encode` of one text would keep."""
+        """Releases the interpreter's lock, which `encode` of one text would keep."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
         return tuple(encoding.ids)
 
