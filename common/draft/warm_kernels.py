@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +13,8 @@ from common.kv.pool import KvPool
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.attention import ForwardInput, KernelShape
-from common.model.sampling_state import SamplingState
+from common.model.sampling_state import DrawKernels, SamplingState
 from common.model.target import TargetModel
-
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
 
 
 def warm_kernels(
@@ -54,7 +50,7 @@ def warm_kernels(
         if draws is not None:
             compile_draws(draws)
 
-    def compile_draws(draws: TritonDraws) -> None:
+    def compile_draws(draws: DrawKernels) -> None:
         """Row 0's, which is nobody's."""
         row = torch.full((1,), PADDING_ROW, dtype=torch.int64, device=device.torch_device)
         logits = torch.zeros((1, sampling_state.vocab_size), device=device.torch_device)

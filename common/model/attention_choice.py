@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,9 +13,7 @@ from common.cpu_engine import cpu_engine
 from common.errors import StartupError
 from common.model.attention import AttentionBackend
 from common.model.attention_torch import TorchAttention
-
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
+from common.model.sampling_state import DrawKernels
 
 AttentionKind = Literal["kernels", "torch"]
 """Kernels made for the device: they read the paged pool in place, and draw tokens on a GPU. Or PyTorch's operators, the
@@ -59,7 +57,7 @@ def new_attention(
     return TritonAttention(heads, shared_bytes=shared_bytes(torch_device), overlaps=overlaps(torch_device))
 
 
-def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> TritonDraws | None:
+def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> DrawKernels | None:
     """None where PyTorch's operators draw: where they attend too, and on CPUs. Raises StartupError."""
     if kind == "torch" or torch_device.type == "cpu":
         return None

@@ -8,7 +8,6 @@ unmodified distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,10 +18,7 @@ from common.device.stream import Device
 from common.device.upload import upload_array
 from common.model.forward_program import Largest
 from common.model.noise import gumbel_noise, row_keys
-from common.model.sampling_state import SamplingBatch, SamplingState
-
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
+from common.model.sampling_state import Ancestors, DrawKernels, SamplingBatch, SamplingState
 
 _DROPPED = float("-inf")
 
@@ -40,17 +36,6 @@ class Sampled:
     logprobs: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ancestors:
-    """Tokens between a row's output so far and the token to draw: drafted, and not in its counts.
-
-    Shapes: token_ids [B, A] int64; counted [B, A] int32, 1 where the entry is an ancestor and 0 where it fills up.
-    """
-
-    token_ids: Tensor
-    counted: Tensor
 
 
 def sample(
@@ -116,7 +101,7 @@ def _draw_from(
 
 @torch.inference_mode()
 def _draw_by_kernels(
-    kernels: TritonDraws,
+    kernels: DrawKernels,
     logits: Tensor,
     rows: Tensor,
     positions: Tensor,

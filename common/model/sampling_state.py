@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,47 @@ from torch import Tensor
 from common.device.upload import upload
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, ResolvedSampling
 
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
+
+@dataclass(frozen=True, slots=True)
+class Ancestors:
+    """Tokens between a row's output so far and the token to draw: drafted, and not in its counts.
+
+    Shapes: token_ids [B, A] int64; counted [B, A] int32, 1 where the entry is an ancestor and 0 where it fills up.
+    """
+
+    token_ids: Tensor
+    counted: Tensor
+
+
+class DrawKernels(Protocol):
+    """Kernels that do in one launch what sampling.py does, by what SamplingState holds of each row. The arguments are
+    those of `draw`, `propose` and `propose_branches` there.
+    """
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        state: SamplingState,
+        ancestors: Ancestors | None,
+        *,
+        is_counted: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids [B] int64, and which rows of `logits` [B, vocab], overwritten, hold no finite largest, bool [B].
+
+        `is_counted`: whether tokens are added to the counts of the rows that penalise them; rows are then distinct.
+        """
+
+    def propose(
+        self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
+    ) -> Tensor:
+        """Target ids [B] int64 that a draft would choose."""
+
+    def couple(
+        self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
+    ) -> Tensor:
+        """A draft's logits [B, Vd] with temperature and noise; `logits` are overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +87,7 @@ class SamplingState:
         max_rows: int,
         vocab_size: int,
         torch_device: torch.device,
-        kernels: TritonDraws | None = None,
+        kernels: DrawKernels | None = None,
     ) -> None:
         rows = max_rows + 1
         self.kernels = kernels

@@ -13,7 +13,7 @@ all above it are enough: as many as top_k, or as likely as top_p. Sixteen passes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,11 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
+from common.model.sampling_state import Ancestors, DrawKernels, SamplingState
 from common.model.triton_launch import Kernel, Launch, Launcher, kernel
-
-if TYPE_CHECKING:
-    from common.model.sampling import Ancestors
-    from common.model.sampling_state import SamplingState
 
 _BLOCK = 4096
 _NUM_WARPS = 16
@@ -308,10 +305,8 @@ def draw(  # type: ignore[no-untyped-def]
             tl.store(chosen + entry, tl.load(column_ids + column))
 
 
-class TritonDraws:
-    """Does in one launch what sampling.py does, by what SamplingState holds of each row. The arguments are those of
-    `draw`, `propose` and `propose_branches` there. `launch` is what becomes of the launches.
-    """
+class TritonDraws(DrawKernels):
+    """`launch` is what becomes of the launches."""
 
     def __init__(self, launch: Launcher = Launch.run) -> None:
         self._launch = launch
@@ -326,10 +321,6 @@ class TritonDraws:
         *,
         is_counted: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Token ids [B] int64, and which rows of `logits` [B, vocab], overwritten, hold no finite largest, bool [B].
-
-        `is_counted`: whether tokens are added to the counts of the rows that penalise them; rows are then distinct.
-        """
         token_ids, is_invalid = _outputs(logits)
         known = ancestors if ancestors is not None and ancestors.token_ids.shape[1] else None
         self._run(
@@ -354,7 +345,6 @@ class TritonDraws:
     def propose(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
-        """Target ids [B] int64 that a draft would choose."""
         chosen, is_invalid = _outputs(logits)
         self._draft(_aligned(logits), token_ids, rows, positions, state, chosen, is_invalid, is_chosen=True)
         return chosen
@@ -362,7 +352,6 @@ class TritonDraws:
     def couple(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
-        """A draft's logits [B, Vd] with temperature and noise; `logits` are overwritten."""
         logits = _aligned(logits)
         self._draft(logits, token_ids, rows, positions, state, rows, state.in_prompt, is_chosen=False)
         return logits

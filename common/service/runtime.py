@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import structlog
 import torch
@@ -31,15 +31,13 @@ from common.model.attention import MAX_SPLIT_BYTES
 from common.model.attention_choice import new_draw_kernels
 from common.model.loader import load_target
 from common.model.model_files import model_faults
+from common.model.sampling_state import DrawKernels
 from common.model.target import TargetModel
 from common.service.fused_forwards import new_fusing
 from common.service.work_beside import Check, Work, WorkBeside
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.wire.fingerprint import Fingerprint
-
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
 
 _FUSED_SHARE_OF_CORES = 1.0
 """In either service: threads that take items as they come lose little to others on their cores."""
@@ -59,7 +57,7 @@ class Runtime:
     model: TargetModel
     draft: PagedHead | None
     device: Device
-    draw_kernels: TritonDraws | None
+    draw_kernels: DrawKernels | None
     timeline: Timeline
     fingerprint: Fingerprint
     architecture: str
@@ -117,7 +115,7 @@ class EngineArguments(TypedDict):
     model: TargetModel
     draft: PagedHead | None
     device: Device
-    draw_kernels: TritonDraws | None
+    draw_kernels: DrawKernels | None
     max_rows: int
     max_kv_tokens: int
     max_context_tokens: int

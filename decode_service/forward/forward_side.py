@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from common.device.stream import Device, Stream
 from common.draft.graphed_head import GraphedHead
@@ -13,16 +12,13 @@ from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.graphed_target import GraphedTarget
-from common.model.sampling_state import SamplingState
+from common.model.sampling_state import DrawKernels, SamplingState
 from common.model.target import Target, TargetModel
 from decode_service.forward.eagle_worker import EagleWorker, MultiLayerEagleWorker
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import Recorded, record_forwards
 from decode_service.forward.worker import PlainWorker, Worker
 from decode_service.speculate.spec_info import SpecInfo
-
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class ForwardSide:
         draft: DraftHead | None,
         levels: Sequence[SpecInfo],
         device: Device,
-        draw_kernels: TritonDraws | None,
+        draw_kernels: DrawKernels | None,
         pool: KvPool,
         replays_forwards: bool,
         poisons_consumed_rows: bool,

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
 from common.load import EngineLoad
+from common.model.sampling_state import DrawKernels
 from common.model.target import TargetModel
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, Track, recorded
@@ -49,9 +49,6 @@ from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, dep
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
-
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -112,7 +109,7 @@ class DecodeEngine:
         max_rows: int,
         max_kv_tokens: int,
         max_context_tokens: int,
-        draw_kernels: TritonDraws | None = None,
+        draw_kernels: DrawKernels | None = None,
         draft: DraftHead | None = None,
         spec_info: SpecInfo | None = None,
         adapts_depth: bool = False,

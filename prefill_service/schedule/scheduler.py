@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
@@ -24,7 +23,7 @@ from common.errors import RowFailure
 from common.kv.pool import KvPool
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
-from common.model.sampling_state import SamplingState
+from common.model.sampling_state import DrawKernels, SamplingState
 from common.model.target import TargetModel
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.telemetry.step_stats import OnStep, StepStats
@@ -49,9 +48,6 @@ from prefill_service.messages import (
 from prefill_service.prompt import Prompt, PromptPhase
 from prefill_service.schedule.first_tokens import first_tokens
 from prefill_service.schedule.life import PromptLives
-
-if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -90,7 +86,7 @@ class PrefillEngine:
         max_rows: int,
         max_kv_tokens: int,
         max_context_tokens: int,
-        draw_kernels: TritonDraws | None = None,
+        draw_kernels: DrawKernels | None = None,
         draft: DraftHead | None = None,
         draft_topk: int = 1,
         chunk_tokens: int = 512,

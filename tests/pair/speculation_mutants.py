@@ -17,8 +17,8 @@ from common.draft.seed import Seed
 from common.model import sampling
 from common.model.attention import ForwardInput
 from common.model.forward_program import Largest
-from common.model.sampling import Ancestors, Sampled
-from common.model.sampling_state import SamplingBatch, SamplingState
+from common.model.sampling import Sampled
+from common.model.sampling_state import Ancestors, SamplingBatch, SamplingState
 from decode_service.forward import eagle_worker, speculative_worker
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.speculate.draft_tree import Accepted, DraftTree
