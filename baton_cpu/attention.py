@@ -95,7 +95,7 @@ def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[
 
 
 @jit
-def largest(numbers, num_numbers, lanes):  # type: ignore[no-untyped-def]
+def largest(numbers, num_numbers, lanes):
     """Of the first `num_numbers`, which are not all NaN. `lanes` [NUM_LANES] is scratch: each keeps its own largest,
     for a NaN keeps the compiler from turning one running maximum into vector code.
     """
@@ -119,7 +119,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
     """The kernel for one shape, compiled. The shape is part of the code, so that its loops become vector code."""
     token_bytes = num_kv_heads * head_dim * dtype.itemsize
 
-    def attend(  # type: ignore[no-untyped-def]
+    def attend(
         queries,
         keys,
         values,

@@ -58,7 +58,7 @@ def _is_in_lines(tensor: Tensor) -> bool:
     return block.is_contiguous() and all(start % LINE_BYTES == 0 for start in starts)
 
 
-def _copy_blocks(  # type: ignore[no-untyped-def]
+def _copy_blocks(
     target, source, target_layer, target_plane, source_layer, source_plane, num_layers, num_planes, block_bytes
 ):
     for layer in range(num_layers):
@@ -71,8 +71,8 @@ def _copy_blocks(  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _copy_line(_context, target, source, ahead):  # type: ignore[no-untyped-def]
-    def generate(target_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _copy_line(_context, target, source, ahead):
+    def generate(target_context, builder, _signature, arguments):
         to, line, following = arguments
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, _NUMBER, _NUMBER, _NUMBER])
@@ -96,8 +96,8 @@ def _copy_line(_context, target, source, ahead):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _await_stores(_context):  # type: ignore[no-untyped-def]
-    def generate(target, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
+def _await_stores(_context):
+    def generate(target, builder, _signature, _arguments):
         if platform.machine() == "x86_64":  # its other fences need not wait for such stores
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), kind), [])

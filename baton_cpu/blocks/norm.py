@@ -45,7 +45,7 @@ def _compiled(dtype: torch.dtype) -> Kernel:
     return compiled(_normalise, (token, token[0], 1.0, token.copy()), name=f"norm-{dtype}")
 
 
-def _normalise(x, weight, epsilon, output):  # type: ignore[no-untyped-def]
+def _normalise(x, weight, epsilon, output):
     """Shapes: x, output [T, width]; weight [width]."""
     for t in range(x.shape[0]):
         total = np.float32(0)

@@ -30,7 +30,7 @@ def _compiled(dtype: torch.dtype) -> Kernel:
     return compiled(_rotate, (head, angle, angle, head.copy()), name=f"rotation-{dtype}")
 
 
-def _rotate(x, cosines, sines, output):  # type: ignore[no-untyped-def]
+def _rotate(x, cosines, sines, output):
     half = x.shape[2] // 2
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):

@@ -33,8 +33,8 @@ def jit(function: Kernel, *, is_kept: bool = False) -> Kernel:
 
 
 @intrinsic
-def _prefetch(_context, array, offset_bytes):  # type: ignore[no-untyped-def]
-    def generate(target, builder, signature, arguments):  # type: ignore[no-untyped-def]
+def _prefetch(_context, array, offset_bytes):
+    def generate(target, builder, signature, arguments):
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         data = target.make_array(signature.args[0])(target, builder, arguments[0]).data
         address = builder.gep(builder.bitcast(data, pointer), [arguments[1]])
@@ -52,7 +52,7 @@ prefetch = cast("Kernel", _prefetch)
 
 
 @numba.njit(inline="always")
-def _exp(number):  # type: ignore[no-untyped-def]
+def _exp(number):
     bounded = _LEAST_EXPONENT if number < _LEAST_EXPONENT else number
     power = np.floor(bounded * _LOG2_E + np.float32(0.5))
     x = bounded - power * _LN_2

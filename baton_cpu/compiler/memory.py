@@ -21,8 +21,8 @@ write_file = cast("Kernel", types.ExternalFunction("write", types.intp(types.int
 
 
 @intrinsic
-def _pointer(_context, address):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _pointer(_context, address):
+    def generate(_target, builder, _signature, arguments):
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), generate
@@ -33,8 +33,8 @@ pointer = cast("Kernel", _pointer)
 
 
 @intrinsic
-def _pause(_context):  # type: ignore[no-untyped-def]
-    def generate(target, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
+def _pause(_context):
+    def generate(target, builder, _signature, _arguments):
         if platform.machine() in _PAUSES:
             name, arguments = _PAUSES[platform.machine()]
             kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
@@ -49,8 +49,8 @@ pause = cast("Kernel", _pause)
 
 
 @intrinsic
-def _fence(_context):  # type: ignore[no-untyped-def]
-    def generate(target, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
+def _fence(_context):
+    def generate(target, builder, _signature, _arguments):
         builder.fence("seq_cst")
         return target.get_dummy_value()
 
@@ -62,16 +62,16 @@ fence = cast("Kernel", _fence)
 
 
 @intrinsic
-def _load(_context, address):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _load(_context, address):
+    def generate(_target, builder, _signature, arguments):
         return builder.load_atomic(_word(builder, arguments[0]), "seq_cst", 8)
 
     return types.int64(types.int64), generate
 
 
 @intrinsic
-def _store(_context, address, number):  # type: ignore[no-untyped-def]
-    def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _store(_context, address, number):
+    def generate(target, builder, _signature, arguments):
         builder.store_atomic(arguments[1], _word(builder, arguments[0]), "seq_cst", 8)
         return target.get_dummy_value()
 
@@ -79,16 +79,16 @@ def _store(_context, address, number):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _add(_context, address, number):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _add(_context, address, number):
+    def generate(_target, builder, _signature, arguments):
         return builder.atomic_rmw("add", _word(builder, arguments[0]), arguments[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
-def _swap_if(_context, address, expected, number):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _swap_if(_context, address, expected, number):
+    def generate(_target, builder, _signature, arguments):
         word = _word(builder, arguments[0])
         seen = builder.cmpxchg(word, arguments[1], arguments[2], "seq_cst", "seq_cst")
         return builder.extract_value(seen, 1)
@@ -114,5 +114,5 @@ def _declared(module: Any, name: str, kind: ir.FunctionType) -> Any:
 
 
 @jit
-def address_of(array):  # type: ignore[no-untyped-def]
+def address_of(array):
     return array.ctypes.data

@@ -68,16 +68,16 @@ def has_bfloat16() -> bool:
 
 
 @intrinsic
-def _read(_context, number):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _read(_context, number):
+    def generate(_target, builder, _signature, arguments):
         return widened(builder, number, arguments[0])
 
     return types.float32(number), generate
 
 
 @intrinsic
-def _rounded(_context, number, like):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _rounded(_context, number, like):
+    def generate(_target, builder, _signature, arguments):
         return narrowed(builder, like.dtype, arguments[0])
 
     return like.dtype(types.float32, like), generate

@@ -112,8 +112,8 @@ def switch(builder: Any, number: Any, most: int, generate_for: Callable[[int], N
 
 
 @intrinsic
-def _fused(_context, left, right, total):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _fused(_context, left, right, total):
+    def generate(_target, builder, _signature, arguments):
         kind = ir.FunctionType(FLOAT, [FLOAT, FLOAT, FLOAT])
         return builder.call(declared(builder, "llvm.fma.f32", kind), arguments)
 

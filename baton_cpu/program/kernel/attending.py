@@ -34,7 +34,7 @@ def scratch_bytes(num_queries: int, num_of_head: int, head_dim: int) -> int:
 
 
 @jit
-def rotate(source, weight, epsilon, cosines, sines, target, like):  # type: ignore[no-untyped-def]
+def rotate(source, weight, epsilon, cosines, sines, target, like):
     """One head, as float32 of what the model's dtype holds, to `target`; normed before where there is a `weight`."""
     head_dim = target.shape[0]
     half = head_dim // 2
@@ -56,19 +56,19 @@ def rotate(source, weight, epsilon, cosines, sines, target, like):  # type: igno
 
 
 @jit
-def _angles(call, token, head_dim, like):  # type: ignore[no-untyped-def]
+def _angles(call, token, head_dim, like):
     place = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])[token] * head_dim * like.itemsize
     return elements(call[Call.COSINES] + place, head_dim, like), elements(call[Call.SINES] + place, head_dim, like)
 
 
 @jit
-def _qkv(call, fields, token, like):  # type: ignore[no-untyped-def]
+def _qkv(call, fields, token, like):
     numbers = (fields[Field.NUM_HEADS] + 2 * fields[Field.NUM_KV_HEADS]) * fields[Field.HEAD_DIM]
     return buffer_row(call, fields[Field.SOURCE], token, numbers, 0, like)
 
 
 @jit
-def _rotate_queries(call, fields, epsilon, scaling, first, num_new, queries, like):  # type: ignore[no-untyped-def]
+def _rotate_queries(call, fields, epsilon, scaling, first, num_new, queries, like):
     """To `queries`: [KV heads, new tokens, query heads of each, head_dim]."""
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
@@ -86,7 +86,7 @@ def _rotate_queries(call, fields, epsilon, scaling, first, num_new, queries, lik
 
 
 @jit
-def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):  # type: ignore[no-untyped-def]
+def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):
     """Of a new token, to its slot."""
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     qkv = _qkv(call, fields, token, like)
@@ -106,7 +106,7 @@ def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):  # typ
 
 
 @jit
-def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, scores):  # type: ignore[no-untyped-def]
+def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, scores):
     """Of a part's tokens, from `begin` on, those that a query does not attend. Says whether there are any."""
     width = call[Call.ATTENDED_WIDTH]
     attended = array_at(pointer(call[Call.ATTENDED]), (call[Call.NUM_TOKENS] * width,), np.bool_)
@@ -121,7 +121,7 @@ def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, sco
 
 
 @jit
-def _weigh(scores, num_tokens, lanes):  # type: ignore[no-untyped-def]
+def _weigh(scores, num_tokens, lanes):
     """One query's scores of a part, to weights. Returns the highest score and the weights' sum; -inf and 0 of none."""
     for t in range(num_tokens, PART_TOKENS):
         scores[t] = -np.inf
@@ -136,7 +136,7 @@ def _weigh(scores, num_tokens, lanes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):  # type: ignore[no-untyped-def]
+def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
     """Adds the values of tokens some queries of which do not attend: of those nothing is read."""
     places = words(slots, end)
     for t in range(begin, end):
@@ -149,7 +149,7 @@ def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):  
 
 
 @jit
-def _join(joined, part, num_queries, head_dim):  # type: ignore[no-untyped-def]
+def _join(joined, part, num_queries, head_dim):
     """Adds a part to those before it. Rounds alike wherever it is called."""
     own = array_at(pointer(part), (num_queries * (head_dim + 2),), np.float32)
     all_ = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
@@ -167,7 +167,7 @@ def _join(joined, part, num_queries, head_dim):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _attend_part(  # type: ignore[no-untyped-def]
+def _attend_part(
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
 ):
     """The `num_own` tokens from `begin` on, as if there were no other, to `part`."""
@@ -216,7 +216,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _few_tokens_before(starts, b):  # type: ignore[no-untyped-def]
+def _few_tokens_before(starts, b):
     """New tokens of the requests before `b` that attend here, and not as chunks: what they leave lies before."""
     total = np.int64(0)
     for other in range(b):
@@ -226,14 +226,14 @@ def _few_tokens_before(starts, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _num_unmasked(call, b):  # type: ignore[no-untyped-def]
+def _num_unmasked(call, b):
     """Of the request's tokens: those that all its queries attend."""
     num_rows = call[Call.NUM_ROWS]
     return words(call[Call.SEQ_LENS], num_rows)[b] - words(call[Call.NUM_MASKED], num_rows)[b]
 
 
 @jit
-def attend(call, fields, epsilon, scaling, item, scratch, like):  # type: ignore[no-untyped-def]
+def attend(call, fields, epsilon, scaling, item, scratch, like):
     num_groups = call[Call.NUM_GROUPS]
     b, group = item // num_groups, item % num_groups
     starts = words(call[Call.STARTS], call[Call.NUM_ROWS] + 1)
@@ -306,14 +306,14 @@ def attend(call, fields, epsilon, scaling, item, scratch, like):  # type: ignore
 
 
 @jit
-def _clear(joined, num_queries, head_dim):  # type: ignore[no-untyped-def]
+def _clear(joined, num_queries, head_dim):
     numbers = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
     numbers[:] = 0
     numbers[num_queries * head_dim : num_queries * (head_dim + 1)] = -np.inf
 
 
 @jit
-def _give_out(call, fields, first, num_new, joined, like):  # type: ignore[no-untyped-def]
+def _give_out(call, fields, first, num_new, joined, like):
     num_heads, head_dim = fields[Field.NUM_HEADS], fields[Field.HEAD_DIM]
     num_shared = num_heads // fields[Field.NUM_KV_HEADS]
     num_queries, inputs = num_new * num_heads, input_like(like)

@@ -51,7 +51,7 @@ def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
 
 
 @jit
-def _packed_head(call, fields, b, h, like):  # type: ignore[no-untyped-def]
+def _packed_head(call, fields, b, h, like):
     """Address of a request's keys of a KV head, of its values, and its tokens in whole panels."""
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     width = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH * PANEL_WIDTH
@@ -63,7 +63,7 @@ def _packed_head(call, fields, b, h, like):  # type: ignore[no-untyped-def]
 
 
 @jit
-def prepare_chunks(call, fields, epsilon, item, scratch, like):  # type: ignore[no-untyped-def]
+def prepare_chunks(call, fields, epsilon, item, scratch, like):
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     size = like.itemsize
     step = 4 // size
@@ -126,7 +126,7 @@ def prepare_chunks(call, fields, epsilon, item, scratch, like):  # type: ignore[
 
 
 @jit
-def _mask(scores, num_panels, num_visible):  # type: ignore[no-untyped-def]
+def _mask(scores, num_panels, num_visible):
     """Of a row's scores, `num_panels` panels with those of MAX_ROWS rows in each, the ones from `num_visible` on."""
     for p in range(num_visible // PANEL_WIDTH, num_panels):
         first = p * MAX_ROWS * PANEL_WIDTH
@@ -135,7 +135,7 @@ def _mask(scores, num_panels, num_visible):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _highest(scores, num_panels, lanes):  # type: ignore[no-untyped-def]
+def _highest(scores, num_panels, lanes):
     """That is no NaN. `lanes` [PANEL_WIDTH]: as in attention_cpu.largest."""
     for i in range(PANEL_WIDTH):
         lanes[i] = -np.inf
@@ -150,7 +150,7 @@ def _highest(scores, num_panels, lanes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _weigh(scores, num_panels, highest, scaling, weights, like):  # type: ignore[no-untyped-def]
+def _weigh(scores, num_panels, highest, scaling, weights, like):
     """Rounded to `weights`; returns their sum before that."""
     total = np.float32(0)
     for p in range(num_panels):
@@ -164,7 +164,7 @@ def _weigh(scores, num_panels, highest, scaling, weights, like):  # type: ignore
 
 
 @jit
-def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):  # type: ignore[no-untyped-def]
+def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
     size, inputs = like.itemsize, input_like(like)

@@ -48,8 +48,8 @@ _PLACE = types.int64
 
 
 @intrinsic
-def _prefetch(_context, address):  # type: ignore[no-untyped-def]
-    def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _prefetch(_context, address):
+    def generate(target, builder, _signature, arguments):
         prefetch_line(builder, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()))
         return target.get_dummy_value()
 
@@ -61,7 +61,7 @@ prefetch_at = cast("Kernel", _prefetch)
 
 
 @jit
-def ask_for_tokens(plane, token_bytes, slots, num_tokens):  # type: ignore[no-untyped-def]
+def ask_for_tokens(plane, token_bytes, slots, num_tokens):
     """All heads of them, before they are needed: they lie anywhere, which hardware cannot foresee."""
     places = words(slots, num_tokens)
     for t in range(num_tokens):
@@ -71,10 +71,10 @@ def ask_for_tokens(plane, token_bytes, slots, num_tokens):  # type: ignore[no-un
 
 def _scores_of(num_vectors: int) -> Any:
     @intrinsic
-    def scores(  # type: ignore[no-untyped-def]
+    def scores(
         _context, plane, token_bytes, slots, num_tokens, num_near, x, head_dim, num_queries, out, stride, adds, like
     ):
-        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        def generate(target, builder, _signature, arguments):
             def generate_for(num: int) -> None:
                 _generate_scores(builder, arguments[:7] + arguments[8:11], num_vectors, num, like.dtype)
 
@@ -119,10 +119,10 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
 
 def _sums_of(num_vectors: int) -> Any:
     @intrinsic
-    def sums(  # type: ignore[no-untyped-def]
+    def sums(
         _context, plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like
     ):
-        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        def generate(target, builder, _signature, arguments):
             def generate_for(num: int) -> None:
                 _generate_sums(builder, arguments[:7] + arguments[8:10], num_vectors, num, like.dtype)
 
@@ -199,7 +199,7 @@ _wide_sums, _narrow_sums = _sums_of(_OF_SUMS // LANES), _sums_of(1)
 
 
 @jit
-def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, num_queries, out, stride, like):  # type: ignore[no-untyped-def]
+def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, num_queries, out, stride, like):
     """To `out`: of each query each token's score, and anything up to the next whole four."""
     size = np.int64(like.itemsize)
     for q in range(0, num_queries, _QUERIES):
@@ -219,7 +219,7 @@ def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_d
 
 
 @jit
-def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, begin, like):  # type: ignore[no-untyped-def]
+def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, begin, like):
     rest = head_dim - begin
     places = words(slots, num_tokens)
     for m in range(num):
@@ -234,7 +234,7 @@ def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, s
 
 
 @jit
-def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like):  # type: ignore[no-untyped-def]
+def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like):
     """To `out`: of each query the tokens' values by its weights."""
     size = np.int64(like.itemsize)
     for q in range(0, num_queries, _QUERIES):
@@ -254,7 +254,7 @@ def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride,
 
 
 @jit
-def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, begin, like):  # type: ignore[no-untyped-def]
+def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, begin, like):
     rest = head_dim - begin
     places = words(slots, num_tokens)
     for m in range(num):

@@ -48,13 +48,13 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
     """An intrinsic as `panel_products` is: for 1 to `max_rows` rows, of whole steps for up to `max_whole_rows`."""
 
     @intrinsic
-    def products(_context, panel, x, x_stride, num_steps, num_rows, out, like):  # type: ignore[no-untyped-def]
+    def products(_context, panel, x, x_stride, num_steps, num_rows, out, like):
         if like.dtype == types.uint16:
             multiply = _multiply_pairs if multiplies_pairs else _multiply_halves
         else:
             multiply = _multiply_floats
 
-        def generate(target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        def generate(target, builder, _signature, arguments):
             def generate_for(num_rows: int) -> None:
                 num_vectors = _PANEL_VECTORS if num_rows <= max_whole_rows else _PANEL_VECTORS // 2
                 for first in range(0, _PANEL_VECTORS, num_vectors):
@@ -170,7 +170,7 @@ _products = products_of(MAX_ROWS, _MAX_WHOLE_ROWS, multiplies_pairs=has_bfloat16
 
 
 @jit
-def panel_products(panel, x, x_stride, num_steps, num_rows, out, like):  # type: ignore[no-untyped-def]
+def panel_products(panel, x, x_stride, num_steps, num_rows, out, like):
     """Of addresses: `x_stride` bytes from one row of x to the next, 1 .. MAX_ROWS rows, of `input_like` numbers.
     `like` is an array of the weights' bits: uint16 for bfloat16, or float32.
     """

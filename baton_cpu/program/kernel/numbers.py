@@ -28,16 +28,16 @@ def input_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @intrinsic
-def _rounded(_context, number, like):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _rounded(_context, number, like):
+    def generate(_target, builder, _signature, arguments):
         return _narrowed(builder, like.dtype, arguments[0])
 
     return like.dtype(types.float32, like), generate
 
 
 @intrinsic
-def _kept(_context, number, target, like):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _kept(_context, number, target, like):
+    def generate(_target, builder, _signature, arguments):
         element = _narrowed(builder, like.dtype, arguments[0])
         return element if target.dtype == like.dtype else widened(builder, like.dtype, element)
 
@@ -45,8 +45,8 @@ def _kept(_context, number, target, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _copied(_context, element, target):  # type: ignore[no-untyped-def]
-    def generate(_target, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _copied(_context, element, target):
+    def generate(_target, builder, _signature, arguments):
         return arguments[0] if element == target.dtype else widened(builder, element, arguments[0])
 
     return target.dtype(element, target), generate
@@ -64,7 +64,7 @@ def _input_like(like: Any) -> Any:
 
 
 @overload(_input_like)
-def _inputs_like(like):  # type: ignore[no-untyped-def]
+def _inputs_like(like):
     dtype = like.dtype if has_bfloat16() else types.float32
     return lambda like: _array_at(pointer(0), (0,), dtype)
 
@@ -80,7 +80,7 @@ input_like = cast("Kernel", _input_like)
 
 
 @jit
-def silu(number):  # type: ignore[no-untyped-def]
+def silu(number):
     power = exp(-abs(number))
     share = np.float32(1) / (np.float32(1) + power)
     return number * (share if number >= 0 else power * share)

@@ -135,7 +135,7 @@ array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
 
 
 @jit
-def words(address, number):  # type: ignore[no-untyped-def]
+def words(address, number):
     return array_at(pointer(address), (number,), _WORDS)
 
 
@@ -144,7 +144,7 @@ def _elements(address: int, number: int, like: Any) -> Any:
 
 
 @overload(_elements)
-def _elements_like(address, number, like):  # type: ignore[no-untyped-def]
+def _elements_like(address, number, like):
     element = like.dtype
     return lambda address, number, like: array_at(pointer(address), (number,), element)
 
@@ -154,7 +154,7 @@ elements = cast("Kernel", _elements)
 
 
 @jit
-def _normalise(source, weight, epsilon, target, like):  # type: ignore[no-untyped-def]
+def _normalise(source, weight, epsilon, target, like):
     """One row, arrays of its width."""
     total = np.float32(0)
     for i in range(source.shape[0]):
@@ -166,21 +166,21 @@ def _normalise(source, weight, epsilon, target, like):  # type: ignore[no-untype
 
 
 @jit
-def buffer_row(call, number, row, width, offset, like):  # type: ignore[no-untyped-def]
+def buffer_row(call, number, row, width, offset, like):
     base = call[Call.BUFFERS + 2 * number]
     length = call[Call.BUFFERS + 2 * number + 1]
     return elements(base + (row * length + offset) * like.itemsize, width, like)
 
 
 @jit
-def copy_elements(source, target):  # type: ignore[no-untyped-def]
+def copy_elements(source, target):
     """Assigning slices does the same, and the check of their shapes takes a second to compile."""
     for i in range(source.shape[0]):
         target[i] = copied(source[i], target)
 
 
 @jit
-def embed(call, fields, item, like):  # type: ignore[no-untyped-def]
+def embed(call, fields, item, like):
     width = fields[Field.WIDTH]
     ids = words(call[Call.INPUT_IDS], call[Call.NUM_TOKENS])
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
@@ -190,7 +190,7 @@ def embed(call, fields, item, like):  # type: ignore[no-untyped-def]
 
 
 @jit
-def norm(call, fields, epsilon, item, target_like, like):  # type: ignore[no-untyped-def]
+def norm(call, fields, epsilon, item, target_like, like):
     """To a buffer of elements like `target_like`."""
     width = fields[Field.WIDTH]
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
@@ -203,7 +203,7 @@ def norm(call, fields, epsilon, item, target_like, like):  # type: ignore[no-unt
 
 
 @jit
-def normalise_input(call, fields, epsilon, scratch, like):  # type: ignore[no-untyped-def]
+def normalise_input(call, fields, epsilon, scratch, like):
     """The rows that a LINEAR reads, where they are normed or selected or not yet its input, to `scratch`."""
     width, inputs = fields[Field.WIDTH], input_like(like)
     num_rows = call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
@@ -220,7 +220,7 @@ def normalise_input(call, fields, epsilon, scratch, like):  # type: ignore[no-un
 
 
 @jit
-def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):  # type: ignore[no-untyped-def]
+def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
     """`x`: the address of the input's rows, `x_stride` bytes apart; `sums_address`: scratch for one block's sums."""
     width, num_outputs = fields[Field.WIDTH], fields[Field.NUM_OUTPUTS]
     num_steps = width * like.itemsize // 4
@@ -239,7 +239,7 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):  # ty
 
 
 @jit
-def _store(call, fields, store, row, panel, num_outputs, sums, like):  # type: ignore[no-untyped-def]
+def _store(call, fields, store, row, panel, num_outputs, sums, like):
     base = call[Call.BUFFERS + 2 * fields[Field.TARGET]]
     length = call[Call.BUFFERS + 2 * fields[Field.TARGET] + 1]
     if store == Store.GATE:
@@ -271,7 +271,7 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):  # type: i
 
 
 @jit
-def _order(bits):  # type: ignore[no-untyped-def]
+def _order(bits):
     """Of a float32 by its bits: integers in the same order, both zeros alike, NaN above all."""
     magnitude = np.int32(bits & np.int32(0x7FFFFFFF))
     signed = magnitude if bits >= 0 else np.int32(-magnitude)
@@ -279,7 +279,7 @@ def _order(bits):  # type: ignore[no-untyped-def]
 
 
 @jit
-def find_largest(bits):  # type: ignore[no-untyped-def]
+def find_largest(bits):
     """The place of the first of the largest float32, or of the first NaN, of an array of their bits."""
     best, best_start = np.int32(-_NAN_ORDER), 0
     for start in range(0, bits.shape[0], _LARGEST_BLOCK):
@@ -296,7 +296,7 @@ def find_largest(bits):  # type: ignore[no-untyped-def]
 
 
 @jit
-def largest(call, fields, row):  # type: ignore[no-untyped-def]
+def largest(call, fields, row):
     base = call[Call.BUFFERS + 2 * fields[Field.SOURCE]]
     length = call[Call.BUFFERS + 2 * fields[Field.SOURCE] + 1]
     bits = array_at(pointer(base + row * length * 4), (fields[Field.WIDTH],), np.int32)

@@ -49,13 +49,13 @@ _AHEAD_BYTES = 128 << 10  # of the following weights, asked for while a thread w
 
 
 @jit
-def _num_rows(call, fields):  # type: ignore[no-untyped-def]
+def _num_rows(call, fields):
     """Of a LINEAR."""
     return call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
 
 
 @jit
-def _num_items(call, fields):  # type: ignore[no-untyped-def]
+def _num_items(call, fields):
     kind = fields[Field.KIND]
     if kind == Kind.LINEAR:
         return fields[Field.NUM_PANELS] * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
@@ -73,12 +73,12 @@ def _num_items(call, fields):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _panel_bytes(fields, like):  # type: ignore[no-untyped-def]
+def _panel_bytes(fields, like):
     return PANEL_WIDTH * fields[Field.WIDTH] * like.itemsize
 
 
 @jit
-def _most_items(call, fields, like):  # type: ignore[no-untyped-def]
+def _most_items(call, fields, like):
     """That a thread takes at once: of weights long runs of memory, of anything else one."""
     if fields[Field.KIND] != Kind.LINEAR:
         return np.int64(1)
@@ -87,7 +87,7 @@ def _most_items(call, fields, like):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
+def _run(board, run, call, thread, like):
     num_operations = call[Call.NUM_OPERATIONS]
     operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
     numbers = array_at(pointer(call[Call.NUMBERS]), (num_operations * 2,), np.float64)
@@ -150,7 +150,7 @@ def _run(board, run, call, thread, like):  # type: ignore[no-untyped-def]
             return
 
 
-def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):  # type: ignore[no-untyped-def]
+def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):
     """Thread 0 leads: runs the program that `call` describes to its end, with the helpers. Another helps with every
     program that is begun from now on, until the team stops; its `run` and `call` are scratch.
 

@@ -54,7 +54,7 @@ _SPINS_BEFORE_YIELD = 4_000
 
 
 @jit
-def share_of(num_left, share, most):  # type: ignore[no-untyped-def]
+def share_of(num_left, share, most):
     """How many of the items that are left a thread takes at once: a `share`th, so that long runs of neighbours come
     first and threads end together, but at most `most`, and one at least.
     """
@@ -62,7 +62,7 @@ def share_of(num_left, share, most):  # type: ignore[no-untyped-def]
 
 
 @jit
-def take_items(board, run, operation, num_items, share, most):  # type: ignore[no-untyped-def]
+def take_items(board, run, operation, num_items, share, most):
     """The first item of `operation` that is this thread's now, and their number; -1 and 0 when none is left, or the run
     is over.
     """
@@ -78,12 +78,12 @@ def take_items(board, run, operation, num_items, share, most):  # type: ignore[n
 
 
 @jit
-def end_items(board, operation, num_taken):  # type: ignore[no-untyped-def]
+def end_items(board, operation, num_taken):
     add_to_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE), num_taken)
 
 
 @jit
-def offer_core(num_turns):  # type: ignore[no-untyped-def]
+def offer_core(num_turns):
     """Between two turns, every so often: who waits for this core takes it here, where nobody waits for this thread, and
     not in the middle of one.
     """
@@ -92,7 +92,7 @@ def offer_core(num_turns):  # type: ignore[no-untyped-def]
 
 
 @jit
-def await_operation(board, run, operation, num_items, ahead, ahead_bytes):  # type: ignore[no-untyped-def]
+def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
     """Until all its items are done. False when the run is over. Who waits asks for memory meanwhile: `ahead_bytes` from
     the start of array `ahead` on.
     """
@@ -117,12 +117,12 @@ def await_operation(board, run, operation, num_items, ahead, ahead_bytes):  # ty
 
 
 @jit
-def show_progress(board):  # type: ignore[no-untyped-def]
+def show_progress(board):
     add_to_word(board + 8 * _PROGRESS, 1)
 
 
 @jit
-def close_items(board, run, num_operations):  # type: ignore[no-untyped-def]
+def close_items(board, run, num_operations):
     """From now on nobody finds an item of an earlier run, and none of `run` yet; what describes it may be written."""
     store_word(board + 8 * _RUN, _NO_RUN)
     for operation in range(num_operations):
@@ -133,14 +133,14 @@ def close_items(board, run, num_operations):  # type: ignore[no-untyped-def]
 
 
 @jit
-def open_items(board, run, num_operations, wake_fd):  # type: ignore[no-untyped-def]
+def open_items(board, run, num_operations, wake_fd):
     for operation in range(num_operations):
         store_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS), np.int64(run) << _RUN_SHIFT)
     announce(board, run, wake_fd)
 
 
 @jit
-def announce(board, run, wake_fd):  # type: ignore[no-untyped-def]
+def announce(board, run, wake_fd):
     store_word(board + 8 * _RUN, run)
     num_asleep = load_word(board + 8 * _NUM_ASLEEP)
     if num_asleep > 0:
@@ -149,7 +149,7 @@ def announce(board, run, wake_fd):  # type: ignore[no-untyped-def]
 
 
 @jit
-def await_run(board, last_run, sleep_fd):  # type: ignore[no-untyped-def]
+def await_run(board, last_run, sleep_fd):
     """The number of a run after `last_run`; STOP when there will be none."""
     token = np.zeros(1, np.uint8)
     while True:
@@ -169,7 +169,7 @@ def await_run(board, last_run, sleep_fd):  # type: ignore[no-untyped-def]
 
 
 @jit
-def is_run(board, run):  # type: ignore[no-untyped-def]
+def is_run(board, run):
     """Whether `run` is still the one; what was read of its description before this call then was all its own."""
     fence()
     return load_word(board + 8 * _RUN) == run
