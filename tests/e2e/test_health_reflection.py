@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
 import grpc
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from baton import errors
 from baton.client import Client
-from baton.events import Delta
 from baton.server_info import HealthStatus
-from common.config.settings import DecodeSettings
-from decode_service import main as decode_main
-from decode_service.messages import Command, Event
-from decode_service.schedule.scheduler import DecodeEngine
 from tests.support.running_pair import BOUND_S, RunningPair
-from tests.support.services_here import free_address, serving_here
 
 SERVICES = {"decode": "baton.v1.Inference", "prefill": "baton.v1.Prefill"}
 
@@ -63,36 +53,3 @@ def test_a_request_can_be_made_from_reflected_descriptors_alone(pair: RunningPai
         kinds = [event.WhichOneof("event") for event in generate(request, timeout=BOUND_S)]
     assert (kinds[0], kinds[-1]) == ("started", "finished")
     assert set(kinds[1:-1]) == {"delta"}
-
-
-async def test_an_engine_that_died_ends_its_streams_and_the_service(
-    pair: RunningPair, tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = DecodeSettings(
-        model=str(tiny_model_dir("llama")),
-        dtype="float32",
-        listen=free_address(),
-        prefill=pair.processes.prefill_addresses,
-        num_threads=1,
-        max_kv_tokens=8192,
-        debug_checks=True,
-    )
-    async with serving_here(decode_main, settings, SERVICES["decode"]) as decode:
-        await decode.turns(HealthStatus.SERVING)
-        stream = decode.client.generate(token_ids=[10, 11, 12], max_tokens=3000, ignore_eos=True, temperature=0.0)
-        async for event in stream:
-            if isinstance(event, Delta):
-                break
-
-        def step(_engine: DecodeEngine, _commands: Sequence[Command]) -> Sequence[Event]:
-            raise RuntimeError("cursed")
-
-        monkeypatch.setattr(DecodeEngine, "step", step)
-
-        with pytest.raises(errors.Unavailable, match="cursed") as ended:
-            async for _ in stream:
-                pass
-        assert ended.value.reason == "ENGINE_LOST"
-        with pytest.raises(errors.Unavailable):
-            await decode.client.complete(token_ids=[10], max_tokens=1)
-        assert str(await decode.lost()) == "the engine died: RuntimeError: cursed"

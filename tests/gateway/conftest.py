@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ from baton import Client
 from tests.client.scripted_inference import ScriptedServer
 from tests.gateway.callers import AsyncCaller, BlockingCaller, Caller
 from tests.gateway.gateway_here import GatewayHere, gateway_here
-from tests.gateway.pair_here import pair_here
 from tests.support.loop_thread import LoopThread
+from tests.support.services_here import pair_here, until
 
 START_BOUND_S = 180.0  # of which kernels may take most
 
@@ -26,8 +27,19 @@ def loop() -> Iterator[LoopThread]:
 @pytest.fixture(scope="session")
 def pair(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[Client]:
     """A client of a real pair's decode service."""
-    with pair_here(loop, tiny_model_dir("llama")) as client:
-        yield client
+    stack = AsyncExitStack()
+
+    async def start() -> str:
+        pair = await stack.enter_async_context(pair_here(tiny_model_dir("llama"), max_kv_tokens=8192))
+        # Answers are compared more closely than operators and kernels agree.
+        await until(lambda: pair.prefill.model.runs_program and pair.decode.model.runs_program, bound_s=START_BOUND_S)
+        return pair.decode.address
+
+    try:
+        with Client(loop.run(start())) as client:
+            yield client
+    finally:
+        loop.run(stack.aclose())
 
 
 @pytest.fixture(scope="session")

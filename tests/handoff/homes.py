@@ -15,7 +15,6 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, SharedPool
 from common.nixl.child import TransferProcess
-from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -23,8 +22,6 @@ from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import HandoffTransport, TransportReport
 from decode_service.messages import FrameArrived, SegmentsLanded
-from prefill_service.edge.row_checks import ModelLimits
-from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.nixl_lender import NixlLender
 from prefill_service.messages import (
@@ -38,10 +35,10 @@ from prefill_service.messages import (
 )
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
+from tests.support.prefill_edge import PrefillEdge, start_prefill_edge
 from tests.support.running_pair import wait_until
 from tests.wire.strategies import VOCAB_SIZE
 
-LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)
 FAST = HandoffTimeouts(
     connect_timeout_s=BOUND_S, accept_timeout_s=BOUND_S, progress_timeout_s=BOUND_S, poll_interval_s=0.02
 )
@@ -125,8 +122,8 @@ class GrpcHome:
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
     ) -> None:
         self._loop = self._open_loop()
-        self._server, port = self._loop.run(self._serve(prefill, fingerprint))
-        self.address = f"127.0.0.1:{port}"
+        self._edge = self._loop.run(self._serve(prefill, fingerprint))
+        self.address = self._edge.address
         self.transport: HandoffTransport = self._loop.run(self._connect(decode, fingerprint, receive_budget_bytes))
         decode.latest_replica(lambda replica: replica.is_ready)
 
@@ -136,22 +133,18 @@ class GrpcHome:
     def nixl_offer(self) -> prefill_pb2.NixlPool | None:
         return None
 
-    async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> tuple[ServiceServer, int]:
-        self.servicer = servicer = PrefillServicer(
-            engine=prefill,
-            fingerprint=fingerprint,
-            model_limits=LIMITS,
-            instance_id="instance",
+    @property
+    def servicer(self) -> PrefillServicer:
+        return self._edge.servicer
+
+    async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> PrefillEdge:
+        return await start_prefill_edge(
+            prefill,
             limits=HandoffLimits(stall_timeout_s=self.stall_timeout_s),
+            fingerprint=fingerprint,
             shared_pool=self.shared_pool,
             nixl_offer=self.nixl_offer,
         )
-        prefill.deliver = servicer.deliver
-        server = ServiceServer(service_name=PREFILL_SERVICE)
-        add_prefill_servicer(servicer, server)
-        port = await server.start("127.0.0.1:0")
-        await server.set_ready(True)
-        return server, port
 
     async def _connect(
         self, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
@@ -168,14 +161,14 @@ class GrpcHome:
         return transport
 
     def lose_peer(self) -> None:
-        self._loop.run(self._server.stop(0))
+        self._loop.run(self._edge.server.stop(0))
 
     def close_transport(self) -> None:
         self._loop.run(self.transport.close())
 
     def close(self) -> None:
         self.close_transport()
-        self._loop.run(self._server.stop(0))
+        self._loop.run(self._edge.server.stop(0))
         self._close_loop()
 
     def _close_loop(self) -> None:

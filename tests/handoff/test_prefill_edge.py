@@ -25,11 +25,12 @@ from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
 from decode_service.handoff.status_errors import error_info
 from prefill_service.edge.row_checks import ModelLimits
-from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
+from prefill_service.edge.server import PREFILL_SERVICE
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import CancelCallRows, SegmentBytesSent
 from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import BOUND_S, ScriptedPrefill
+from tests.support.prefill_edge import running_prefill_edge
 from tests.wire.strategies import VOCAB_SIZE, comparable
 
 MAX_ROWS = 4
@@ -96,24 +97,16 @@ async def refusal(edge: Edge, *rows: HandoffRow) -> grpc.aio.AioRpcError:
 
 @asynccontextmanager
 async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> AsyncIterator[Edge]:
-    prefill = ScriptedPrefill()
-    servicer = PrefillServicer(
-        engine=prefill,
-        fingerprint=FINGERPRINT,
-        model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256),
-        instance_id="instance",
-        limits=limits,
-    )
-    prefill.deliver = servicer.deliver
-    server = ServiceServer(service_name=PREFILL_SERVICE, limits=ServerLimits(max_message_bytes=max_message_bytes))
-    add_prefill_servicer(servicer, server)
-    port = await server.start("127.0.0.1:0")
-    try:
-        address = f"127.0.0.1:{port}"
-        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            yield Edge(prefill, servicer, server, channel, address)
-    finally:
-        await server.stop(0)
+    async with (
+        running_prefill_edge(
+            limits=limits,
+            server_limits=ServerLimits(max_message_bytes=max_message_bytes),
+            model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256),
+            is_ready=False,
+        ) as edge,
+        grpc.aio.insecure_channel(edge.address, options=channel_options()) as channel,
+    ):
+        yield Edge(edge.engine, edge.servicer, edge.server, channel, edge.address)
 
 
 @pytest.fixture

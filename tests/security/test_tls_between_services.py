@@ -14,16 +14,14 @@ from structlog.testing import capture_logs
 from baton import Client, Tls, errors
 from common.errors import ConfigError, PrefillUnavailable
 from common.rpc.tls import channel_credentials, server_credentials
-from common.service.server import ServiceServer
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
-from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
-from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from tests.handoff.homes import FAST, LIMITS
+from tests.handoff.homes import FAST
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.security.certificates import LONG_AGO, Authority, Files
 from tests.support.loop_thread import LoopThread
+from tests.support.prefill_edge import start_prefill_edge
 from tests.wire.strategies import VOCAB_SIZE
 
 
@@ -37,24 +35,9 @@ class Rig:
         self._closings: list[Callable[[], Any]] = []
 
     def serve(self, credentials: grpc.ServerCredentials | None) -> str:
-        async def start() -> tuple[ServiceServer, int]:
-            servicer = PrefillServicer(
-                engine=self.prefill,
-                fingerprint=FINGERPRINT,
-                model_limits=LIMITS,
-                instance_id="instance",
-                limits=HandoffLimits(),
-            )
-            self.prefill.deliver = servicer.deliver
-            server = ServiceServer(service_name=PREFILL_SERVICE, credentials=credentials)
-            add_prefill_servicer(servicer, server)
-            port = await server.start("127.0.0.1:0")
-            await server.set_ready(True)
-            return server, port
-
-        server, port = self.loop.run(start())
-        self._closings.append(lambda: self.loop.run(server.stop(0)))
-        return f"127.0.0.1:{port}"
+        edge = self.loop.run(start_prefill_edge(self.prefill, credentials=credentials))
+        self._closings.append(lambda: self.loop.run(edge.server.stop(0)))
+        return edge.address
 
     def look(self, address: str, credentials: grpc.ChannelCredentials | None) -> tuple[RecordingDecode, GrpcTransport]:
         decode = RecordingDecode()

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from structlog.testing import capture_logs
@@ -18,15 +19,12 @@ from structlog.testing import capture_logs
 from baton import errors
 from baton.events import Delta
 from baton.server_info import HealthStatus
-from common.config.settings import DecodeSettings, PrefillSettings
 from common.device.cpu import CpuDevice
 from common.errors import EngineStalled
 from common.service import life
-from decode_service import main as decode_main
-from prefill_service import main as prefill_main
-from prefill_service.messages import Command, Event
+from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.schedule.scheduler import PrefillEngine
-from tests.support.services_here import BOUND_S, ServiceHere, free_address, serving_here
+from tests.support.services_here import BOUND_S, ServiceHere, pair_here
 
 TOLD_WITHIN_S = 5.0
 STALL_TIMEOUT_S = 5.5
@@ -36,32 +34,17 @@ Tiny = Callable[[str], Path]
 
 
 @asynccontextmanager
-async def pair_here(
+async def stuck_pair(
     tiny_model_dir: Tiny, *, stall_timeout_s: float = STALL_TIMEOUT_S
 ) -> AsyncIterator[tuple[ServiceHere, ServiceHere]]:
     """(prefill, decode), ready."""
-    common = {
-        "model": str(tiny_model_dir("llama")),
-        "dtype": "float32",
-        "num_threads": 1,
-        "max_kv_tokens": 4096,
-        "debug_checks": True,
-        "engine_stall_timeout_s": stall_timeout_s,
-        "grace_period_s": 0.5,
-    }
-    prefill_settings = PrefillSettings(listen=free_address(), **common)  # type: ignore[arg-type]
-    decode_settings = DecodeSettings(
-        listen=free_address(),
-        prefill=(prefill_settings.listen,),
-        prefill_timeout_s=1.0,
-        **common,  # type: ignore[arg-type]
-    )
-    async with (
-        serving_here(prefill_main, prefill_settings, "baton.v1.Prefill") as prefill,
-        serving_here(decode_main, decode_settings, "baton.v1.Inference") as decode,
-    ):
-        await decode.turns(HealthStatus.SERVING)
-        yield prefill, decode
+    async with pair_here(
+        tiny_model_dir("llama"),
+        decode={"prefill_timeout_s": 1.0},
+        engine_stall_timeout_s=stall_timeout_s,
+        grace_period_s=0.5,
+    ) as pair:
+        yield pair.prefill, pair.decode
 
 
 async def generate(decode: ServiceHere) -> int:
@@ -79,10 +62,15 @@ async def decode_runs(decode: ServiceHere) -> None:
             await asyncio.sleep(0)
 
 
+def raise_cursed(_engine: object, _commands: Sequence[object]) -> NoReturn:
+    """The step of an engine that dies."""
+    raise RuntimeError("cursed")
+
+
 async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_calls_and_then_its_service(
     tiny_model_dir: Tiny,
 ) -> None:
-    async with pair_here(tiny_model_dir) as (prefill, decode):
+    async with stuck_pair(tiny_model_dir) as (prefill, decode):
         prefill.hang.arm()
         request = asyncio.create_task(generate(decode))
         await prefill.hang.begun()
@@ -110,7 +98,7 @@ async def test_a_prefill_forward_that_hangs_is_told_by_both_services_ends_its_ca
 
 
 async def test_a_decode_forward_that_hangs_is_told_ends_its_streams_and_then_the_service(tiny_model_dir: Tiny) -> None:
-    async with pair_here(tiny_model_dir) as (prefill, decode):
+    async with stuck_pair(tiny_model_dir) as (prefill, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
         decode.hang.arm()
@@ -134,7 +122,7 @@ async def test_a_service_whose_engine_hangs_ends_by_sigterm_too_and_says_why(
     tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(life, "ENGINE_STOP_TIMEOUT_S", 0.5)
-    async with pair_here(tiny_model_dir, stall_timeout_s=60) as (prefill, decode):
+    async with stuck_pair(tiny_model_dir, stall_timeout_s=60) as (prefill, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
         other = asyncio.create_task(generate(decode))
@@ -158,19 +146,34 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
 ) -> None:
     entered: set[str] = set()
     monkeypatch.setattr(CpuDevice, "enter_thread", lambda device: entered.add(threading.current_thread().name))
-    async with pair_here(tiny_model_dir) as (prefill, decode):
+    async with stuck_pair(tiny_model_dir) as (prefill, decode):
         assert entered == {"prefill-engine", "decode-engine"}
 
-        def step(_engine: PrefillEngine, _commands: Sequence[Command]) -> Sequence[Event]:
-            raise RuntimeError("cursed")
-
-        monkeypatch.setattr(PrefillEngine, "step", step)
+        monkeypatch.setattr(PrefillEngine, "step", raise_cursed)
 
         assert str(await prefill.lost()) == "the engine died: RuntimeError: cursed"
         await decode.turns(HealthStatus.NOT_SERVING)
         with pytest.raises(errors.Unavailable):
             async with asyncio.timeout(BOUND_S):
                 await generate(decode)
+
+
+async def test_a_decode_engine_that_died_ends_its_streams_and_the_service(
+    tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stuck_pair(tiny_model_dir) as (_, decode):
+        request = asyncio.create_task(generate(decode))
+        await decode_runs(decode)
+
+        monkeypatch.setattr(DecodeEngine, "step", raise_cursed)
+
+        with pytest.raises(errors.Unavailable, match="cursed") as ended:
+            async with asyncio.timeout(BOUND_S):
+                await request
+        assert ended.value.reason == "ENGINE_LOST"
+        with pytest.raises(errors.Unavailable):
+            await decode.client.complete(token_ids=[10], max_tokens=1)
+        assert str(await decode.lost()) == "the engine died: RuntimeError: cursed"
 
 
 LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """

@@ -5,44 +5,59 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from common.service.server import ServerLimits, ServiceServer
+from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from tests.handoff.homes import LIMITS
 from tests.handoff.samples import FINGERPRINT
 from tests.handoff.scripted_prefill import ScriptedPrefill
+from tests.wire.strategies import VOCAB_SIZE
+
+LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEdge:
     engine: ScriptedPrefill
     servicer: PrefillServicer
+    server: ServiceServer
     address: str
 
 
-@asynccontextmanager
-async def running_prefill_edge(
+async def start_prefill_edge(
+    engine: ScriptedPrefill | None = None,
     *,
     tokens: Sequence[str] = (),
     limits: HandoffLimits | None = None,
     server_limits: ServerLimits | None = None,
     credentials: grpc.ServerCredentials | None = None,
-) -> AsyncIterator[PrefillEdge]:
-    engine = ScriptedPrefill()
-    servicer = PrefillServicer(
-        engine=engine,
-        fingerprint=FINGERPRINT,
-        model_limits=LIMITS,
-        instance_id="i",
-        limits=limits or HandoffLimits(),
-    )
+    is_ready: bool = True,
+    **servicer_options: Any,
+) -> PrefillEdge:
+    """An edge on the loop of the caller, who stops its server; ready unless told otherwise.
+
+    `servicer_options` are further arguments of PrefillServicer, or take the place of those given here.
+    """
+    engine = engine or ScriptedPrefill()
+    options = {"fingerprint": FINGERPRINT, "model_limits": LIMITS, "instance_id": "instance", **servicer_options}
+    servicer = PrefillServicer(engine=engine, limits=limits or HandoffLimits(), **options)
     engine.deliver = servicer.deliver
     server = ServiceServer(service_name=PREFILL_SERVICE, tokens=tokens, limits=server_limits, credentials=credentials)
     add_prefill_servicer(servicer, server)
     port = await server.start("127.0.0.1:0")
-    await server.set_ready(True)
-    yield PrefillEdge(engine, servicer, f"127.0.0.1:{port}")
-    await server.stop(0)
+    await server.set_ready(is_ready)
+    return PrefillEdge(engine, servicer, server, f"127.0.0.1:{port}")
+
+
+@asynccontextmanager
+async def running_prefill_edge(**options: Any) -> AsyncIterator[PrefillEdge]:
+    """As `start_prefill_edge`, until the end of the block."""
+    edge = await start_prefill_edge(**options)
+    try:
+        yield edge
+    finally:
+        await edge.server.stop(0)

@@ -1,4 +1,4 @@
-"""Both services in this process, on one event loop, with target models whose forwards can hang."""
+"""Both services in this process, on the loop of the test, with target models whose forwards can hang."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from opentelemetry.trace import Tracer
@@ -18,13 +20,16 @@ from prometheus_client import CollectorRegistry
 from baton import errors
 from baton.client import AsyncClient
 from baton.server_info import HealthStatus
-from common.config.settings import ServiceSettings
+from baton.service_process import READY_SERVICE
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import EngineLost
 from common.model.attention import ForwardInput
 from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import open_runtime
 from common.telemetry.tracing import NO_TRACER
+from decode_service import main as decode_main
+from prefill_service import main as prefill_main
 from tests.support.faulty_target import FaultyTarget
 
 BOUND_S = 30.0
@@ -59,6 +64,7 @@ class Hang:
 class ServiceHere:
     """`terminated.set()` is what SIGTERM does. `serving` ends as `serve` does. Forwards of `model` fail as told."""
 
+    address: str
     client: AsyncClient
     ready_service: str
     serving: asyncio.Task[None]
@@ -116,7 +122,7 @@ async def serving_here(
     serving = asyncio.create_task(serve())
     try:
         async with AsyncClient(settings.listen) as client:
-            yield ServiceHere(client, ready_service, serving, hang, model, terminated, lives)
+            yield ServiceHere(settings.listen, client, ready_service, serving, hang, model, terminated, lives)
     finally:
         hang.release()
         terminated.set()
@@ -127,8 +133,58 @@ async def serving_here(
             assert await asyncio.to_thread(life.thread.stop, BOUND_S)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(BOUND_S):
+@dataclass(frozen=True)
+class PairHere:
+    prefill: ServiceHere
+    decode: ServiceHere
+
+
+TracerOf = Callable[[ServiceSettings, str], Tracer]
+"""The tracer of a service, by its settings and its program's name."""
+
+
+@asynccontextmanager
+async def pair_here(
+    model: Path,
+    *,
+    prefill: Mapping[str, Any] | None = None,
+    decode: Mapping[str, Any] | None = None,
+    tracer_of: TracerOf = lambda settings, program: NO_TRACER,
+    **shared: Any,
+) -> AsyncIterator[PairHere]:
+    """Both services on free ports, ready. `prefill`, `decode` and `shared` are settings beside those of a small one."""
+    common = {
+        "model": str(model),
+        "dtype": "float32",
+        "num_threads": 1,
+        "max_kv_tokens": 4096,
+        "debug_checks": True,
+        **shared,
+    }
+    prefill_settings = PrefillSettings(listen=free_address(), **{**common, **(prefill or {})})
+    decode_settings = DecodeSettings(
+        listen=free_address(), prefill=(prefill_settings.listen,), **{**common, **(decode or {})}
+    )
+    async with (
+        serving_here(
+            prefill_main,
+            prefill_settings,
+            READY_SERVICE["prefill"],
+            tracer=tracer_of(prefill_settings, "prefill_service"),
+        ) as first,
+        serving_here(
+            decode_main,
+            decode_settings,
+            READY_SERVICE["decode"],
+            tracer=tracer_of(decode_settings, "decode_service"),
+        ) as second,
+    ):
+        await second.turns(HealthStatus.SERVING)
+        yield PairHere(first, second)
+
+
+async def until(condition: Callable[[], bool], *, bound_s: float = BOUND_S) -> None:
+    async with asyncio.timeout(bound_s):
         while not condition():  # noqa: ASYNC110 - threads set it
             await asyncio.sleep(LOOK_INTERVAL_S)
 
