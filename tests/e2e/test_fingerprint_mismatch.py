@@ -12,7 +12,7 @@ from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from tests.support.draft_heads import save_copy_head
 from tests.support.models import save_tiny_model
-from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
 FIELDS = {
     "other-weights": "target_weights_digest",
@@ -48,18 +48,14 @@ def pair(
     forked: Callable[..., LocalPair],
 ) -> Iterator[RunningPair]:
     prefill_args, decode_args = arguments[request.param]
-    processes = forked(
-        model=None,
-        dtype="float32",
-        prefill_args=(*COMMON_ARGS, *prefill_args),
-        decode_args=(*COMMON_ARGS, *decode_args, "--prefill-timeout-s=1"),
-    )
-    with clients_of(processes) as running:
-        try:
-            processes.start()
-            yield running
-        finally:
-            processes.stop()
+    with running_pair(
+        None,
+        kind=forked,
+        prefill_args=prefill_args,
+        decode_args=(*decode_args, "--prefill-timeout-s=1"),
+        waits_ready=False,
+    ) as running:
+        yield running
 
 
 @pytest.fixture

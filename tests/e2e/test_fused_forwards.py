@@ -16,7 +16,7 @@ from baton.local_pair import LocalPair
 from tests.storm.pairs import Models
 from tests.support.fused import assert_all_fused, forwards
 from tests.support.reference import generate_greedily
-from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
 NEW_TOKENS = 16
 CHUNK_TOKENS = 48
@@ -52,15 +52,14 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def pair(case: Case, models: Models, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    shared = (*COMMON_ARGS, *((f"--draft={models.head}", *case.shared_args) if case.drafts else ()))
-    processes = forked(
-        model=str(models.target),
-        dtype="float32",
-        prefill_args=(*shared, f"--chunk-tokens={CHUNK_TOKENS}"),
-        decode_args=(*shared, *case.drafts),
+    with running_pair(
+        models.target,
+        kind=forked,
+        shared_args=(f"--draft={models.head}", *case.shared_args) if case.drafts else (),
+        prefill_args=(f"--chunk-tokens={CHUNK_TOKENS}",),
+        decode_args=case.drafts,
         exposes_metrics=True,
-    )
-    with processes, clients_of(processes) as running:
+    ) as running:
         yield running
 
 

@@ -22,7 +22,7 @@ from baton.service_process import ServiceProcess
 from common.nixl import transfer_process
 from tests.support.models import save_tiny_model
 from tests.support.reference import generate_greedily
-from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
 NUM_REQUESTS = 6
 PROMPT_TOKENS = 300
@@ -38,16 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    shared = (*COMMON_ARGS, "--max-kv-tokens=8192")
-    processes = forked(
-        model=str(model),
-        dtype="float32",
+    with running_pair(
+        model,
+        kind=forked,
         num_prefill=2,
-        prefill_args=(*shared, "--kv-transport=nixl", "--chunk-tokens=64"),
-        decode_args=shared,
+        shared_args=("--max-kv-tokens=8192",),
+        prefill_args=("--kv-transport=nixl", "--chunk-tokens=64"),
         exposes_metrics=True,
-    )
-    with processes, clients_of(processes) as running:
+    ) as running:
         yield running
 
 

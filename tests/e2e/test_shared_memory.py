@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.local_pair import LocalPair
 from common.kv.shared_pool import DIRECTORY
 from tests.support.reference import generate_greedily
-from tests.support.running_pair import BOUND_S, COMMON_ARGS, RunningPair, clients_of, wait_until
+from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
 PROMPT = [10 + place % 240 for place in range(200)]
 NEW_TOKENS = 6
@@ -28,10 +28,7 @@ def model(tiny_model_dir: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    processes = forked(
-        model=str(model), dtype="float32", prefill_args=COMMON_ARGS, decode_args=COMMON_ARGS, exposes_metrics=True
-    )
-    with processes, clients_of(processes) as running:
+    with running_pair(model, kind=forked, exposes_metrics=True) as running:
         yield running
 
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.soak.figures import Figures, Trend
-from tests.soak.services import REQUESTS_A_WAVE, STEADY, SoakReport, running_services, soak
+from tests.soak.services import KV_TOKENS, REQUESTS_A_WAVE, STEADY, SoakReport, soak
 from tests.storm.ends import ends_of, needless_cancels, unseen_failures
 from tests.storm.oracle import make_cases
-from tests.storm.pairs import Models, Setting
+from tests.storm.pairs import Models, Setting, disturbed_pair, faults_everywhere
 from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, unexplained, visits_of
 
 NUM_CASES = 100
@@ -43,11 +43,12 @@ def _soak(directory: Path, setting: Setting, *, minutes: float, seed: int) -> in
     models = Models.save(directory)
     cases = make_cases(models.target, NUM_CASES)
     end_s = time.monotonic() + 60 * minutes
-    with running_services(models, setting, seed, directory) as services:
+    plan = faults_everywhere(seed, setting)
+    with disturbed_pair(models, setting, plan, directory, num_each=2, kv_tokens=KV_TOKENS) as services:
         report = SoakReport()
         for report in soak(services, cases, is_over=lambda: time.monotonic() > end_s, seed=seed):
             print(_progress(report), flush=True)
-    faults, ends = faults_of(services.by_name.values()), ends_of(services.decodes)
+    faults, ends = faults_of(services.processes.services), ends_of(services.processes.decode)
     print(_table(report, faults))
     problems = problems_of(
         report.all_storms,
@@ -57,12 +58,12 @@ def _soak(directory: Path, setting: Setting, *, minutes: float, seed: int) -> in
         speculates=True,
         resumes=True,
     )
-    visits = visits_of(services.by_name.values())
-    problems += dead_points(services.plan, faults, visits, is_long=report.num_waves >= MIN_WAVES)
-    for service in services.decodes:
+    visits = visits_of(services.processes.services)
+    problems += dead_points(plan, faults, visits, is_long=report.num_waves >= MIN_WAVES)
+    for service in services.processes.decode:
         storm = report.by_service[service.name]
         texts = [*storm.texts, *unseen_failures(storm.ends, ends_of((service,)))]
-        own_faults = faults_of((*services.prefills, service))
+        own_faults = faults_of((*services.processes.prefill, service))
         problems += [f"{service.name}: {problem}" for problem in unexplained(texts, own_faults)]
         if service.name in STEADY:
             problems += needless_cancels(storm.ends, ends_of((service,)))

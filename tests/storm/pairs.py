@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import product, starmap
 from pathlib import Path
 
@@ -20,7 +19,7 @@ FAULT_RATE = 0.05
 DELAY_S = 0.05
 MAX_ROWS = 32
 KV_TOKENS = 130
-"""Of the decode service. MAX_ROWS of the usual requests want twelve times as many, so of 160 a dozen are retracted."""
+"""Of a decode service. MAX_ROWS of the usual requests want twelve times as many, so of 160 a dozen are retracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +122,26 @@ def disturbed_pair(
     directory: Path,
     *,
     kind: Callable[..., LocalPair] = LocalPair,
+    num_each: int = 1,
+    kv_tokens: int = KV_TOKENS,
 ) -> Iterator[RunningPair]:
-    """Both services have the plan; most of its points are in one of them only. Their limits differ.
+    """`num_each` services of either role, all of which have the plan; most of its points are in one role only. Their
+    limits differ; `kv_tokens` is that of a decode service.
 
     Their logs stay in `directory`, which no other pair has: the ends of all requests are there once the pair has ended.
     """
     path = plan.write(directory / "faults.json")
-    decode_args = [f"--max-kv-tokens={KV_TOKENS}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]
+    decode_args = [f"--max-kv-tokens={kv_tokens}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]
     if not setting.overlap:
         decode_args.append("--disabled-fast-paths=overlap")
     if setting.speculates:
         decode_args += ["--num-draft-tokens=3", "--no-adaptive-depth"]
     with running_pair(
         models.target,
-        kind=partial(kind, log_dir=directory / "logs"),
+        kind=kind,
+        num_prefill=num_each,
+        num_decode=num_each,
+        log_dir=directory / "logs",
         modules=TEST_BUILD,
         shared_args=(
             f"--faults={path}",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.client import Client, PrefillClient
 from baton.errors import BatonError
-from baton.local_pair import MODULES, LocalPair
+from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus, InferenceLoad, PrefillLoad
-from baton.service_process import READY_SERVICE, Role
+from baton.service_process import READY_SERVICE
 
 BOUND_S = 60.0
 """How long anything may take before a test gives up on it."""
@@ -41,7 +42,12 @@ class RunningPair:
         return self.prefills[index].load()
 
     def is_ready(self) -> bool:
-        return self.client.health(READY_SERVICE["decode"]) is HealthStatus.SERVING
+        """Whether every decode service is."""
+        return all(client.health(READY_SERVICE["decode"]) is HealthStatus.SERVING for client in self.decodes)
+
+    def loads(self) -> list[PrefillLoad | InferenceLoad]:
+        """What each service says of itself, prefill services first."""
+        return [client.load() for client in (*self.prefills, *self.decodes)]
 
     def holds_nothing(self) -> bool:
         """Whether no service that runs has a row, a slot or a request."""
@@ -55,32 +61,32 @@ class RunningPair:
 
 @contextmanager
 def running_pair(
-    model: Path,
+    model: Path | None,
     *,
     kind: Callable[..., LocalPair] = LocalPair,
-    num_prefill: int = 1,
-    num_decode: int = 1,
     shared_args: Sequence[str] = (),
     prefill_args: Sequence[str] = (),
     decode_args: Sequence[str] = (),
-    modules: Mapping[Role, str] = MODULES,
+    waits_ready: bool = True,
+    **options: Any,
 ) -> Iterator[RunningPair]:
+    """A pair of processes on a tiny model; one that can never be ready is not waited for.
+
+    `options` are LocalPair's. `model` is None where each service's arguments name its own.
+    """
     processes = kind(
-        model=str(model),
+        model=None if model is None else str(model),
         dtype="float32",
-        num_prefill=num_prefill,
-        num_decode=num_decode,
         prefill_args=(*COMMON_ARGS, *shared_args, *prefill_args),
         decode_args=(*COMMON_ARGS, *shared_args, *decode_args),
-        modules=modules,
+        **options,
     )
-    with processes, clients_of(processes) as pair:
-        yield pair
-
-
-@contextmanager
-def clients_of(processes: LocalPair) -> Iterator[RunningPair]:
     with ExitStack() as stack:
+        if waits_ready:
+            stack.enter_context(processes)
+        else:
+            stack.callback(processes.stop)
+            processes.start()
         decodes = tuple(
             stack.enter_context(Client(address, channel_overrides=RECONNECT_AT_ONCE))
             for address in processes.decode_addresses
