@@ -55,10 +55,10 @@ class LocalPair:
 
     As a context manager it is entered once all are ready, and left once all have ended. The processes die with the
     thread that starts them, however it ends. Options that are None keep the services' defaults. `modules` run as the
-    services. With `exposes_metrics`, or with a gateway, each has a port for metrics. The first decode service listens
-    on `decode_port` if that is free. `taken_ports` belong to others, who do not listen yet. Logs go to `log_dir`;
-    without one they are kept only if the pair failed. While the pair is watched, `on_phase` and `on_words` receive
-    what health and logs tell.
+    services, each in a process that `new_service` builds. With `exposes_metrics`, or with a gateway, each has a port
+    for metrics. The first decode service listens on `decode_port` if that is free. `taken_ports` belong to others, who
+    do not listen yet. Logs go to `log_dir`; without one they are kept only if the pair failed. While the pair is
+    watched, `on_phase` and `on_words` receive what health and logs tell.
     """
 
     def __init__(
@@ -84,8 +84,10 @@ class LocalPair:
         stop_timeout_s: float = 40.0,  # longer than the services' grace period for requests
         on_phase: OnPhase = lambda service, phase, why: None,
         on_words: OnWords = lambda service, words: None,
+        new_service: Callable[..., ServiceProcess] = ServiceProcess,
     ) -> None:
         self._modules = modules
+        self._new_service = new_service
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._on_phase = on_phase
@@ -233,9 +235,6 @@ class LocalPair:
             ),
             log_file=self.log_dir / f"{name}.log",
         )
-
-    _new_service = ServiceProcess
-    """Builds one service's process."""
 
 
 class PairWatch:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from baton import Client, Tls, errors
+from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
-from baton.service_process import ServiceProcess
 from tests.security.certificates import Authority
 from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, wait_until
 
@@ -21,13 +19,6 @@ FOR_CLIENTS, FOR_DECODE, OLD = "client-token-0123456789", "decode-token-98765432
 _LISTEN = "0A"
 _LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 """127.0.0.1, and the same as gRPC listens on it: through IPv6."""
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
 
 
 def listening_addresses(pid: int) -> set[str]:
@@ -45,45 +36,28 @@ def listening_addresses(pid: int) -> set[str]:
 class SecuredPair:
     def __init__(self, model: Path, directory: Path) -> None:
         authority = Authority(directory, "site")
-        self.log_files = (directory / "prefill.log", directory / "decode.log")
         (directory / "clients").write_text(f"{OLD}\n{FOR_CLIENTS}\n")
         (directory / "replicas").write_text(f"{FOR_DECODE}\n")
-        ports = free_port(), free_port()
 
-        def service(module: str, *flags: str) -> list[str]:
-            files = authority.issue(module)
+        def secured(role: str, token_file: Path) -> list[str]:
+            files = authority.issue(role)
             tls = (f"--tls-cert={files.certificate}", f"--tls-key={files.key}", f"--tls-ca={authority.ca}")
-            sizes = ("--dtype=float32", "--num-threads=1", "--max-kv-tokens=1024")
-            return ["-m", module, f"--model={model}", *tls, *sizes, *flags]
+            return ["--num-threads=1", "--max-kv-tokens=1024", f"--auth-token-file={token_file}", *tls]
 
-        address = f"127.0.0.1:{ports[1]}"
-        self.services = (
-            ServiceProcess(
-                name="prefill",
-                role="prefill",
-                address=f"127.0.0.1:{ports[0]}",
-                arguments=service(
-                    "prefill_service", f"--listen=127.0.0.1:{ports[0]}", f"--auth-token-file={directory / 'replicas'}"
-                ),
-                log_file=self.log_files[0],
-            ),
-            ServiceProcess(
-                name="decode",
-                role="decode",
-                address=address,
-                arguments=service(
-                    "decode_service",
-                    f"--listen={address}",
-                    f"--prefill=127.0.0.1:{ports[0]}",
-                    f"--auth-token-file={directory / 'clients'}",
-                    "--prefill-tls",
-                    f"--prefill-tls-ca={authority.ca}",
-                    f"--prefill-token-file={directory / 'replicas'}",
-                ),
-                log_file=self.log_files[1],
-            ),
+        self.processes = LocalPair(
+            model=str(model),
+            dtype="float32",
+            prefill_args=secured("prefill", directory / "replicas"),
+            decode_args=[
+                *secured("decode", directory / "clients"),
+                "--prefill-tls",
+                f"--prefill-tls-ca={authority.ca}",
+                f"--prefill-token-file={directory / 'replicas'}",
+            ],
+            log_dir=directory / "logs",
         )
-        self.address = address
+        self.services = self.processes.services
+        (self.address,) = self.processes.decode_addresses
         ours, theirs = authority.issue("client"), Authority(directory, "stranger").issue("client")
         self.tls = Tls(ca_file=authority.ca, cert_file=ours.certificate, key_file=ours.key)
         self.nobodys_tls = Tls(ca_file=authority.ca, cert_file=theirs.certificate, key_file=theirs.key)
@@ -95,12 +69,11 @@ class SecuredPair:
 @pytest.fixture
 def pair(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[SecuredPair]:
     pair = SecuredPair(tiny_model_dir("llama"), tmp_path)
-    with ExitStack() as stack:
-        for service in pair.services:
-            service.start()
-            stack.callback(service.wait, BOUND_S)
-            stack.callback(service.kill)
+    try:
+        pair.processes.start()  # whether it is ready only its own clients may ask
         yield pair
+    finally:
+        pair.processes.stop()
 
 
 def test_who_has_a_certificate_and_a_token_is_served_and_no_secret_is_logged(pair: SecuredPair) -> None:
@@ -126,8 +99,8 @@ def test_who_has_a_certificate_and_a_token_is_served_and_no_secret_is_logged(pai
         assert listening_addresses(service.pid) <= _LOOPBACK
         service.terminate()
         assert service.wait(BOUND_S)
-    for log_file in pair.log_files:
-        logged = log_file.read_text()
+    for service in pair.services:
+        logged = service.log_file.read_text()
         lines = [json.loads(line) for line in logged.splitlines() if line.startswith("{")]
         assert [line["event"] for line in lines].count("config") == 1
         assert not any(token in logged for token in (FOR_CLIENTS, FOR_DECODE, OLD))

@@ -113,20 +113,19 @@ class ForkedService(ServiceProcess):
 def forked_pairs(server: ForkServer) -> Callable[..., LocalPair]:
     """LocalPair, with its services forked from `server`. `through`: proxies by which decode reaches prefill."""
 
-    class ForkedPair(LocalPair):
-        def __init__(self, *, through: Sequence[BlackHoleProxy] = (), **options: Any) -> None:
-            self._proxies = tuple(through)
-            super().__init__(**options)
-            for proxy, address in zip(through, self.prefill_addresses, strict=bool(through)):
+    def pair(*, through: Sequence[BlackHoleProxy] = (), **options: Any) -> LocalPair:
+        proxies = ",".join(proxy.address for proxy in through)
+        unused = iter(through)
+
+        def new_service(*, role: Role, address: str, arguments: tuple[str, ...], **others: Any) -> ServiceProcess:
+            if through and role == "prefill":
                 host, _, port = address.rpartition(":")
-                proxy.target = host, int(port)
+                next(unused).target = host, int(port)
+            if through and role == "decode":
+                (direct,) = (argument for argument in arguments if argument.startswith("--prefill="))
+                arguments = tuple(f"--prefill={proxies}" if each is direct else each for each in arguments)
+            return ForkedService(server, role=role, address=address, arguments=arguments, **others)
 
-        def _new_service(self, *, role: Role, arguments: tuple[str, ...], **options: Any) -> ServiceProcess:
-            if role == "decode" and self._proxies:
-                proxies = ",".join(proxy.address for proxy in self._proxies)
-                found = [argument for argument in arguments if argument.startswith("--prefill=")]
-                assert len(found) == 1
-                arguments = tuple(f"--prefill={proxies}" if each in found else each for each in arguments)
-            return ForkedService(server, role=role, arguments=arguments, **options)
+        return LocalPair(new_service=new_service, **options)
 
-    return ForkedPair
+    return pair
