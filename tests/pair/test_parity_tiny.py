@@ -12,11 +12,17 @@ from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import ARCHITECTURES
 from tests.support.pair import MakePair, PairOptions
 
+CHUNKS = (16, 64, 512)
+MODES = [(mode, overlap) for mode in ("alone", "crowd") for overlap in (True, False)]
+CASES = [
+    (architecture, mode, overlap, CHUNKS[(number + place) % len(CHUNKS)])
+    for number, architecture in enumerate(ARCHITECTURES)
+    for place, (mode, overlap) in enumerate(MODES)
+]
+"""Each architecture in every mode and with every size of chunk; each mode with every size of chunk."""
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 512])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("mode", ["alone", "crowd"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+@pytest.mark.parametrize(("architecture", "mode", "overlap", "chunk_tokens"), CASES)
 def test_tokens_equal_generate(
     architecture: str,
     mode: str,

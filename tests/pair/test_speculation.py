@@ -6,7 +6,7 @@ Seeded output is in test_speculation_sampled.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -30,14 +30,28 @@ MAX_TOKENS = 4096
 """Of a forward: of every prompt at once."""
 
 MODES = [(mode, overlap, chunk) for mode in ("alone", "crowd") for overlap in (True, False) for chunk in (16, 512)]
-FEW_MODES = [("alone", True, 16), ("crowd", False, 512)]
+OPPOSITES = [(MODES[number], MODES[-1 - number]) for number in range(4)]
+"""Of two opposite modes each value of each setting is in one. Whoever takes the next two in turn has all of MODES."""
 ONE_LAYER = [(head, shape) for head in ("copying", "guessing") for shape in SHAPES]
 LAYERS = [*(("copying_layers", shape) for shape in CHAINS), ("guessing_layers", "chain-5")]
+
+
+def in_opposite_modes(
+    forwards: str, heads: Sequence[tuple[str, str]], first: int
+) -> list[tuple[str | bool | int, ...]]:
+    return [
+        (forwards, *drafted, *mode)
+        for number, drafted in enumerate(heads, first)
+        for mode in OPPOSITES[number % len(OPPOSITES)]
+    ]
+
+
 CASES = [
-    *(("fused", *drafted, *mode) for drafted in ONE_LAYER for mode in MODES),
-    *(("operators", *drafted, *mode) for drafted in ONE_LAYER for mode in FEW_MODES),
-    *(("operators", *drafted, *mode) for drafted in LAYERS for mode in MODES),
+    *in_opposite_modes("fused", ONE_LAYER, 0),
+    *in_opposite_modes("operators", ONE_LAYER, 1),
+    *in_opposite_modes("operators", LAYERS, 2),
 ]
+"""Every head and shape, by kernels and by operators, with every value of every setting; any two values together."""
 
 
 @pytest.fixture(scope="module")
