@@ -57,7 +57,7 @@ async def test_every_token_of_the_file_is_known(decode: str, prefill: str, token
     with Client(decode, token=token) as blocking:
         assert (await asyncio.to_thread(blocking.model_info)).model == "tiny"
     with PrefillClient(prefill, token=token) as operator:
-        assert (await asyncio.to_thread(operator.load)).instance_id == "i"
+        assert (await asyncio.to_thread(operator.load)).instance_id == "instance"
 
 
 @pytest.mark.parametrize("token", [None, OLD[:-1], OLD + "x", OLD.upper(), "Bearer"])
