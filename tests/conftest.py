@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # where only tests/gpu runs, what it needs is not installed
     from baton.local_pair import LocalPair
 
 
+LONGEST_FIRST = {"real": 0, "interleavings": 1, "pair": 2, "storm": 3, "e2e": 4}
+"""The place of a folder whose files take tens of seconds each."""
+
+
 def pytest_configure() -> None:
     """Test processes share the cores, and an example may have to wait for one."""
     if find_spec("hypothesis") is not None:  # where only tests/gpu runs it is not installed
@@ -39,8 +43,11 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first: of two processes that take whole files in turn, neither waits for it at the end."""
-    items.sort(key=lambda item: item.path.parent.name != "real")
+    """The longest files first: of two processes that take whole files in turn, neither waits long for the other's last.
+
+    The order of a file's tests, and of the other files, stays.
+    """
+    items.sort(key=lambda item: LONGEST_FIRST.get(item.path.parent.name, len(LONGEST_FIRST)))
 
 
 @pytest.fixture(scope="session")

@@ -189,7 +189,7 @@ def propose(
     """
     if state.kernels is not None:
         return state.kernels.propose(logits, token_ids, rows, positions, state)
-    return token_ids[largest(_coupled(logits, token_ids, rows, positions, state, batch))]
+    return token_ids[largest(coupled_logits(logits, token_ids, rows, positions, state, batch))]
 
 
 def propose_branches(
@@ -208,13 +208,13 @@ def propose_branches(
     the draft's logits are no numbers, or a child could seem likelier than its parent. The arguments are as in
     `propose`.
     """
-    coupled = _coupled(logits, token_ids, rows, positions, state, batch)
+    coupled = coupled_logits(logits, token_ids, rows, positions, state, batch)
     best = coupled.topk(topk, dim=-1)
     probs = (best.values - coupled.logsumexp(dim=-1, keepdim=True)).exp()
     return token_ids[best.indices], probs.nan_to_num(0.0)
 
 
-def _coupled(
+def coupled_logits(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
     """The draft's logits with the temperature and the noise that will draw the token, in place."""

@@ -51,7 +51,9 @@ class FrameRejected(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _LandingRow:
+class LandingRow:
+    """A row whose KV comes: what of it is still missing, and what was received."""
+
     req: Request
     replica: str
     lease: RowLease
@@ -73,13 +75,22 @@ class _LandingRow:
         """Whether what has come of it is in its slots: the copies run in order."""
         return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
 
+    def miscount(self) -> str | None:
+        """How the bytes that came differ from those that its PrebuiltBatch says were sent; None where they do not."""
+        assert self.columns is not None
+        for name, received in self.received_bytes.items():
+            sent = int(self.columns.bytes_sent[name][self.entry])
+            if sent != received:
+                return f"{name}: {sent} bytes were sent, {received} received"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """One that fits its row, at `slots`."""
 
     call_id: str
-    row: _LandingRow
+    row: LandingRow
     segment: KvSegment
     slots: Slots
 
@@ -87,7 +98,7 @@ class _Segment:
 @dataclass(slots=True, eq=False)
 class _Call:
     replica: str
-    rows: dict[int, _LandingRow]
+    rows: dict[int, LandingRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +160,7 @@ class LandingZone:
         self._stream = device.new_stream("landing", StreamKind.COPY, on_event)
         self._copy = _copy_of(device.torch_device, nontemporal=nontemporal_copies)
         self._calls: dict[str, _Call] = {}
-        self._complete: dict[_LandingRow, None] = {}
+        self._complete: dict[LandingRow, None] = {}
         self._waiting: deque[_Segment] = deque()
         self._copying: deque[tuple[str, KvSegment, Event]] = deque()
         self._freed: dict[str, list[KvSegment]] = {}
@@ -177,10 +188,10 @@ class LandingZone:
         return sum(len(call.rows) for call in self._calls.values() if call.replica == replica)
 
     def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
-        rows: dict[int, _LandingRow] = {}
+        rows: dict[int, LandingRow] = {}
         for index, req in enumerate(reqs):
             assert req.lease is not None
-            rows[index] = _LandingRow(
+            rows[index] = LandingRow(
                 req=req,
                 replica=replica,
                 lease=req.lease,
@@ -246,11 +257,11 @@ class LandingZone:
         freed, self._freed = self._freed, {}
         landed = [row for row in self._complete if row.has_landed]
         lost = []
-        ready: list[_LandingRow] = []
+        ready: list[LandingRow] = []
         for row in landed:
             del self._complete[row]
             self._detach(row)
-            error = row.scope.error or self._miscount(row)
+            error = row.scope.error or row.miscount()
             if error is None:
                 ready.append(row)
             else:
@@ -262,22 +273,14 @@ class LandingZone:
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
 
-    def _detach(self, row: _LandingRow) -> None:
+    def _detach(self, row: LandingRow) -> None:
         for call in self._calls.values():
             for index, other in call.rows.items():
                 if other is row:
                     del call.rows[index]
                     return
 
-    def _miscount(self, row: _LandingRow) -> str | None:
-        assert row.columns is not None
-        for name, received in row.received_bytes.items():
-            sent = int(row.columns.bytes_sent[name][row.entry])
-            if sent != received:
-                return f"{name}: {sent} bytes were sent, {received} received"
-        return None
-
-    def _row(self, call_id: str, index: int) -> _LandingRow | None:
+    def _row(self, call_id: str, index: int) -> LandingRow | None:
         call = self._calls.get(call_id)
         return call.rows.get(index) if call else None
 
@@ -333,7 +336,7 @@ class LandingZone:
     def _free(self, call_id: str, segment: KvSegment) -> None:
         self._freed.setdefault(call_id, []).append(segment)
 
-    def _claim(self, row: _LandingRow, segment: KvSegment) -> Slots:
+    def _claim(self, row: LandingRow, segment: KvSegment) -> Slots:
         """Mark the segment's tokens as received. Returns their slots."""
         name = f"group {segment.layer_group!r}"
         missing = row.missing.get(segment.layer_group)
@@ -380,7 +383,7 @@ class LandingZone:
             self._note_if_complete(row)
         return [AllComputed(row.req) for _, _, row in wanted]
 
-    def _check_entry(self, columns: PrebuiltBatch, entry: int, index: int, row: _LandingRow) -> None:
+    def _check_entry(self, columns: PrebuiltBatch, entry: int, index: int, row: LandingRow) -> None:
         if row.columns is not None or columns.rows.tolist().index(index) != entry:
             raise FrameRejected(index, "a second PrebuiltBatch entry")
         if columns.seq_lens[entry] != len(row.req.token_ids):
@@ -409,7 +412,7 @@ class LandingZone:
         is_refusal = failed.reason in (RowFailure.CAPACITY, RowFailure.DRAINING)
         return (LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000, is_refusal),)
 
-    def _note_if_complete(self, row: _LandingRow) -> None:
+    def _note_if_complete(self, row: LandingRow) -> None:
         if row.is_complete:
             self._complete[row] = None
 
@@ -437,9 +440,9 @@ def _landed(call_id: str, segments: Sequence[KvSegment]) -> SegmentsLanded:
     return SegmentsLanded(call_id, sum(segment.num_bytes for segment in segments), shared)
 
 
-def _group(rows: Iterable[_LandingRow]) -> list[ReadyRows]:
+def _group(rows: Iterable[LandingRow]) -> list[ReadyRows]:
     """Rows by the PrebuiltBatch they came with, so that columns become tensors by one index each."""
-    by_batch: dict[int, list[_LandingRow]] = {}
+    by_batch: dict[int, list[LandingRow]] = {}
     for row in rows:
         by_batch.setdefault(id(row.columns), []).append(row)
     grouped = []

@@ -146,7 +146,7 @@ class ScheduleBatch:
 
     def num_slots_needed(self, pool: KvPool) -> int:
         """Slots that `prepare_for_decode` takes from the pool."""
-        return int(pool.num_missing(self.rows, self._wanted_tokens()).sum())
+        return int(pool.num_missing(self.rows, self.wanted_tokens()).sum())
 
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Slots for what the next step writes of each entry, in order of position.
@@ -155,7 +155,7 @@ class ScheduleBatch:
         forward itself finds out by how much they grow, and what it does not commit is overwritten by the next.
         False, and nothing changed, when the pool has too few slots.
         """
-        if not pool.grow(self.rows, self._wanted_tokens()):
+        if not pool.grow(self.rows, self.wanted_tokens()):
             return False
         table = pool.rows.req_to_token
         if self.num_step_slots == 1:
@@ -183,7 +183,8 @@ class ScheduleBatch:
             draft_lag=self.draft_lag,
         )
 
-    def _wanted_tokens(self) -> NDArray[np.int64]:
+    def wanted_tokens(self) -> NDArray[np.int64]:
+        """Tokens that each entry has slots for once its next step is prepared: [B]."""
         wanted: NDArray[np.int64] = self.seq_lens_cpu.numpy() + self.num_step_slots
         return wanted
 

@@ -192,8 +192,8 @@ def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
 
 def _drafts_draw(patch: pytest.MonkeyPatch, mutant: Callable[..., Tensor]) -> None:
     """`mutant` is given the function behind `propose` and `propose_branches`, and what that is given."""
-    coupled = sampling._coupled
-    patch.setattr(sampling, "_coupled", lambda *arguments: mutant(coupled, *arguments))
+    coupled = sampling.coupled_logits
+    patch.setattr(sampling, "coupled_logits", lambda *arguments: mutant(coupled, *arguments))
 
 
 def drafts_draw_one_position_late(patch: pytest.MonkeyPatch) -> None:

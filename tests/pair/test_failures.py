@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from common.device.stream import Device
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import SharedPool
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.wire.handoff import Frame, KvSegment
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
-from decode_service.schedule.landing import LandingZone
 from prefill_service import messages as prefill
-from prefill_service.handoff.sender import KvSender
-from tests.support.faulty_target import FailsFirst, FaultyTarget, ForwardFailed, is_decode
+from tests.faults.device import FaultyDevice
+from tests.faults.injector import Injector
+from tests.faults.plan import Action, Fault, FaultPlan
+from tests.support.engines import cpu_device
+from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 Tiny = Callable[[str], TargetModel]
@@ -138,20 +140,17 @@ def test_attempts_are_bounded(max_attempts: int, make_pair: MakePair, tiny_targe
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
+def devices_whose_first_fails(point: str) -> Callable[[], Device]:
+    """CPU devices; of all the pieces that are named so, on any of them, the first one raises."""
+    injector = Injector(FaultPlan(faults=(Fault(point=point, action=Action.RAISE, at=1),)))
+    return lambda: FaultyDevice(cpu_device(), injector)
+
+
 def test_a_failing_copy_out_of_the_prefill_pool_is_retried(
-    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    failing: list[bool] = [True]
-    copied_out = KvSender._copied_out
-
-    def fail_first(sender: KvSender, *args: Any) -> object:
-        if failing:
-            failing.clear()
-            raise ForwardFailed("planted")
-        return copied_out(sender, *args)
-
-    monkeypatch.setattr(KvSender, "_copied_out", fail_first)
+    new_device = devices_whose_first_fails("stream.sending.copy_out")
+    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16), new_device=new_device)
     for name in NAMES:
         submit(pair, name)
     pair.run()
@@ -160,24 +159,15 @@ def test_a_failing_copy_out_of_the_prefill_pool_is_retried(
 
 
 def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
-    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16))
-    failing: list[bool] = [True]
-    copy_in = LandingZone._copy_in
-
-    def fail_first(zone: LandingZone, segment: KvSegment, slots: list[int]) -> None:
-        if failing:
-            failing.clear()
-            raise ForwardFailed("planted")
-        copy_in(zone, segment, slots)
-
-    monkeypatch.setattr(LandingZone, "_copy_in", fail_first)
+    new_device = devices_whose_first_fails("stream.landing.land")
+    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16), new_device=new_device)
     for name in NAMES:
         submit(pair, name)
     pair.run()
     (failed,) = [outcome for outcome in pair.outcomes.values() if outcome.error is not None]
-    assert isinstance(failed.error, EngineFault) and "planted" in str(failed.error)
+    assert isinstance(failed.error, EngineFault) and "stream.landing.land" in str(failed.error)
     assert failed.token_ids == []
     for name, outcome in pair.outcomes.items():
         assert outcome is failed or outcome.token_ids == undisturbed[name]

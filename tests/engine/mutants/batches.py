@@ -44,13 +44,25 @@ def forgetful(operation: str, column: str) -> Mutant:
     return forgets_a_column
 
 
+def _keeps(patch: pytest.MonkeyPatch, operation: str, names: Sequence[str]) -> None:
+    original = getattr(ScheduleBatch, operation)
+
+    def mutant(self: ScheduleBatch, argument: object) -> None:
+        kept = {name: vars(self)[name] for name in names if name in vars(self)}
+        original(self, argument)
+        vars(self).update(kept)
+
+    patch.setattr(ScheduleBatch, operation, mutant)
+
+
 def filter_keeps_old_slots(patch: pytest.MonkeyPatch) -> None:
     _forgets(patch, "filter_batch", "out_cache_loc")
 
 
 def what_follows_is_kept(patch: pytest.MonkeyPatch) -> None:
     """What a batch needs of sampling, and its requests' names, are those that were asked for first."""
-    patch.setattr(ScheduleBatch, "_forget_what_follows", lambda self: setattr(self, "out_cache_loc", None))
+    for operation in ("filter_batch", "merge_batch"):
+        _keeps(patch, operation, ("rows", "request_ids", "undrafted", "sampling"))
 
 
 def filter_reorders(patch: pytest.MonkeyPatch) -> None:

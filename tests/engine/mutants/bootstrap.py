@@ -11,24 +11,25 @@ from torch import Tensor
 from common.device.scripted import ScriptedStream
 from common.device.stream import Event
 from decode_service.forward.future_map import FutureMap, RelayPayload
+from tests.engine.mutants.kinds import arguments_given
 
 
 def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
-    bootstrap = FutureMap.bootstrap
+    bootstrap, given = FutureMap.bootstrap, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
         bootstrap(self, rows, seq_lens, payload)
-        self.publish_ready = self._forward_stream.record()
+        self.publish_ready = given(self)["forward_stream"].record()
 
     patch.setattr(FutureMap, "bootstrap", mutant)
 
 
 def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     """Which no forward waits for."""
-    bootstrap = FutureMap.bootstrap
+    bootstrap, given = FutureMap.bootstrap, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
-        device = self._forward_stream.device  # type: ignore[attr-defined]
+        device = given(self)["device"]
         if not any(stream.name == "bootstrap" for stream in device.streams):
             device.new_stream("bootstrap")
         device.stream("bootstrap").enqueue(partial(bootstrap, self, rows, seq_lens, payload))

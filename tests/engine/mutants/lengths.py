@@ -15,6 +15,7 @@ from decode_service.forward.future_map import FutureMap
 from decode_service.schedule import schedule_batch
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from tests.engine.mutants.kinds import arguments_given
 
 
 def twins_share_storage(patch: pytest.MonkeyPatch) -> None:
@@ -22,7 +23,10 @@ def twins_share_storage(patch: pytest.MonkeyPatch) -> None:
 
 
 def relayed_twins_share_storage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(schedule_batch, "_host_copy", lambda tensor: tensor)
+    def mutant(self: ScheduleBatch, seq_lens: Tensor) -> None:
+        self.seq_lens = self.seq_lens_cpu = seq_lens
+
+    patch.setattr(ScheduleBatch, "set_seq_lens", mutant)
 
 
 def cpu_twin_not_updated(patch: pytest.MonkeyPatch) -> None:
@@ -98,7 +102,9 @@ def lengths_changed_in_place_under_the_forward(patch: pytest.MonkeyPatch) -> Non
 
 
 def resolve_always_waits(patch: pytest.MonkeyPatch) -> None:
+    given = arguments_given(patch, FutureMap)
+
     def mutant(self: FutureMap, rows: Tensor) -> None:
-        self._forward_stream.record().synchronize(1.0)
+        given(self)["forward_stream"].record().synchronize(1.0)
 
     patch.setattr(FutureMap, "resolve_seq_lens", mutant)

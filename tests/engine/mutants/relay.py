@@ -22,6 +22,7 @@ from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import OnPublish, PlainWorker, Worker, WorkerOutput
 from decode_service.schedule.results import RowResults, StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from tests.engine.mutants.kinds import arguments_given
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
@@ -80,13 +81,13 @@ def relay_without_padding_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def row_zero_is_given_out(patch: pytest.MonkeyPatch) -> None:
-    init = ReqToTokenPool.__init__
+    take = ReqToTokenPool.take
 
-    def mutant(self: ReqToTokenPool, **arguments: Any) -> None:
-        init(self, **arguments)
-        self._free = [row - 1 for row in self._free]
+    def mutant(self: ReqToTokenPool) -> int | None:
+        row = take(self)
+        return None if row is None else row - 1
 
-    patch.setattr(ReqToTokenPool, "__init__", mutant)
+    patch.setattr(ReqToTokenPool, "take", mutant)
 
 
 def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
@@ -107,11 +108,11 @@ def lengths_read_without_waiting(patch: pytest.MonkeyPatch) -> None:
 
 
 def fence_covers_draft_extend(patch: pytest.MonkeyPatch) -> None:
-    stash = FutureMap.stash
+    stash, given = FutureMap.stash, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
         stash(self, rows, payload, scope)
-        self.publish_ready = self._forward_stream.record(scope)
+        self.publish_ready = given(self)["forward_stream"].record(scope)
 
     patch.setattr(FutureMap, "stash", mutant)
 
@@ -153,10 +154,12 @@ def _inputs_taken_at_launch(patch: pytest.MonkeyPatch, worker: type[Worker]) -> 
 
 
 def consumed_rows_not_poisoned(patch: pytest.MonkeyPatch) -> None:
-    def forget(future_map: FutureMap) -> None:
-        future_map._poisons_consumed_rows = False
+    init = FutureMap.__init__
 
-    _after_making_the_relay(patch, forget)
+    def mutant(self: FutureMap, **arguments: Any) -> None:
+        init(self, **{**arguments, "poisons_consumed_rows": False})
+
+    patch.setattr(FutureMap, "__init__", mutant)
 
 
 def row_flag_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -170,23 +173,23 @@ def row_flag_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def empty_batch_publishes(patch: pytest.MonkeyPatch) -> None:
-    publish = FutureMap.publish
+    publish, given = FutureMap.publish, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, new_seq_lens: Cell[Tensor], scope: Scope) -> None:
         publish(self, rows, new_seq_lens, scope)
-        self.publish_ready = self._forward_stream.record(scope)
+        self.publish_ready = given(self)["forward_stream"].record(scope)
 
     patch.setattr(FutureMap, "publish", mutant)
 
 
 def empty_batch_stashes(patch: pytest.MonkeyPatch) -> None:
-    stash = FutureMap.stash
+    stash, given = FutureMap.stash, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
         if rows.shape[0]:
             stash(self, rows, payload, scope)
         else:
-            self._forward_stream.enqueue(lambda: None, scope)
+            given(self)["forward_stream"].enqueue(lambda: None, scope)
 
     patch.setattr(FutureMap, "stash", mutant)
 

@@ -5,30 +5,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
 from common.device.stream import Event, Stream
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.row_columns import RowColumns
+from common.kv.slot_allocator import SlotAllocator, Slots
+from common.wire.handoff import Frame, PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
-from decode_service.schedule.landing import LandingZone, _LandingRow
+from decode_service.schedule.landing import LandingRow, LandingZone, LostRow
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.running_rows import Rows
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.scheduler import DecodeEngine
 
 
 def quarantine_skipped(patch: pytest.MonkeyPatch) -> None:
+    release = KvPool.release
+
     def mutant(self: KvPool, lease: RowLease) -> None:
-        if not lease.is_held:
-            return
-        self._slots.give_back(lease.slots)
-        lease.state = LeaseState.FREE
-        del self._held[lease.row]
-        self.rows.give_back(lease.row)
+        release(self, lease)
+        with mock.patch.object(RowLease, "is_in_use", False):
+            self.reclaim()
 
     patch.setattr(KvPool, "release", mutant)
 
@@ -56,7 +57,7 @@ def landing_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_LandingRow, "has_landed", True)
+    patch.setattr(LandingRow, "has_landed", True)
 
 
 def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:
 
 def waiting_segments_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A row has landed once the copies that were started are done, whatever has still to be."""
-    patch.setattr(_LandingRow, "num_waiting", property(lambda row: 0, lambda row, number: None))
+    patch.setattr(LandingRow, "num_waiting", property(lambda row: 0, lambda row, number: None))
 
 
 class _HeldForEver:
@@ -103,32 +104,43 @@ def waiting_segments_land_in_rows_given_up(patch: pytest.MonkeyPatch) -> None:
 def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
     """A frame finds a row of another call, such as an earlier attempt's."""
 
-    def mutant(self: LandingZone, call_id: str, index: int) -> object:
-        return next((call.rows[index] for call in self._calls.values() if index in call.rows), None)
+    opened: list[str] = []
+    sound_open, take_frame = LandingZone.open, LandingZone.take_frame
 
-    patch.setattr(LandingZone, "_row", mutant)
+    def noting(self: LandingZone, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
+        opened.append(call_id)
+        sound_open(self, call_id, replica, reqs)
+
+    def mutant(self: LandingZone, call_id: str, frame: Frame) -> list[LostRow]:
+        rows = frame.rows.tolist() if isinstance(frame, PrebuiltBatch) else [getattr(frame, "row", -1)]
+        with_row = (each for each in opened if any(self.request_of(each, row) is not None for row in rows))
+        return take_frame(self, next(with_row, call_id), frame)
+
+    patch.setattr(LandingZone, "open", noting)
+    patch.setattr(LandingZone, "take_frame", mutant)
 
 
 def grown_slot_leaks(patch: pytest.MonkeyPatch) -> None:
-    release = KvPool.release
-
-    def mutant(self: KvPool, lease: RowLease) -> None:
-        if lease.state is LeaseState.RUNNING:
-            self._columns.num_slots[lease.row] -= 1
-        release(self, lease)
-
-    patch.setattr(KvPool, "release", mutant)
+    """A row's last slot, which a running one was given last, does not come back with the others."""
+    give_back = SlotAllocator.give_back
+    patch.setattr(SlotAllocator, "give_back", lambda self, slots: give_back(self, slots[:-1]))
 
 
 def slots_released_twice(patch: pytest.MonkeyPatch) -> None:
     """When a request ends, and again when quarantine does."""
-    release = KvPool.release
+    release, take = KvPool.release, SlotAllocator.take
+    allocators: list[SlotAllocator] = []
+
+    def noting(self: SlotAllocator, num_slots: int) -> Slots | None:
+        allocators[:] = [self]
+        return take(self, num_slots)
 
     def mutant(self: KvPool, lease: RowLease) -> None:
         if lease.is_held:
-            self._slots.give_back(lease.slots)
+            allocators[0].give_back(lease.slots)
         release(self, lease)
 
+    patch.setattr(SlotAllocator, "take", noting)
     patch.setattr(KvPool, "release", mutant)
 
 
@@ -143,15 +155,15 @@ def aborted_row_leaks(patch: pytest.MonkeyPatch) -> None:
 
 
 def tensors_dropped_before_the_end(patch: pytest.MonkeyPatch) -> None:
-    launch = DecodeEngine._launch
+    seal = StepInFlight.seal
 
-    def mutant(self: DecodeEngine, batch: ScheduleBatch) -> StepInFlight:
-        step = launch(self, batch)
+    def mutant(**given: Any) -> StepInFlight:
+        step = seal(**given)
         gone = dict.fromkeys(("req_pool_indices", "seq_lens", "positions", "out_cache_loc"))
         batch_left = dataclasses.replace(step.batch, **gone)  # type: ignore[arg-type]
         return dataclasses.replace(step, batch=batch_left, output=dataclasses.replace(step.output, kept=()))
 
-    patch.setattr(DecodeEngine, "_launch", mutant)
+    patch.setattr(StepInFlight, "seal", mutant)
 
 
 def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -167,12 +179,19 @@ def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:
     """Growing a row also moves its first two tokens to each other's slots, in the lease and in the table."""
-    grow = KvPool.grow
+    grow, reserve = KvPool.grow, KvPool.reserve
+    leases: dict[int, RowLease] = {}
+
+    def noting(self: KvPool, num_tokens: int) -> RowLease | None:
+        if (lease := reserve(self, num_tokens)) is not None:
+            leases[lease.row] = lease
+        return lease
 
     def mutant(self: KvPool, rows: Rows, num_tokens: Rows) -> bool:
-        for lease in [self._held[row] for row in rows.tolist()]:
+        for lease in [leases[row] for row in rows.tolist()]:
             lease.slots[:2] = lease.slots[:2][::-1]
             self.rows.write(lease.row, 0, lease.slots[:2])
         return grow(self, rows, num_tokens)
 
+    patch.setattr(KvPool, "reserve", noting)
     patch.setattr(KvPool, "grow", mutant)

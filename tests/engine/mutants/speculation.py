@@ -9,17 +9,18 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.stream import Scope
 from decode_service.forward.future_map import FutureMap, RelayPayload
-from decode_service.schedule.landing import LandingZone, _LandingRow
+from decode_service.schedule.landing import LandingRow
 from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
+from tests.engine.mutants.kinds import arguments_given
 from tests.engine.tags import GROUP
 
 
 def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     """Behind the step that left them, but no forward waits for it."""
-    stash = FutureMap.stash
+    stash, given = FutureMap.stash, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
         tokens: Cell[RelayPayload] = Cell()
@@ -31,13 +32,13 @@ def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
             for name, column in payload.get().seeds.items():
                 self.seeds[name][rows] = column
 
-        self._forward_stream.enqueue(leave_seeds, scope)
+        forward, device = given(self)["forward_stream"], given(self)["device"]
+        forward.enqueue(leave_seeds, scope)
         stash(self, rows, tokens, scope)
-        device = self._forward_stream.device  # type: ignore[attr-defined]
         if not any(stream.name == "stash" for stream in device.streams):
             device.new_stream("stash")
         other = device.stream("stash")
-        other.wait(self._forward_stream.record(scope))
+        other.wait(forward.record(scope))
         other.enqueue(write_seeds, scope)
 
     patch.setattr(FutureMap, "stash", mutant)
@@ -59,7 +60,7 @@ def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: ScheduleBatch) -> Rows:
         return self.seq_lens_cpu.numpy() + 1
 
-    patch.setattr(ScheduleBatch, "_wanted_tokens", mutant)
+    patch.setattr(ScheduleBatch, "wanted_tokens", mutant)
 
 
 def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +70,7 @@ def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
         held = [req.lease.num_tokens for req in self.reqs if req.lease]
         return np.array(held, dtype=np.int64) + self.num_step_slots
 
-    patch.setattr(ScheduleBatch, "_wanted_tokens", mutant)
+    patch.setattr(ScheduleBatch, "wanted_tokens", mutant)
 
 
 def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
@@ -90,8 +91,8 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
 def drafts_kv_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """A row is complete with the target's KV."""
 
-    def mutant(self: _LandingRow) -> bool:
+    def mutant(self: LandingRow) -> bool:
         return self.columns is not None and not self.missing[GROUP.name].any()
 
-    patch.setattr(_LandingRow, "is_complete", property(mutant))
-    patch.setattr(LandingZone, "_miscount", lambda self, row: None)
+    patch.setattr(LandingRow, "is_complete", property(mutant))
+    patch.setattr(LandingRow, "miscount", lambda self: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 from common.device.scripted import ScriptedStream
 from common.device.stream import Scope, Work
 from common.model import noise, sampling
+from common.model.sampling_state import RowSeed, SamplingState
 from decode_service.schedule.results import RowResults, StepInFlight
-from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.scheduler import DecodeEngine
 
 
 def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
@@ -62,11 +62,11 @@ def noise_without_seed(patch: pytest.MonkeyPatch) -> None:
 def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:
     """A row's second request samples with its first one's parameters."""
     seen: set[int] = set()
-    launch = DecodeEngine._launch
+    reset = SamplingState.reset
 
-    def mutant(self: DecodeEngine, batch: ScheduleBatch) -> StepInFlight:
-        self._unseeded = [req for req in self._unseeded if req.lease and req.lease.row not in seen]
-        seen.update(batch.req_pool_indices_cpu.tolist())
-        return launch(self, batch)
+    def mutant(self: SamplingState, seeds: Sequence[RowSeed]) -> None:
+        if fresh := [seed for seed in seeds if seed.row not in seen]:
+            reset(self, fresh)
+        seen.update(seed.row for seed in seeds)
 
-    patch.setattr(DecodeEngine, "_launch", mutant)
+    patch.setattr(SamplingState, "reset", mutant)
