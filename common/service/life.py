@@ -19,7 +19,7 @@ import structlog
 from common.config.settings import ServiceSettings
 from common.errors import BatonError, EngineLost, EngineStalled
 from common.service.engine_thread import EngineThread
-from common.service.process_exit import termination_signals
+from common.service.program import termination_signals
 from common.service.runtime import Runtime
 from common.service.server import ServiceServer
 from common.service.watchdog import Watchdog

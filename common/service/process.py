@@ -1,4 +1,6 @@
-"""The life of a service's process: settings, logs, loading, serving, and what it exits with."""
+"""A service's process: what it does before it loads its model, loading, serving, and the end of one whose engine is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ import contextlib
 import gc
 import os
 import sys
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -19,14 +20,12 @@ from prometheus_client import CollectorRegistry
 from common.checkpoints.draft_source import check_draft
 from common.checkpoints.source import check_model
 from common.config.fast_paths import FastPath
-from common.config.load import load_settings, log_format_asked
 from common.config.settings import ServiceSettings
 from common.errors import EngineLost
 from common.host.cores import spin_briefly, switch_threads_early, wait_for_computing
-from common.host.descriptors import raise_descriptor_limit
 from common.host.memory import keep_freed_memory
-from common.service.process_exit import EXIT_ENGINE_LOST, EXIT_OK, exit_on_termination, exit_status_of
-from common.telemetry.logs import configure_logs, only_log_lines
+from common.service.program import EXIT_ENGINE_LOST, run_program
+from common.telemetry.logs import only_log_lines
 from common.telemetry.tracing import NO_TRACER, process_tracer
 
 if TYPE_CHECKING:
@@ -53,51 +52,50 @@ Serve = Callable[[SettingsT, Process], Awaitable[None]]
 def run_service(
     program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: Sequence[str]
 ) -> int:
-    """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status.
+    """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status of
+    `run_program`. When its engine was lost the process ends here, with 1.
 
-    0 after an orderly end, 1 when it could not start, 2 when its configuration is wrong. When its engine was lost the
-    process ends here, with 1. gRPC, and the libraries that models need, are imported only after the settings were found
-    right and the model and the head they name may be there: `--help` and mistakes are answered at once, and gRPC writes
-    no lines of its own.
+    gRPC, and the libraries that models need, are imported only after the settings were found right and the model and
+    the head they name may be there: `--help` and mistakes are answered at once, and gRPC writes no lines of its own.
     """
-    with exit_on_termination(), only_log_lines():
-        configure_logs("info", log_format_asked(argv), service=program)
-        try:
-            settings = load_settings(kind, argv, program=program)
-            instance_id = uuid.uuid4().hex
-            configure_logs(settings.log_level, settings.log_format, service=program, instance_id=instance_id)
-            _log.info("config", **settings.model_dump(mode="json"))
-            check_model(settings.model)
-            if settings.draft:
-                check_draft(settings.draft)
-            raise_descriptor_limit()
-            spin_briefly()
-            if settings.uses(FastPath.KEPT_MEMORY):
-                keep_freed_memory()
-            if settings.uses(FastPath.FORWARDS_FIRST) and settings.device == "cpu":
-                wait_for_computing()
-            if settings.uses(FastPath.SHORT_SWITCH_INTERVAL):
-                switch_threads_early()
-            with _all_kept():
-                from common.service.runtime import open_runtime
-                from common.telemetry.exposition import MetricsServer
 
-                serve = import_serve()
-            runtime, registry = open_runtime(settings), CollectorRegistry()
-            with (
-                contextlib.closing(runtime),
-                MetricsServer(settings.metrics_listen, registry, tokens=_metrics_tokens(settings)),
-                process_tracer(settings, service=program, instance_id=instance_id) as tracer,
-            ):
-                process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
-                asyncio.run(_serve(serve, settings, process))
+    def work(settings: SettingsT, instance_id: str) -> None:
+        try:
+            _load_and_serve(program, settings, instance_id, import_serve)
         except EngineLost as error:
             _log.critical("ended", reason=str(error))
             _end_process(EXIT_ENGINE_LOST)
-        except Exception as error:
-            return exit_status_of(error)
-    _log.info("stopped")
-    return EXIT_OK
+
+    with only_log_lines():
+        return run_program(program, kind, argv, work)
+
+
+def _load_and_serve(
+    program: str, settings: SettingsT, instance_id: str, import_serve: Callable[[], Serve[SettingsT]]
+) -> None:
+    check_model(settings.model)
+    if settings.draft:
+        check_draft(settings.draft)
+    spin_briefly()
+    if settings.uses(FastPath.KEPT_MEMORY):
+        keep_freed_memory()
+    if settings.uses(FastPath.FORWARDS_FIRST) and settings.device == "cpu":
+        wait_for_computing()
+    if settings.uses(FastPath.SHORT_SWITCH_INTERVAL):
+        switch_threads_early()
+    with _all_kept():
+        from common.service.runtime import open_runtime
+        from common.telemetry.exposition import MetricsServer
+
+        serve = import_serve()
+    runtime, registry = open_runtime(settings), CollectorRegistry()
+    with (
+        contextlib.closing(runtime),
+        MetricsServer(settings.metrics_listen, registry, tokens=_metrics_tokens(settings)),
+        process_tracer(settings, service=program, instance_id=instance_id) as tracer,
+    ):
+        process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
+        asyncio.run(_serve(serve, settings, process))
 
 
 def _metrics_tokens(settings: ServiceSettings) -> tuple[str, ...]:

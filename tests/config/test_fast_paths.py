@@ -30,7 +30,7 @@ from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
 from common.service import process, runtime
 from common.service.process import Process, Serve, run_service
-from common.service.process_exit import EXIT_STARTUP
+from common.service.program import EXIT_STARTUP
 from common.service.work_beside import Check, Work
 from decode_service import main as decode_main
 from decode_service.main import new_engine

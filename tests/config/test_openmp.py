@@ -12,7 +12,7 @@ from common.host import cores
 from common.host.cores import num_compute_threads, spin_briefly
 from common.service import runtime
 from common.service.process import Serve, run_service
-from common.service.process_exit import EXIT_STARTUP
+from common.service.program import EXIT_STARTUP
 from common.telemetry.timeline import Timeline
 
 

@@ -14,7 +14,7 @@ import pytest
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import StartupError
 from common.service.process import Process, Serve, run_service
-from common.service.process_exit import EXIT_STARTUP
+from common.service.program import EXIT_STARTUP
 from tests.support.models import save_tiny_model
 
 

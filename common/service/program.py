@@ -1,15 +1,23 @@
-"""How a process of ours ends: by what signals, and with what status."""
+"""What every program of ours does around its work: settings, logs, signals, and the status that it exits with."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import structlog
 
+from common.config.load import load_settings, log_format_asked
+from common.config.process_settings import ProcessSettings
 from common.errors import ConfigError, StartupError
+from common.host.descriptors import raise_descriptor_limit
+from common.telemetry.logs import configure_logs
+
+SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_OK, EXIT_STARTUP, EXIT_ENGINE_LOST, EXIT_CONFIG = 0, 1, 1, 2
@@ -17,7 +25,28 @@ EXIT_OK, EXIT_STARTUP, EXIT_ENGINE_LOST, EXIT_CONFIG = 0, 1, 1, 2
 _log = structlog.get_logger(__name__)
 
 
-def exit_status_of(error: Exception) -> int:
+def run_program(
+    program: str, kind: type[SettingsT], argv: Sequence[str], work: Callable[[SettingsT, str], None]
+) -> int:
+    """Read the settings, then do `work` with them and an instance id that is never used again. Returns the exit status:
+    0 after an orderly end, 1 when it could not start or go on, 2 when its configuration is wrong. The log says which.
+    """
+    with _exit_on_termination():
+        configure_logs("info", log_format_asked(argv), service=program)
+        try:
+            settings = load_settings(kind, argv, program=program)
+            instance_id = uuid.uuid4().hex
+            configure_logs(settings.log_level, settings.log_format, service=program, instance_id=instance_id)
+            _log.info("config", **settings.model_dump(mode="json"))
+            raise_descriptor_limit()
+            work(settings, instance_id)
+        except Exception as error:
+            return _exit_status_of(error)
+    _log.info("stopped")
+    return EXIT_OK
+
+
+def _exit_status_of(error: Exception) -> int:
     """Logs why a process cannot start or go on, in one line, and with a traceback what nobody foresaw."""
     if isinstance(error, StartupError):
         _log.debug("cannot_start_because", exc_info=error)
@@ -28,7 +57,7 @@ def exit_status_of(error: Exception) -> int:
 
 
 @contextlib.contextmanager
-def exit_on_termination() -> Iterator[None]:
+def _exit_on_termination() -> Iterator[None]:
     """A signal while nothing is served yet ends the process at once, and in order."""
 
     def exit_now(_number: int, _frame: object) -> None:
