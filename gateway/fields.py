@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import jiter
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError, create_model
 
 from baton.requests import SamplingOptions
-from common.model.sampling_params import MAX_LOGIT_BIAS_ENTRIES
+from common.model.sampling_params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS
 from gateway.errors import ApiError, invalid, not_served
 
 MAX_FIELDS = 256
@@ -143,13 +143,15 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # there is none to leave out
 
 
-class GenerationFields(BaseModel):
+class _StrictFields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class GenerationFields(_StrictFields):
     """The fields of both endpoints: OpenAI's, and Baton's own."""
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Of fields that are not served, values that ask for nothing of this endpoint."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str
     stream: bool = False
@@ -157,22 +159,16 @@ class GenerationFields(BaseModel):
     n: Annotated[int, Field(ge=1)] = 1
     best_of: int | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
     max_tokens: int | None = None
     # beyond OpenAI's
-    top_k: Annotated[int, BeforeValidator(_all_tokens)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     speculate: bool | None = None
     return_token_ids: bool = False
+    numbers: SkipValidation[Mapping[str, float]] = {}
+    """Those of NUMBER_OPTIONS that were given. They are fields of their own in the body."""
 
     @property
     def includes_usage(self) -> bool:
@@ -188,25 +184,27 @@ class GenerationFields(BaseModel):
             raise invalid("stream_options", "is for streams only")
         if self.best_of not in (None, self.n):
             raise not_served("best_of", "only the value of n is")
-        return SamplingOptions(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
+        options: SamplingOptions = SamplingOptions(
             seed=None if self.seed is None else self.seed % (1 << 64),
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logit_bias=_logit_bias(self.logit_bias),
             logprobs=logprobs,
             speculate=self.speculate,
+            **self.numbers,  # type: ignore[typeddict-item]
         )
+        return options
 
+
+_NUMBER_TYPES: Mapping[str, Any] = {
+    "top_k": Annotated[int, BeforeValidator(_all_tokens)]  # -1 is another way to say it
+}
+_NUMBER_FIELDS: dict[str, Any] = {
+    name: (_NUMBER_TYPES.get(name, option.kind), None) for name, option in NUMBER_OPTIONS.items()
+}
+_Numbers = create_model("_Numbers", __base__=_StrictFields, **_NUMBER_FIELDS)
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
@@ -227,12 +225,14 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
     values = {name: value for name, value in values.items() if value is not None and name not in _HARMLESS}
-    asked = {name: value for name, value in values.items() if name in kind.model_fields}
+    numbers = {name: value for name, value in values.items() if name in NUMBER_OPTIONS}
+    asked = {name: value for name, value in values.items() if name in kind.model_fields and name != "numbers"}
     for name in values:
-        if name not in asked:
+        if name not in asked and name not in numbers:
             _refuse_what_asks(name, values, kind)
     try:
-        return kind.model_validate(asked)
+        given = _Numbers.model_validate(numbers).model_dump(exclude_unset=True)
+        return kind.model_validate({**asked, "numbers": given})
     except ValidationError as error:
         raise _api_error(error) from None
 

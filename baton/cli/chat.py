@@ -12,6 +12,7 @@ from baton.cli import options
 from baton.cli.output import print_error, reported_errors, text_console
 from baton.cli.stream import show
 from baton.errors import BatonError
+from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
 
 _COMMAND = re.compile(r"/\w+")
@@ -21,15 +22,11 @@ _HELP = """/help    this list
 Ctrl-C   stop the answer; without one, end"""
 
 
+@options.takes_sampling
 def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = None,
-    repetition_penalty: options.RepetitionPenalty = None,
+    *,
+    sampling: SamplingOptions,
     address: options.Address = None,
     use_tls: options.UseTls = False,
     ca_file: options.CaFile = None,
@@ -59,13 +56,7 @@ def chat(
             asked = [*messages, ChatMessage("user", line)]
             events = client.generate(
                 chat=asked,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                seed=seed,
-                max_tokens=max_tokens,
-                repetition_penalty=repetition_penalty,
+                **sampling,
             )
             try:
                 shown = show(events, as_json=as_json)

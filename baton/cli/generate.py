@@ -10,9 +10,11 @@ import typer
 from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.stream import show
+from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
 
 
+@options.takes_sampling
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help='The prompt. "-", or a pipe and no prompt, reads standard input.')
@@ -25,22 +27,8 @@ def generate(
     ] = None,
     request_id: Annotated[str | None, typer.Option()] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = None,
-    min_tokens: options.MinTokens = None,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = None,
-    speculate: options.Speculate = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    logit_bias: options.LogitBias = None,
-    logprobs: options.Logprobs = None,
+    *,
+    sampling: SamplingOptions,
     address: options.Address = None,
     use_tls: options.UseTls = False,
     ca_file: options.CaFile = None,
@@ -52,7 +40,6 @@ def generate(
 ) -> None:
     """Stream the answer to a prompt."""
     prompt_ids = options.parse_token_ids(token_ids, "--token-ids")
-    biases = options.parse_logit_bias(logit_bias)
     text = prompt
     if prompt == "-" or (prompt is None and token_ids is None and not sys.stdin.isatty()):
         text = sys.stdin.read()
@@ -73,22 +60,7 @@ def generate(
             generated_token_ids=options.parse_token_ids(generated_token_ids, "--generated-token-ids") or (),
             request_id=request_id,
             timeout_s=timeout_s,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            speculate=speculate,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=biases,
-            logprobs=logprobs,
+            **sampling,
         )
         shown = show(events, as_json=as_json)
     if not as_json:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -15,10 +17,11 @@ from baton.cli.output import text_console
 from baton.client import Client, Tls
 from baton.errors import Unavailable, Unimplemented
 from baton.free_ports import LOOPBACK
+from baton.requests import SamplingOptions
 from baton.running_pairs import running_pairs
 from common.addresses import is_listened_on
 from common.errors import ConfigError
-from common.model.sampling_params import ResolvedSampling
+from common.model.sampling_params import NUMBER_OPTIONS
 from common.rpc.token_files import is_open_to_others, read_token_file
 
 LOADING_S = 60.0
@@ -53,59 +56,64 @@ TokenFile = Annotated[
 ]
 
 _SAMPLING = "Sampling"
-_DEFAULTS = ResolvedSampling(seed=0, max_tokens=0)
 
 
-def _sampling(*names: str, help: str, default: object, **more: Any) -> Any:
+def _option(*names: str, help: str, default: object, **more: Any) -> Any:
     """An option that is sent only if given; `default` names what the server takes otherwise."""
     return typer.Option(*names, help=help, rich_help_panel=_SAMPLING, show_default=str(default), **more)
 
 
-Temperature = Annotated[
-    float | None, _sampling(help="Higher is more varied; 0 is greedy.", default=_DEFAULTS.temperature)
-]
-TopP = Annotated[
-    float | None, _sampling(help="Draw from the likeliest tokens that hold this share.", default=_DEFAULTS.top_p)
-]
-TopK = Annotated[int | None, _sampling(help="Draw from this many likeliest tokens; 0 is all.", default=_DEFAULTS.top_k)]
-MinP = Annotated[
-    float | None,
-    _sampling(help="Draw from tokens this likely, the likeliest being 1; 0 is all.", default=_DEFAULTS.min_p),
-]
-Seed = Annotated[int | None, _sampling(help="The same seed draws the same tokens.", default="random")]
-MaxTokens = Annotated[int | None, _sampling(help="Tokens of output, at most.", default="what the context leaves")]
-MinTokens = Annotated[int | None, _sampling(help="Tokens of output, at least.", default=_DEFAULTS.min_tokens)]
-Stop = Annotated[list[str] | None, _sampling(help="Text that ends the output; repeatable.", default="none")]
-StopTokenIds = Annotated[
-    list[int] | None, _sampling("--stop-token-id", help="Token that ends the output; repeatable.", default="none")
-]
-Speculate = Annotated[
-    bool | None,
-    _sampling("--speculate/--no-speculate", help="Use the draft head.", default="speculate, where there is a head"),
-]
-IgnoreEos = Annotated[
-    bool | None, _sampling("--ignore-eos", help="Go on after the model's end tokens.", default="end there")
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    _sampling(help="Above 1, tokens that were there are less likely.", default=_DEFAULTS.repetition_penalty),
-]
-PresencePenalty = Annotated[
-    float | None,
-    _sampling(help="Taken from the logit of each token of the output.", default=_DEFAULTS.presence_penalty),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    _sampling(help="The same, for each time it is there.", default=_DEFAULTS.frequency_penalty),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    _sampling(metavar="ID=VALUE", help="Added to a token's logit; repeatable.", default="none"),
-]
-Logprobs = Annotated[
-    int | None,
-    _sampling(help="Report log-probabilities and this many alternatives, with --json.", default="none"),
-]
+SAMPLING: Mapping[str, Any] = {
+    **{
+        name: Annotated[option.kind | None, _option(help=option.help, default=option.default)]
+        for name, option in NUMBER_OPTIONS.items()
+    },
+    "seed": Annotated[int | None, _option(help="The same seed draws the same tokens.", default="random")],
+    "max_tokens": Annotated[int | None, _option(help="Tokens of output, at most.", default="what the context leaves")],
+    "stop": Annotated[list[str] | None, _option(help="Text that ends the output; repeatable.", default="none")],
+    "stop_token_ids": Annotated[
+        list[int] | None, _option("--stop-token-id", help="Token that ends the output; repeatable.", default="none")
+    ],
+    "speculate": Annotated[
+        bool | None,
+        _option("--speculate/--no-speculate", help="Use the draft head.", default="speculate, where there is a head"),
+    ],
+    "ignore_eos": Annotated[
+        bool | None, _option("--ignore-eos", help="Go on after the model's end tokens.", default="end there")
+    ],
+    "logit_bias": Annotated[
+        list[str] | None, _option(metavar="ID=VALUE", help="Added to a token's logit; repeatable.", default="none")
+    ],
+    "logprobs": Annotated[
+        int | None,
+        _option(help="Report log-probabilities and this many alternatives, with --json.", default="none"),
+    ],
+}
+"""The command line's options by the name of the sampling option that each gives."""
+
+CommandT = TypeVar("CommandT", bound=Callable[..., None])
+
+
+def takes_sampling(command: CommandT) -> CommandT:
+    """Gives a command an option for each of SAMPLING. The values that are given reach it as `sampling`."""
+
+    @functools.wraps(command)
+    def with_sampling(**values: Any) -> None:
+        given = {name: values.pop(name) for name in SAMPLING}
+        given["logit_bias"] = parse_logit_bias(given["logit_bias"])
+        command(**values, sampling=SamplingOptions(**given))  # type: ignore[typeddict-item]
+
+    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "sampling"]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        for name, option in SAMPLING.items()
+    ]
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own] + added
+    with_sampling.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_sampling.__annotations__ = {each.name: each.annotation for each in parameters}
+    del with_sampling.__wrapped__
+    return cast(CommandT, with_sampling)
+
 
 _PAIR = "Services"
 Model = Annotated[str, typer.Option(help='"demo", a directory, a hub id or a GGUF file.', rich_help_panel=_PAIR)]

@@ -218,69 +218,29 @@ Global___PrefillRow: _TypeAlias = PrefillRow  # noqa: Y015
 
 @_typing.final
 class ResolvedSampling(_message.Message):
-    """SamplingParams with every default applied: what the two engines compute with."""
+    """What the two engines compute with. `params` has every number that there is a default for, a seed and max_tokens;
+    `stop`, `ignore_eos`, `n`, `response_format` and `speculate` are the edge's alone, and absent.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    MIN_P_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    MIN_TOKENS_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARAMS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
-    LOGIT_BIAS_IDS_FIELD_NUMBER: _builtins.int
-    LOGIT_BIAS_VALUES_FIELD_NUMBER: _builtins.int
-    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    top_p: _builtins.float
-    top_k: _builtins.int
-    min_p: _builtins.float
-    seed: _builtins.int
-    max_tokens: _builtins.int
-    min_tokens: _builtins.int
-    repetition_penalty: _builtins.float
-    presence_penalty: _builtins.float
-    frequency_penalty: _builtins.float
-    num_logprobs: _builtins.int
-    """-1: none"""
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def params(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty when EOS is ignored"""
 
-    @_builtins.property
-    def logit_bias_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def logit_bias_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
-        temperature: _builtins.float = ...,
-        top_p: _builtins.float = ...,
-        top_k: _builtins.int = ...,
-        min_p: _builtins.float = ...,
-        seed: _builtins.int = ...,
-        max_tokens: _builtins.int = ...,
-        min_tokens: _builtins.int = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        params: _types_pb2.SamplingParams | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        repetition_penalty: _builtins.float = ...,
-        presence_penalty: _builtins.float = ...,
-        frequency_penalty: _builtins.float = ...,
-        logit_bias_ids: _abc.Iterable[_builtins.int] | None = ...,
-        logit_bias_values: _abc.Iterable[_builtins.float] | None = ...,
-        num_logprobs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "params", b"params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

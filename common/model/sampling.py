@@ -173,11 +173,11 @@ def shape_logits(
 
 def _penalise(logits: Tensor, rows: Tensor, counts: Tensor, state: SamplingState) -> Tensor:
     was_output = counts > 0
-    repetition = state.repetition_penalty[rows].unsqueeze(1)
+    repetition = state.floats["repetition_penalty"][rows].unsqueeze(1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(was_output | state.in_prompt[rows], repeated, logits)
-    logits = logits - counts * state.frequency_penalty[rows].unsqueeze(1)
-    return logits - was_output * state.presence_penalty[rows].unsqueeze(1)
+    logits = logits - counts * state.floats["frequency_penalty"][rows].unsqueeze(1)
+    return logits - was_output * state.floats["presence_penalty"][rows].unsqueeze(1)
 
 
 def propose(
@@ -224,7 +224,7 @@ def coupled_logits(
         entries = _index(batch.sampled, logits)
         entry_rows = rows[entries]
         keys = row_keys(state.seed[entry_rows], state.choice_index[entry_rows], positions[entries])
-        scaled = logits[entries] / state.temperature[entry_rows].unsqueeze(1)
+        scaled = logits[entries] / state.floats["temperature"][entry_rows].unsqueeze(1)
         logits[entries] = scaled.add_(gumbel_noise(keys, token_ids))
     return logits
 
@@ -233,7 +233,7 @@ def _draw(
     shaped: Tensor, entries: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
     entry_rows = rows[entries]
-    scaled = shaped[entries] / state.temperature[entry_rows].unsqueeze(1)
+    scaled = shaped[entries] / state.floats["temperature"][entry_rows].unsqueeze(1)
     if batch.truncated.size:
         truncated = _index(np.searchsorted(batch.sampled, batch.truncated), shaped)
         scaled[truncated] = _truncate(scaled[truncated], entry_rows[truncated], state)
@@ -248,8 +248,8 @@ def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
     kept = rank < state.top_k[rows].unsqueeze(1)
     probs = torch.where(kept, ordered, _DROPPED).softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
-    kept &= (mass_before < state.top_p[rows].unsqueeze(1)) | (rank == 0)
-    kept &= probs >= probs[:, :1] * state.min_p[rows].unsqueeze(1)
+    kept &= (mass_before < state.floats["top_p"][rows].unsqueeze(1)) | (rank == 0)
+    kept &= probs >= probs[:, :1] * state.floats["min_p"][rows].unsqueeze(1)
     return torch.full_like(scaled, _DROPPED).scatter(1, order, torch.where(kept, ordered, _DROPPED))
 
 

@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 MAX_LOGIT_BIAS_ENTRIES = 512
 MAX_END_TOKEN_IDS = 64
 MAX_LOGPROBS = 64
+MAX_UINT32 = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NumberOption:
+    """A sampling option that is one number. Requests may leave it out; `default` says what that means.
+
+    Its values lie in [low, high], or in (low, high] where `is_low_open`; 0 is another one where `takes_zero`.
+    """
+
+    name: str
+    kind: type[int] | type[float]
+    default: float
+    low: float
+    high: float
+    is_low_open: bool
+    takes_zero: bool
+    help: str
+
+    def fault(self, value: float) -> str | None:
+        """What is wrong with the value, for an error that names the option; None when it is served."""
+        above = self.low < value if self.is_low_open else self.low <= value
+        if (math.isfinite(value) and above and value <= self.high) or (self.takes_zero and value == 0):
+            return None
+        zero, bracket = "0 or " if self.takes_zero else "", "(" if self.is_low_open else "["
+        return f"{value} is not {zero}in {bracket}{self.low:g}, {self.high:g}]"
+
+
+def _number(
+    default: float, *, low: float, high: float, is_low_open: bool = False, takes_zero: bool = False, help: str
+) -> Any:
+    about = {
+        "default": default,
+        "low": low,
+        "high": high,
+        "is_low_open": is_low_open,
+        "takes_zero": takes_zero,
+        "help": help,
+    }
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +59,46 @@ class ResolvedSampling:
     `seed` is an unsigned 64-bit number, drawn at the edge when the request had none. `eos_token_ids` is empty when EOS
     is ignored. `num_logprobs` is None without logprobs, else the number of top entries beside the chosen token's.
     `logit_bias` holds (token id, value) pairs in ascending order of id.
+
+    The numbers are declared here once: what the edges accept, what the command line offers, what travels to the prefill
+    service and what the engines keep for each row follows from it.
     """
 
     seed: int
     max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    min_tokens: int = 0
+    temperature: float = _number(
+        1.0,
+        low=1e-3,  # below it logits divided by it leave float16, and say the same as greedy
+        high=100.0,
+        takes_zero=True,
+        help="Higher is more varied; 0 is greedy.",
+    )
+    top_p: float = _number(
+        1.0, low=0.0, high=1.0, is_low_open=True, help="Draw from the likeliest tokens that hold this share."
+    )
+    top_k: int = _number(0, low=0, high=MAX_UINT32, help="Draw from this many likeliest tokens; 0 is all.")
+    min_p: float = _number(
+        0.0, low=0.0, high=1.0, help="Draw from tokens this likely, the likeliest being 1; 0 is all."
+    )
+    min_tokens: int = _number(0, low=0, high=MAX_UINT32, help="Tokens of output, at least.")
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float = _number(
+        1.0, low=1e-3, high=100.0, help="Above 1, tokens that were there are less likely."
+    )
+    presence_penalty: float = _number(0.0, low=-2.0, high=2.0, help="Taken from the logit of each token of the output.")
+    frequency_penalty: float = _number(0.0, low=-2.0, high=2.0, help="The same, for each time it is there.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are not drawn from, however likely."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def has_penalties(self) -> bool:
@@ -45,6 +108,17 @@ class ResolvedSampling:
     def end_token_ids(self) -> tuple[int, ...]:
         """Every id that ends the output, each once, in a fixed order."""
         return tuple(dict.fromkeys((*self.eos_token_ids, *self.stop_token_ids)))
+
+
+NUMBER_OPTIONS: Mapping[str, NumberOption] = {
+    each.name: NumberOption(
+        name=each.name,
+        kind=float if each.type == "float" else int,
+        **each.metadata,
+    )
+    for each in fields(ResolvedSampling)
+    if each.metadata
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.upload import upload
-from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, ResolvedSampling
+from common.model.sampling_params import (
+    MAX_END_TOKEN_IDS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    NUMBER_OPTIONS,
+    ResolvedSampling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,8 @@ class RowSeed:
 class SamplingState:
     """Tables of max_rows + 1 rows on the device; row 0 is padding.
 
-    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows], strided; bias and end ids
+    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows], strided, of which `floats` has
+    those of FLOAT_OPTIONS by name; bias and end ids
     padded to fixed widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first). `num_bias` and
     `num_ends` count those that are not padding; what else is in a row may be an earlier request's. `kernels` draw where
     there are any.
@@ -97,12 +103,13 @@ class SamplingState:
 
         self.vocab_size = vocab_size
         self._int_params = column(torch.int64, 6)  # tables of their own: a row is written by two operations
-        self._float_params = column(torch.float32, 6)
+        self._float_params = column(torch.float32, len(FLOAT_OPTIONS))
         self.seed, self.choice_index, self.min_position, self.top_k = self._int_params[:, :4].unbind(1)
         self.num_bias, self.num_ends = self._int_params[:, 4:].unbind(1)
-        self.temperature, self.top_p, self.min_p = self._float_params[:, :3].unbind(1)
-        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._float_params[:, 3:].unbind(1)
-        self.repetition_penalty.fill_(1.0)  # of padding, that nothing is penalised there
+        self.floats = dict(zip(FLOAT_OPTIONS, self._float_params.unbind(1), strict=True))
+        for name, values in self.floats.items():
+            values.fill_(NUMBER_OPTIONS[name].default)  # padding draws as if nothing were asked for,
+        self.floats["temperature"].zero_()  # and greedily
         self.bias_ids = column(torch.int64, MAX_LOGIT_BIAS_ENTRIES)
         self.bias_values = column(torch.float32, MAX_LOGIT_BIAS_ENTRIES)
         self.end_ids = column(torch.int64, MAX_END_TOKEN_IDS)
@@ -157,9 +164,12 @@ class SamplingState:
         self.output_counts.index_put_((each_row, token_ids), is_counted.to(torch.int32), accumulate=True)
 
 
-def _float_params_of(p: ResolvedSampling) -> tuple[float, ...]:
-    """In the order of the columns."""
-    return p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+FLOAT_OPTIONS = tuple(name for name, option in NUMBER_OPTIONS.items() if option.kind is float)
+"""The columns of `SamplingState.floats`, in their order."""
+
+
+def _float_params_of(sampling: ResolvedSampling) -> tuple[float, ...]:
+    return tuple([getattr(sampling, name) for name in FLOAT_OPTIONS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +239,7 @@ def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
     needs = [
         (
             not p.is_greedy,
-            not p.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0),
+            p.is_truncated,
             p.has_penalties,
             bool(p.logit_bias),
             p.min_tokens > 0 and bool(p.end_token_ids),

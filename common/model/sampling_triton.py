@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
-from common.model.sampling_state import Ancestors, DrawKernels, SamplingState
+from common.model.sampling_state import FLOAT_OPTIONS, Ancestors, DrawKernels, SamplingState
 from common.model.triton_launch import Kernel, Launch, Launcher, kernel
 
 _BLOCK = 4096
@@ -130,7 +130,7 @@ def _weight_above(scores, num_columns, largest, cut, BY_CHANCE: tl.constexpr, BL
         "num_columns",
         "column_ids",
         *("seed", "choice_index", "min_position", "top_k", "num_bias", "num_ends"),
-        *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *FLOAT_OPTIONS,
         *("bias_ids", "bias_values", "end_ids", "in_prompt", "output_counts"),
     )
 )
@@ -399,7 +399,7 @@ class TritonDraws(DrawKernels):
         is_target: bool,
         is_chosen: bool,
     ) -> None:
-        columns = {name: getattr(state, name) for name in (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_TABLES)}
+        columns = {name: getattr(state, name) for name in (*_INT_COLUMNS, *_TABLES)} | state.floats
         self._launch(
             Launch(
                 _DRAW,
@@ -417,7 +417,7 @@ class TritonDraws(DrawKernels):
                 },
                 constants={
                     "INT_STRIDE": state.seed.stride(0),
-                    "FLOAT_STRIDE": state.temperature.stride(0),
+                    "FLOAT_STRIDE": state.floats["temperature"].stride(0),
                     "MAX_BIAS": MAX_LOGIT_BIAS_ENTRIES,
                     "MAX_ENDS": MAX_END_TOKEN_IDS,
                     "IS_TARGET": is_target,
@@ -432,10 +432,6 @@ class TritonDraws(DrawKernels):
 
 _DRAW: Kernel = draw
 _INT_COLUMNS = ("seed", "choice_index", "min_position", "top_k", "num_bias", "num_ends")
-_FLOAT_COLUMNS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 _TABLES = ("bias_ids", "bias_values", "end_ids", "output_counts")
 
 

@@ -103,8 +103,10 @@ def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
     """Before anything looks at their entries. How many token ids a row may have is the model's to say."""
     _require_at_most(MAX_ROW_TOKENS, f"{path}.token_ids", len(row.token_ids))
     _require_at_most(_MAX_HELD_GROUPS, f"{path}.num_held_tokens", len(row.num_held_tokens))
-    for name in ("stop_token_ids", "eos_token_ids", "logit_bias_ids", "logit_bias_values"):
-        _require_at_most(_MAX_ENTRIES, f"{path}.sampling.{name}", len(getattr(row.sampling, name)))
+    params = row.sampling.params
+    lists = {"stop_token_ids": params.stop_token_ids, "eos_token_ids": row.sampling.eos_token_ids}
+    for name, entries in {**lists, "logit_bias": params.logit_bias, "stop": params.stop}.items():
+        _require_at_most(_MAX_ENTRIES, f"{path}.sampling.{name}", len(entries))
 
 
 def _decode_row(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from common.kv.layer_group import LayerGroupSpec
 from common.peer_text import peer_text
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 NO_SPECULATION = "none"
 
 

@@ -107,8 +107,9 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
                 max_tokens=num_generated,
             )
         raise InvalidRequest("generated_token_ids", f"{num_generated} tokens are more than max_tokens, {max_tokens}")
-    if sampling.min_tokens > max_tokens:
-        raise InvalidRequest("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
+    min_tokens = sampling.resolved.min_tokens
+    if min_tokens > max_tokens:
+        raise InvalidRequest("sampling.min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
     return sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.model.sampling_params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.wire.fingerprint import Fingerprint, SeedColumnSpec
 from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
@@ -44,22 +44,25 @@ _uint32 = st.integers(0, 2**32 - 1)
 _uint64 = st.integers(0, 2**64 - 1)
 token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12).map(tuple)
 
+
+def number(option: NumberOption) -> st.SearchStrategy[float]:
+    """Values of the option as they travel: floats are float32."""
+    if option.kind is int:
+        return st.integers(int(option.low), int(option.high))
+    low = float(np.nextafter(np.float32(option.low), np.float32(1))) if option.low else 2.0**-10
+    values = st.floats(low if option.is_low_open or option.low > 0 else option.low, option.high, width=32)
+    return values | st.just(0.0) if option.takes_zero else values
+
+
 sampling = st.builds(
     ResolvedSampling,
     seed=_uint64,
     max_tokens=st.integers(1, 2**32 - 1),
-    temperature=st.floats(0, 100, width=32),
-    top_p=st.floats(2**-10, 1, width=32),
-    top_k=_uint32,
-    min_p=st.floats(0, 1, width=32),
-    min_tokens=_uint32,
     stop_token_ids=st.lists(_uint32, max_size=4).map(tuple),
     eos_token_ids=st.lists(_uint32, max_size=4).map(tuple),
-    repetition_penalty=st.floats(2**-10, 8, width=32),
-    presence_penalty=st.floats(-2, 2, width=32),
-    frequency_penalty=st.floats(-2, 2, width=32),
     logit_bias=st.dictionaries(_uint32, _float32, max_size=4).map(lambda bias: tuple(sorted(bias.items()))),
     num_logprobs=st.none() | st.integers(0, 64),
+    **{name: number(option) for name, option in NUMBER_OPTIONS.items()},
 )
 
 

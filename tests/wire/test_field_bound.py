@@ -100,11 +100,11 @@ def test_held_tokens_of_groups_that_no_model_has_are_refused_before_any_is_looke
     assert refused_field(decode_command, message.SerializeToString()) == "prefill_batch.rows[1].num_held_tokens"
 
 
-@pytest.mark.parametrize("name", ["token_ids", "sampling.stop_token_ids", "sampling.logit_bias_ids"])
+@pytest.mark.parametrize("name", ["token_ids", "sampling.stop_token_ids", "sampling.eos_token_ids"])
 def test_lists_that_no_row_has_are_refused_before_any_is_looked_at(name: str) -> None:
     """That all their entries are one and the same makes them no shorter."""
     row = encode_row(PLAIN_ROW)
-    part = row.sampling if name.startswith("sampling.") else row
+    part = {"token_ids": row, "sampling.eos_token_ids": row.sampling}.get(name, row.sampling.params)
     getattr(part, name.removeprefix("sampling.")).extend([1] * (MAX_ROW_TOKENS + 1))
     batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=[row])
     message = prefill_pb2.HandoffCommand(prefill_batch=batch)

@@ -27,22 +27,22 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (9, "e500142ca10ac702")
+CONTRACT = (10, "abd1220ee1738eed")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
-        "CqUCCokBCAkSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9w"
-        "a19wEgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMShAEKB2dy"
-        "w7zDn2UQARgCIgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpEDQAAAD8VAACAPhgEJQAAAD4pAQAAAAAAAIAwCDgCQgIF"
-        "Bk0AAMA/VQAAAL9dAABAP2ICCAlqCAAAwL8AAABAcAJ6AQdAgICAgIAgSgkwMC0xLTItMDMiEAABAgMEBQYHCAkKCwwNDg9xAAAA"
-        "AAAAAAB9/Au/Ew=="
+        "CqsCCokBCAoSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19w"
+        "EgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSigEKB2dyw7zDn2UQ"
+        "ARgCIgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpKCkUNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9l"
+        "AAAAv20AAEA/cgcICRUAAABAcgcICBUAAMC/eAISAQdAgICAgIAgSgkwMC0xLTItMDMiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB9"
+        "ouxbfA=="
     ),
     "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
     "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
     "accepted": (
-        "CpYBCokBCAkSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9w"
-        "a19wEgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3Rh"
-        "bmNlcQAAAAAAAAAAfcJTYN8="
+        "CpYBCokBCAoSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19w"
+        "EgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3RhbmNlcQAA"
+        "AAAAAAAAfXMTLeI="
     ),
     "kv_segment": "AAECAwQFBgcICQoLDA0ODxIUCAESBnRhcmdldBgBIAEoATABWAFxEAAAAAAAAAB9fIGBbg==",
     "prebuilt_batch": (
