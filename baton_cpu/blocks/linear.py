@@ -1,6 +1,6 @@
 """Linear layers for CPUs: weights reordered once into the layout oneDNN's kernels read, instead of at every call.
 
-The figures behind this are in docs/models.md.
+The figures behind this are in benchmarks/measurements.md.
 """
 
 from __future__ import annotations
