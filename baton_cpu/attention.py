@@ -1,7 +1,7 @@
 """Attention on CPUs: few queries a row read the paged pool in place, by a kernel compiled when the model is loaded.
 
-A row's slots lie anywhere, so hardware cannot foresee them: the kernel asks for the memory of tokens to come while it
-works on this one. Without that a step of many rows waits for memory most of its time; figures in benchmarks/measurements.md.
+A row's slots may lie anywhere, so the hardware cannot prefetch them. The kernel asks for the memory of later tokens
+while it works on this one. Without that a step of many rows would mostly wait for memory (benchmarks/measurements.md).
 """
 
 from __future__ import annotations
