@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -33,8 +32,7 @@ from common.model.loader import load_target
 from common.model.model_files import model_faults
 from common.model.sampling_state import DrawKernels
 from common.model.target import TargetModel
-from common.service.fused_forwards import new_fusing
-from common.service.work_beside import Check, Work, WorkBeside
+from common.service.work_beside import Work, WorkBeside, new_fusing, populating
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.wire.fingerprint import Fingerprint
@@ -100,8 +98,8 @@ class Runtime:
         """Populate the KV pool beside serving, then fuse forwards, each where settings and model allow it. To be called
         once it serves.
         """
-        populating = partial(_populate_logged, populate) if self.populates else None
-        self.beside.start(*(work for work in (populating, self.fusing) if work is not None))
+        works = (populating(populate) if self.populates else None, self.fusing)
+        self.beside.start(*(work for work in works if work is not None))
 
     def close(self) -> None:
         """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
@@ -259,13 +257,6 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
         raise StartupError(f"draft_topk: {settings.draft_topk} of a draft vocabulary of {num_ids}")
     model.capture_hidden(head.capture)
     return head, LoadedDraft(head, settings.draft_topk)
-
-
-def _populate_logged(populate: Work, check: Check) -> None:
-    try:
-        populate(check)
-    except OSError as error:
-        _log.warning("kv_pool_not_populated", error=str(error))
 
 
 class _LoggedProgress:

@@ -1,19 +1,30 @@
-"""A service's work beside serving: what makes it faster, but need not have happened before it serves."""
+"""A service's work beside serving: what makes it faster, but need not have happened before it serves.
+
+First the KV pool is populated, then forwards are fused: compiled in a process of their own, and taken into use.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
+from common.cpu_engine import CpuEngine
+from common.draft.paged_head import PagedHead
+from common.errors import StartupError
 from common.host.cores import set_own_num_threads
+from common.model.target import TargetModel
 
 Check = Callable[[], None]
 Work = Callable[[Check], None]
 """To call what it is given between its parts, which raises Stopped when the service ends. Whatever else it raises is
 logged, and the next one begins.
 """
+
+_NICENESS = 15  # of compiling beside serving
 
 _log = structlog.get_logger(__name__)
 
@@ -63,3 +74,50 @@ class WorkBeside:
     def _check(self) -> None:
         if self._stopping.is_set():
             raise Stopped
+
+
+def populating(populate: Work) -> Work:
+    """`populate`, which goes without where the system cannot: then each page comes when it is used."""
+    return partial(_populate_logged, populate)
+
+
+def _populate_logged(populate: Work, check: Check) -> None:
+    try:
+        populate(check)
+    except OSError as error:
+        _log.warning("kv_pool_not_populated", error=str(error))
+
+
+def new_fusing(
+    engine: CpuEngine, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int
+) -> Work | None:
+    """The work that has `engine` fuse the forwards of `model`, and of `draft`, as `CpuEngine.fuse` says. What goes
+    wrong in it is logged, and both go on as they were. None where the model cannot be written down as a program.
+    """
+    if model.new_decoder is None:
+        if draft is not None:
+            draft.new_programs = None
+        _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
+        return None
+    return partial(_fuse_logged, engine, model, draft, num_threads, max_tokens)
+
+
+def _fuse_logged(
+    engine: CpuEngine, model: TargetModel, draft: PagedHead | None, num_threads: int, max_tokens: int, check: Check
+) -> None:
+    begin_s = time.monotonic()
+    try:
+        apart = engine.fuse(
+            model, draft, num_threads=num_threads, max_tokens=max_tokens, niceness=_NICENESS, check=check, log=_log
+        )
+    except Stopped:
+        raise
+    except Exception as error:
+        _log.warning("fused_forward_failed", error=str(error), exc_info=not isinstance(error, StartupError | OSError))
+        return
+    _log.info(
+        "fused_forward_ready",
+        seconds=round(time.monotonic() - begin_s, 1),
+        difference=round(apart, 5),
+        draft_head=draft is not None and draft.runs_program,
+    )

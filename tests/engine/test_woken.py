@@ -117,6 +117,24 @@ def test_an_engine_takes_some_commands_within_a_step_and_the_others_in_the_next(
     assert taken == [1, 2] and engine.steps[:2] == [["first"], ["a", "b", "c"]]
 
 
+def test_who_is_woken_in_a_step_that_takes_commands_steps_again_at_once() -> None:
+    engine = Taker()
+    inbox: EngineInbox[object] = EngineInbox()
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="taker"
+    )
+
+    def wake_and_take() -> None:
+        engine.wake()
+        assert inbox.take(int) == []
+
+    engine.during_first = wake_and_take
+    inbox.post("first")
+    thread.start()
+    assert engine.has_stepped.wait(BOUND_S), "what woke it was taken with the commands"
+    assert thread.stop(BOUND_S)
+
+
 def test_prefill_is_woken_when_a_forward_ends_and_when_its_kv_is_copied(
     tiny_target: Callable[[str], TargetModel],
 ) -> None:

@@ -17,8 +17,7 @@ from baton_cpu.compiler import kernel_cache
 from baton_cpu.program import fusing, weights
 from common.model.loader import load_target
 from common.model.target import TargetModel
-from common.service.fused_forwards import new_fusing
-from common.service.work_beside import Work, WorkBeside
+from common.service.work_beside import Work, WorkBeside, new_fusing
 
 BOUND_S = 20.0
 
