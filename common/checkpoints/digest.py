@@ -58,9 +58,10 @@ class LoadedDraft:
 def compute_fingerprint(
     directory: Path, model: TargetModel, *, draft: LoadedDraft | None = None, cache_dir: Path | None = None
 ) -> Fingerprint:
-    """The fingerprint of `model`, loaded from `directory`. StartupError when files of it or the head changed since.
+    """Returns the fingerprint of `model`, loaded from `directory`. Raises StartupError if its files or the head's
+    changed since.
 
-    A draft head's config is digested with its weights: it says which of the target's states the head reads.
+    A draft head's config is digested with its weights, because it says which of the target's states the head reads.
     """
     cache_dir = cache_dir or default_cache_dir()
     assert model.files is not None, "a model that was not loaded from files has no fingerprint"
@@ -91,7 +92,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Begins with the version of transformers, which fills in what `config` does not say and has the model's code."""
+    """Begins with the version of transformers, which fills in absent fields and has the model's code."""
     is_free = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling")) <= _WITHOUT_LIMIT
     left_out = _WITHOUT_EFFECT_ON_KV | ({_CONTEXT_LIMIT} if is_free else set())
     kept = {key: value for key, value in config.items() if key not in left_out}
@@ -99,7 +100,7 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def _rope_types(rope: object) -> set[object]:
-    """Of parameters that may be nested, by kind of layer. The limit is llama3's original length where none is told."""
+    """The rope types of parameters, which may be nested by kind of layer."""
     if not isinstance(rope, dict):
         return set()
     own = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
@@ -109,7 +110,7 @@ def _rope_types(rope: object) -> set[object]:
 
 
 def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
-    """Of the sorted (name, shape, dtype, content) of every tensor, however they are spread over `files`."""
+    """The digest of every tensor's (name, shape, dtype, content), sorted, however they are spread over `files`."""
     cache_file = cache_dir / "weight_digests.json"
     cache = _read_cache(cache_file)
     lines: list[str] = []
@@ -127,7 +128,7 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
 
 
 def _remembered(entry: object, version: list[int]) -> list[str] | None:
-    """Returns the lines that a cache's `entry` holds for this version of a file, or None where its form is another."""
+    """Returns the lines of a cache's `entry` for this version of a file, or None if the entry has another form."""
     lines = entry.get("tensors") if isinstance(entry, dict) and entry.get("version") == version else None
     if not isinstance(lines, list) or not lines:
         return None
@@ -145,7 +146,7 @@ def _tensor_lines(file: Path) -> list[str]:
 
 
 def _tokenizer_digest(files: ModelFiles) -> str:
-    """Digests the files that were there when the tokenizer was loaded. Raises UnsupportedModel for a non-file."""
+    """Digests the files that existed when the tokenizer was loaded. Raises UnsupportedModel if one is not a file."""
     parts: list[bytes] = []
     for file in (files.directory / name for name in _TOKENIZER_FILES):
         if file in files.versions:
@@ -171,7 +172,7 @@ def _read_cache(file: Path) -> dict[str, Any]:
 
 
 def _write_cache(file: Path, cache: dict[str, Any]) -> None:
-    """A cache that cannot be written costs time at the next start, nothing else."""
+    """Failing to write a cache costs only time at the next start."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:

@@ -27,13 +27,13 @@ _KINDS = "a directory"
 
 
 def check_draft(spec: str) -> None:
-    """Raises StartupError, at once and without the network, for what `draft` cannot name."""
+    """Raises StartupError, at once and without the network, for a value that `draft` cannot have."""
     if spec != DEMO_MODEL:
         require_config("draft", spec, local_path("draft", spec, kinds=_KINDS))
 
 
 def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:
-    """A directory for `load_draft`. Raises StartupError when there is none to be had."""
+    """Returns a directory for `load_draft`. Raises StartupError if there is none."""
     if spec == DEMO_MODEL:
         return _DEMO_HEAD
     directory = local_path("draft", spec, kinds=_KINDS)
@@ -65,7 +65,7 @@ def _converted(directory: Path, progress: Progress, cache_dir: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Tensors only: no code in the file is run."""
+    """Reads tensors only; no code in the file runs."""
     import torch
     from torch import Tensor
 

@@ -34,15 +34,15 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 def check_model(spec: str) -> None:
-    """Raises StartupError, at once and without the network, for what `model` cannot name."""
+    """Raises StartupError, at once and without the network, for a value that `model` cannot have."""
     if spec != DEMO_MODEL:
         require_config("model", spec, local_path("model", spec, kinds=_KINDS, suffix=_GGUF))
 
 
 def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
-    """A directory with config, safetensors and tokenizer. Raises StartupError when there is none to be had.
+    """Returns a directory with config, safetensors and tokenizer. Raises StartupError if there is none.
 
-    `dtype` is the one a GGUF file is converted to.
+    A GGUF file is converted to `dtype`.
     """
     if spec == DEMO_MODEL:
         return ensure_demo_model(progress, cache_dir=cache_dir)
@@ -55,7 +55,7 @@ def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, ca
 
 
 def require_config(setting: str, spec: str, path: Path | None) -> None:
-    """Raises StartupError for a directory that holds no model; what is in it is looked at by who loads it."""
+    """Raises StartupError for a directory without a model. Whoever loads it checks its contents."""
     if path is None or not path.is_dir() or (config := path / "config.json").is_file():
         return
     if config.is_symlink():
@@ -64,9 +64,9 @@ def require_config(setting: str, spec: str, path: Path | None) -> None:
 
 
 def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
-    """The directory here that `spec` names, or the file with `suffix`; None where it may be a hub id.
+    """The local directory that `spec` names, or the file with `suffix`; None if it may be a hub id.
 
-    `kinds` says in words what it may name here. Raises StartupError for what is neither; it begins with `setting`.
+    `kinds` says in words what it may name. Otherwise raises StartupError, which begins with `setting`.
     """
     path = Path(os.path.expanduser(spec))
     try:
@@ -89,7 +89,9 @@ def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None
 
 
 def fetch_from_hub(setting: str, spec: str, patterns: list[str], *, kinds: str) -> Path:
-    """The hub cache's directory for `owner/name`. Raises StartupError; `kinds`: what `spec` is not, here."""
+    """Returns the hub cache's directory for `owner/name`. Raises StartupError; `kinds` says what else `spec` could have
+    been.
+    """
     about = f"{setting}: {spec}: "
     try:
         return Path(snapshot_download(spec, allow_patterns=patterns))
@@ -108,7 +110,7 @@ def fetch_from_hub(setting: str, spec: str, patterns: list[str], *, kinds: str) 
 
 
 def _why_not_reached(error: BaseException) -> str:
-    """What the chain of errors began with."""
+    """The first error of the chain."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else _first_line(error)

@@ -1,4 +1,4 @@
-"""A draft head's tensors, each taken once and checked: nothing is missing, left over or of another shape."""
+"""A draft head's tensors. Each is taken once and checked, so that none is missing, left over or misshapen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import DraftMismatch
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool, torch.uint8)
-_WITHOUT_MEANING = "rotary_emb.inv_freq"  # old checkpoints keep what is computed from the config
+_WITHOUT_MEANING = "rotary_emb.inv_freq"  # old checkpoints store what follows from the config
 
 
 class Checkpoint:
@@ -36,21 +36,21 @@ class Checkpoint:
         return name in self._tensors
 
     def untaken(self) -> Checkpoint:
-        """The same, from which what is taken here can be taken once more."""
+        """A copy from which tensors taken here can be taken once more."""
         return Checkpoint(
             self._tensors, directory=self._directory, kind=self._kind, dtype=self._dtype, device=self._device
         )
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that nobody took, as they are given."""
+        """Bytes of the tensors not taken yet."""
         return sum(tensor.numel() for tensor in self._tensors.values()) * self._dtype.itemsize
 
     def has_prefix(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._tensors)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The weights under `name`. Raises DraftMismatch."""
+        """Returns the tensor `name`. Raises DraftMismatch."""
         weights = self._take(name, shape, _WEIGHT_DTYPES).to(self._device, self._dtype)
         if not torch.isfinite(weights).all():
             raise self.mismatch(f"{name} has NaN or infinite numbers in {self._dtype}")
@@ -63,7 +63,7 @@ class Checkpoint:
         return self._take(name, shape, _INTEGER_DTYPES).to(self._device, torch.int64)
 
     def finish(self) -> None:
-        """Raises DraftMismatch for tensors that nobody took."""
+        """Raises DraftMismatch if tensors were not taken."""
         if self._tensors:
             left = sorted(self._tensors)
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""

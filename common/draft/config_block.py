@@ -23,7 +23,7 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ConfigReader:
-    """`directory` and `path`, the keys that lead here, name the place in errors."""
+    """Reads a config. `directory` and `path`, the keys that lead here, name the place in errors."""
 
     def __init__(self, config: Mapping[str, Any], directory: str, path: str = "") -> None:
         self.config = config
@@ -31,7 +31,7 @@ class ConfigReader:
         self._path = path
 
     def value(self, key: str, kind: type, default: Any) -> Any:
-        """The value of `key`, `default` where it is absent or null. DraftMismatch when it is not a `kind`."""
+        """The value of `key`, or `default` if absent or null. Raises DraftMismatch for another type than `kind`."""
         value = self.config.get(key)
         if value is None:
             return default
@@ -67,7 +67,7 @@ class ConfigReader:
 
 
 def read_block(reader: ConfigReader) -> BlockSpec:
-    """The layer. Raises UnsupportedModel for one that is not Llama's or Qwen2's."""
+    """Raises UnsupportedModel if the layer is neither Llama's nor Qwen2's."""
     num_heads, hidden_size = reader.size("num_attention_heads"), reader.size("hidden_size")
     num_kv_heads = reader.size("num_key_value_heads", num_heads)
     head_dim = reader.size("head_dim", hidden_size // num_heads)

@@ -35,7 +35,9 @@ class NextTokens:
 
     @classmethod
     def of(cls, next_ids: Tensor, window: ForwardInput, *, num_ahead: int) -> NextTokens:
-        """Of `next_ids` [T], the tokens after those of `window`; `num_ahead`: the head's layers but the last."""
+        """Built from `next_ids` [T], the tokens after those of `window`. `num_ahead` counts the head's layers but the
+        last.
+        """
         if not num_ahead:
             return cls(next_ids)
         num_rows = window.req_pool_indices.shape[0]

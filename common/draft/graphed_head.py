@@ -15,7 +15,7 @@ from common.model.forward_graphs import ForwardGraphs
 
 
 class GraphedHead(DraftHead):
-    """A DraftHead. How long what `forward` returns is good, `ForwardGraphs.run` says."""
+    """A DraftHead. `ForwardGraphs.run` says how long `forward`'s results are valid."""
 
     def __init__(self, head: DraftHead, graphs: ForwardGraphs) -> None:
         self._head = head

@@ -22,7 +22,7 @@ from common.model.capture import HiddenCapture
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """Of the tokens whose logits are wanted: what `forward` gives of them [R, h], and logits [R, Vd] float32."""
+    """For the tokens whose logits are wanted: the outputs of `forward` [R, h], and logits [R, Vd] float32."""
 
     hidden: Tensor
     logits: Tensor
@@ -32,8 +32,8 @@ class DraftHead(Protocol):
     """Its methods are called from one thread at a time; on CUDA they only enqueue.
 
     `layer_group` shapes the head's KV: one layer that serves every step, or layer i for step i. `token_ids` [Vd] int64,
-    ascending, is the target id of each draft logit. `feeds_target_hidden`: whether layers past the first are fed the
-    target's hidden state; else the previous layer's output.
+    ascending, is the target id of each draft logit. With `feeds_target_hidden` later layers are fed the target's hidden
+    state, else the previous layer's output.
     """
 
     @property
@@ -68,10 +68,10 @@ class DraftHead(Protocol):
         """[R, Vd] float32 from outputs [R, h] of `forward`."""
 
     def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
-        """`forward` of what `fuse` makes of `captured`, and logits of `batch.logits_rows`. Of a head with one layer."""
+        """`fuse`, `forward`, and the logits of `batch.logits_rows`, for a head with one layer."""
 
     def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
-        """`forward` and logits of `batch.logits_rows`. Of a head with one layer."""
+        """`forward`, and the logits of `batch.logits_rows`, for a head with one layer."""
 
 
 class HeadProgram(Protocol):
@@ -85,7 +85,7 @@ class HeadProgram(Protocol):
 
 
 def output_of(head: DraftHead, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
-    """By `forward` and `logits`, one after the other."""
+    """Calls `forward`, then `logits`."""
     output = head.forward(replace(batch, logits_rows=None), hidden)
     if batch.logits_rows is not None:
         output = output[batch.logits_rows]

@@ -1,4 +1,4 @@
-"""What a draft head's layers are made of, on each kind of device."""
+"""The operations of a draft head's layers, for each kind of device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Op = Callable[[Tensor], Tensor]
 
 
 class Kernels(Protocol):
-    """Each makes a function of [T, inputs] from weights on its device; a linear layer's are [outputs, inputs]."""
+    """Each member makes a function of [T, inputs] from weights on its device. Linear weights are [outputs, inputs]."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Op: ...
 
@@ -37,7 +37,7 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 class TorchKernels:
-    """Kernels of PyTorch's own operators. Any device."""
+    """PyTorch's own operators, for any device."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Op:
         return partial(linear, weight=weight, bias=bias)

@@ -1,4 +1,4 @@
-"""From a draft head's directory to a DraftHead."""
+"""Loads a DraftHead from a directory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _make(parts: HeadParts, spec: DraftSpec) -> PagedHead:
 
 
 def _read_files(directory: Path) -> tuple[dict[str, Any], ModelFiles]:
-    """The config, and where each tensor is. Every file's version is taken before the file is opened."""
+    """The config, and where each tensor is. A file's version is taken before the file is opened."""
     path = directory / CONFIG
     try:
         versions = {path: FileVersion.of(path)}

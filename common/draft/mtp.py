@@ -17,7 +17,7 @@ from common.model.capture import HiddenCapture
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Of one layout's tensors, behind a layer's prefix. `output_head`: empty where a layer has none of its own."""
+    """One layout's tensor names, after a layer's prefix. `output_head` is empty if a layer has none of its own."""
 
     embedding_norm: str
     hidden_norm: str
@@ -58,7 +58,7 @@ _OF_TARGETS = ("model.embed_tokens.", "model.norm.", "lm_head.")
 
 
 def belongs_to_target(name: str, spec: MtpSpec) -> bool:
-    """Whether the tensor is the target's own, in a checkpoint that holds the target with its MTP layers."""
+    """Whether the tensor belongs to the target, in a checkpoint that holds the target and its MTP layers."""
     layers = tuple(f"model.layers.{layer}." for layer in range(spec.num_target_layers))
     return name.startswith((*layers, *_OF_TARGETS))
 

@@ -26,7 +26,7 @@ from common.telemetry.forward_counts import ForwardCounts
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """Where a head takes its tensors from and what it borrows. `dtype` is the target's, by its name."""
+    """Where a head takes its tensors from, and what it borrows. `dtype` is the name of the target's."""
 
     checkpoint: Checkpoint
     target: TargetModel
@@ -45,9 +45,9 @@ class HeadParts:
 
 
 class PagedHead(ABC):
-    """Base of the heads. Positions have no limit: cosines and sines are computed for those of the batch.
+    """Base of the heads. Positions have no limit, because rotations are computed for a batch's positions.
 
-    `files` are those it was loaded from. `new_programs` writes the head down, where that is known how.
+    `files` are those it was loaded from. `new_programs` writes the head as programs, if its format allows that.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PagedHead(ABC):
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor: ...
 
     def run_program(self, program: HeadProgram) -> None:
-        """From the next step on, for those it takes. May be called from any thread, beside forwards."""
+        """Let `program` compute steps from the next one on, if it takes them. Any thread, beside forwards."""
         self._program = program
 
     @property
@@ -128,7 +128,7 @@ class PagedHead(ABC):
 
 
 def read_embedding(parts: HeadParts, name: str, hidden_size: int) -> Op:
-    """The head's own embedding, from ids [T] to [T, hidden_size], or the target's where it has none."""
+    """The head's own embedding, from ids [T] to [T, hidden_size], or the target's if it has none."""
     weight = parts.checkpoint.take_if_there(name, parts.target.vocab_size, hidden_size)
     if weight is not None:
         return lambda ids: torch.nn.functional.embedding(ids, weight)

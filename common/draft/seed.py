@@ -37,7 +37,7 @@ class Seed:
 
 
 def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
-    """What `extend_draft` gives of each row."""
+    """What `extend_draft` returns for each row."""
     num_layers = head.layer_group.num_layers
     if num_layers > 1:
         return (SeedColumnSpec(TOPK_INDEX, "int64", (num_layers,)),)
@@ -48,7 +48,7 @@ def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
 
 
 def column_to_numpy(column: Tensor) -> NDArray[np.generic]:
-    """For the wire. numpy has no bfloat16: its bits."""
+    """For the wire. numpy has no bfloat16, so its bits are used."""
     is_bfloat16 = column.dtype == torch.bfloat16
     values: NDArray[np.generic] = (column.view(torch.uint16) if is_bfloat16 else column).numpy()
     return values

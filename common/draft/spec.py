@@ -25,7 +25,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """EAGLE-1 and EAGLE-2, which differ in how they draft, not in what they are."""
+    """EAGLE-1 and EAGLE-2, which have the same head and draft differently."""
 
     block: BlockSpec
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Has every kernel that is compiled when it is first launched compiled before the first request."""
+"""Compiles, before the first request, every kernel that would else be compiled at its first launch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def warm_kernels(
             compile_draws(draws)
 
     def compile_draws(draws: DrawKernels) -> None:
-        """Row 0's, which is nobody's."""
+        """Uses row 0, which is padding."""
         row = torch.full((1,), PADDING_ROW, dtype=torch.int64, device=device.torch_device)
         logits = torch.zeros((1, sampling_state.vocab_size), device=device.torch_device)
         draws.draw(logits, row, row, sampling_state, None, is_counted=False)
@@ -68,7 +68,7 @@ def warm_kernels(
 
 
 def padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInput:
-    """A forward of this shape over row 0 and slot 0, which are nobody's."""
+    """A forward of this shape over row 0 and slot 0, which are padding."""
     table = pool.rows.req_to_token
 
     def column(length: int, value: int) -> Tensor:

@@ -58,11 +58,11 @@ _INFORMATION = re.compile(
 
 
 class RefusedFile(Exception):
-    """The file cannot be converted exactly; says which key or tensor is why."""
+    """The file cannot be converted exactly; the message names the key or tensor."""
 
 
 class Metadata:
-    """A file's keys. What is asked for counts as known; `refuse_unknown` tells what nobody asked for."""
+    """A file's keys. Every requested key counts as known; `refuse_unknown` reports the others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -70,7 +70,7 @@ class Metadata:
         self.architecture: str = self.take("general.architecture", str)
 
     def take(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """Raises RefusedFile for a value of another kind; without a `default`, for a key that is not there."""
+        """Raises RefusedFile for a value of another type, and for a missing key without a `default`."""
         self._known.add(key)
         value: Any = self._values.get(key, _MISSING)
         if value is _MISSING:
@@ -84,7 +84,7 @@ class Metadata:
         return value
 
     def items(self, key: str, kind: type, default: Any = _MISSING) -> list[Any]:
-        """A list whose items are all of a kind. Raises as `take` does."""
+        """A list whose items are all of one type. Raises as `take` does."""
         items: list[Any] = self.take(key, list, default)
         wrong = next((item for item in items if type(item) is not kind), _MISSING)
         if wrong is not _MISSING:
@@ -103,7 +103,7 @@ class Metadata:
         return value
 
     def count(self, name: str, default: Any = _MISSING) -> int:
-        """A positive number; one number for each layer counts as one where all are the same."""
+        """A positive number. Equal numbers for each layer count as one."""
         key = f"{self.architecture}.{name}"
         value = self._values.get(key)
         if isinstance(value, list) and value:
@@ -121,7 +121,9 @@ class Metadata:
         return RefusedFile(f"{key}: {_shown(self._values.get(key))} {reason}")
 
     def refuse_unknown(self, prefix: str = "") -> None:
-        """Raises RefusedFile for a key with this prefix that is neither known nor information, unless it is neutral."""
+        """Raises RefusedFile for a key with this prefix that is unknown, unless it only informs or has a
+        neutral value.
+        """
         for key, value in self._values.items():
             if not key.startswith(prefix) or key in self._known or _INFORMATION.fullmatch(key):
                 continue
@@ -153,7 +155,7 @@ class Tensors:
 
 
 def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
-    """A tensor's numbers in float32. Raises RefusedFile for a type that has none."""
+    """A tensor's values in float32. Raises RefusedFile for a type without any."""
     kind = tensor.tensor_type.name
     if kind in ("I8", "I16", "I32", "I64"):
         raise RefusedFile(f"the tensor {tensor.name} is of type {kind}")
@@ -164,7 +166,7 @@ def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarray | None) -> dict[str, Any]:
-    """`model_type` and the other fields of the config. Raises RefusedFile for an architecture that is not known."""
+    """`model_type` and the other fields of the config. Raises RefusedFile for an unknown architecture."""
     build = _ARCHITECTURES.get(keys.architecture)
     if build is None:
         known = ", ".join(_ARCHITECTURES)
@@ -192,7 +194,7 @@ def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarra
 
 
 def _rotating(keys: Metadata) -> dict[str, Any]:
-    """What all architectures with rotary positions share."""
+    """The fields of all architectures with rotary positions."""
     num_heads = keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", keys.count("embedding_length") // num_heads)
     if keys.count("attention.value_length", head_dim) != head_dim:
@@ -208,7 +210,7 @@ def _rotating(keys: Metadata) -> dict[str, Any]:
 
 
 def _decoder(keys: Metadata) -> dict[str, Any]:
-    """And with RMS norms."""
+    """The same with RMS norms."""
     return {**_rotating(keys), "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon")}
 
 

@@ -1,6 +1,6 @@
-"""GGUF files as model directories, with all that they say, or refused by the key or tensor that is not supported.
+"""Converts GGUF files to model directories completely, or refuses them by the unsupported key or tensor.
 
-`python -m common.gguf.convert FILE DIRECTORY DTYPE` converts a file; where it refuses it, it says why in one line.
+`python -m common.gguf.convert FILE DIRECTORY DTYPE` converts a file; for a refusal it prints the reason in one line.
 """
 
 from __future__ import annotations

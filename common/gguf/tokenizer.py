@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file's metadata describes, and the tokens that it gives a meaning."""
+"""The tokenizer that a GGUF file's metadata describes, and its special tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SpecialTokens:
 
 
 def special_tokens(keys: Metadata) -> SpecialTokens:
-    """Raises RefusedFile for an id that is no token's."""
+    """Raises RefusedFile for an id outside the vocabulary."""
     num_tokens = len(keys.items(f"{_PREFIX}.tokens", str))
     ids = {role: _token_id(keys, role, num_tokens) for role in (*_ROLES, *_ENDS, *_OTHERS)}
     ends = [*(ids[role] for role in _ENDS), *_more_ends(keys, num_tokens)]
@@ -75,7 +75,7 @@ def special_tokens(keys: Metadata) -> SpecialTokens:
 
 
 def _more_ends(keys: Metadata, num_tokens: int) -> list[int]:
-    """What files of Ollama's list."""
+    """More end tokens, as files of Ollama list them."""
     key = f"{_PREFIX}.eos_token_ids"
     ends = keys.items(key, int, [])
     if not all(0 <= token_id < num_tokens for token_id in ends):
@@ -92,7 +92,7 @@ def _token_id(keys: Metadata, role: str, num_tokens: int) -> int | None:
 
 
 def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
-    """A transformers tokenizer with the file's ids. Raises RefusedFile for what cannot be built exactly."""
+    """Returns a transformers tokenizer with the file's ids. Raises RefusedFile if it cannot be built exactly."""
     tokens = keys.items(f"{_PREFIX}.tokens", str)
     if len(set(tokens)) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.tokens: a token is there twice")
@@ -211,7 +211,7 @@ def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
 
 
 def _check_ids(tokenizer: Any, tokens: list[str]) -> None:
-    """Raises RefusedFile when the tokenizer has another id for a token, or tokens that the file does not have."""
+    """Raises RefusedFile if the tokenizer has another id for a token, or tokens that the file lacks."""
     vocab = tokenizer.get_vocab()
     wrong = next((token for token_id, token in enumerate(tokens) if vocab.get(token) != token_id), None)
     wrong = wrong or next((token for token, token_id in vocab.items() if token_id >= len(tokens)), None)

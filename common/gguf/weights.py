@@ -1,4 +1,4 @@
-"""The weights of a GGUF file as a model of transformers computes with them."""
+"""Converts a GGUF file's weights to those of transformers' model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_model(
 def _weights(
     model: Any, stored: Mapping[str, gguf.ReaderTensor], architecture: str, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The model's parameters by name. Raises RefusedFile when one is not in the file, or the file has others."""
+    """The model's parameters by name. Raises RefusedFile if the file lacks one or has others."""
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     tied = set(model.all_tied_weights_keys)
@@ -82,7 +82,7 @@ def _weights(
 
 
 def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
-    """The file's tensors that make a parameter, in order."""
+    """The file's tensors that make up a parameter, in order."""
     if experts := _EXPERTS.match(name):
         parts = ("gate", "up") if experts[2] == "gate_up_proj" else ("down",)
         return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts]
@@ -94,12 +94,12 @@ def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
 
 
 def _as_computed(name: str, weight: Tensor, config: Any, architecture: str) -> Tensor:
-    """A tensor of llama.cpp's as transformers computes with it."""
+    """A tensor of llama.cpp in the form that transformers computes with."""
     if architecture == "llama" and (rotated := _ROTATED.search(name)):
         # llama.cpp keeps the two numbers of a rotated pair side by side, transformers half a head apart
         num_heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
         if weight.shape[0] % (2 * num_heads):
-            return weight  # its shape is refused
+            return weight  # a wrong shape is refused later
         return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
     if architecture == "gpt2" and _TRANSPOSED.search(name):
         return weight.T

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model's layers, and which kernels draw its tokens."""
+"""Chooses the attention backend of a model's layers, and the kernels that draw its tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ reference anywhere, which a CPU without `baton_cpu` has for either.
 
 
 def shared_bytes_of(torch_device: torch.device) -> int:
-    """Of a CUDA device: the most shared memory that one program may have."""
-    properties: Any = torch.cuda.get_device_properties(torch_device)  # its type lacks this one
+    """The most shared memory that one program of a CUDA device may have."""
+    properties: Any = torch.cuda.get_device_properties(torch_device)  # PyTorch's type stub lacks this attribute
     return int(properties.shared_memory_per_block_optin)
 
 
@@ -43,7 +43,9 @@ def new_attention(
     shared_bytes: Callable[[torch.device], int] = shared_bytes_of,
     overlaps: Callable[[torch.device], bool] = overlaps_kernels,
 ) -> AttentionBackend:
-    """For layers that all have `num_heads` query heads over `num_kv_heads` of `head_dim`. Raises StartupError."""
+    """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` of `head_dim`. Raises
+    StartupError.
+    """
     if kind == "torch":
         return TorchAttention()
     if torch_device.type == "cpu":
@@ -58,7 +60,7 @@ def new_attention(
 
 
 def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> DrawKernels | None:
-    """None where PyTorch's operators draw: where they attend too, and on CPUs. Raises StartupError."""
+    """Returns None if PyTorch's operators draw: on CPUs, and if they attend too. Raises StartupError."""
     if kind == "torch" or torch_device.type == "cpu":
         return None
     _check_compiler()
@@ -68,20 +70,20 @@ def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> Draw
 
 
 def _check_compiler() -> None:
-    """Raises StartupError where Triton cannot compile."""
+    """Raises StartupError if Triton cannot compile."""
     if (missing := _missing_for_kernels()) is not None:
         raise StartupError(f"attention: kernels for CUDA need {missing}; torch needs nothing")
 
 
 def _missing_for_kernels() -> str | None:
-    """What Triton cannot do without, in words."""
+    """What Triton needs and lacks, in words."""
     if torch.version.hip is not None:
         return "a device of NVIDIA's, and this PyTorch is built for AMD's"
     if importlib.util.find_spec("triton") is None:
         return "triton, which is not installed"
     import triton
 
-    wanted = triton.knobs.build.cc  # of the environment's CC
+    wanted = triton.knobs.build.cc  # named by the environment's CC
     if any(map(shutil.which, (wanted,) if wanted else ("gcc", "clang"))):
         return None
     missing = f"CC names {wanted}, which is not there" if wanted else "there is neither gcc nor clang"

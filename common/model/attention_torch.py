@@ -46,8 +46,8 @@ def _write(kv: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 class _WindowPlan:
-    """As many queries of every row: they and the heads that share a KV head become the query axis, so that KV heads are
-    never repeated.
+    """The same number of queries for every row. They, with the heads that share a KV head, become the query axis, so KV
+    heads are not repeated.
     """
 
     def __init__(self, batch: ForwardInput) -> None:
@@ -77,14 +77,14 @@ class _WindowPlan:
         return by_query.reshape(query.shape)
 
     def _tokens(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """From [2, slots, kv_heads, head_dim] the rows' keys and values, each [B, kv_heads, tokens, head_dim]."""
+        """The rows' keys and values from [2, slots, kv_heads, head_dim], each [B, kv_heads, tokens, head_dim]."""
         tokens = kv.index_select(1, self._slots)
         tokens = tokens.view(2, self._num_rows, self._num_tokens, *kv.shape[2:]).transpose(2, 3)
         return tokens[0], tokens[1]
 
 
 def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tensor) -> Tensor:
-    """[B, M, tokens] bool: which of its row's tokens each query attends, of those that are there."""
+    """[B, M, tokens] bool: which of its row's existing tokens each query attends."""
     if batch.tree_mask is None:
         first = (batch.seq_lens - num_queries).unsqueeze(1)
         last = first + torch.arange(num_queries, device=places.device)
@@ -97,7 +97,7 @@ def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tens
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """One row's part of the forward: tokens [start, stop). `slots` is None when they are all the row has."""
+    """One row's part of the forward: tokens [start, stop). `slots` is None if they are all tokens of the row."""
 
     start: int
     stop: int
@@ -154,7 +154,7 @@ class ExtendPlan:
 
 
 def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | None:
-    """[extend_len, prefix_len + extend_len], additive. None where the kernel's own causal rule, or none, is right."""
+    """[extend_len, prefix_len + extend_len], additive. None if the kernel's own causal rule, or no mask, is right."""
     if prefix_len == 0 or extend_len == 1:
         return None
     positions = torch.arange(prefix_len + extend_len, device=like.device)
@@ -162,7 +162,7 @@ def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | 
 
 
 def _tree_mask(num_tokens: int, attended: Tensor, *, like: Tensor) -> Tensor:
-    """[extend_len, num_tokens], additive: of a row's last tokens those in `attended`, and all before them."""
+    """[extend_len, num_tokens], additive: the row's last tokens that `attended` names, and all before them."""
     num_queries, num_masked = attended.shape
     before = torch.ones((num_queries, num_tokens - num_masked), dtype=torch.bool, device=attended.device)
     return _additive_mask(torch.cat([before, attended], dim=1), like.dtype)

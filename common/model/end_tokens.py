@@ -1,6 +1,6 @@
-"""Which tokens end a model's output: the union of what its generation config, config and tokenizer name.
+"""Which tokens end a model's output: all that its generation config, config and tokenizer name.
 
-A default of the config's class does not count: it is another checkpoint's.
+A default of the config's class does not count, because it belongs to another checkpoint.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def read_end_tokens(directory: Path) -> dict[int, str]:
 def end_token_ids(
     directory: Path, sources: Mapping[int, str], tokenizer: Any | None, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """The ids of `read_end_tokens`, and that of `tokenizer`, where there is one.
+    """The ids of `read_end_tokens`, and the id of `tokenizer`'s end token, if any.
 
-    Raises UnsupportedModel, naming file and field, when one is past the vocabulary, or when they are more than a
-    request can carry.
+    Raises UnsupportedModel, naming file and field, if one is past the vocabulary or there are more than a request can
+    carry.
     """
     sources = dict(sources)
     if tokenizer is not None and (own := tokenizer.eos_token_id) is not None:

@@ -27,7 +27,7 @@ Forward = Callable[[ForwardInput, Tensor | None], tuple[Tensor, ...]]
 
 
 def batch_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `max_rows`: less than half of a forward is padding."""
+    """1, 2, 4, ... and `max_rows`, so that less than half of a forward is padding."""
     powers = [1 << power for power in range(max_rows.bit_length())]
     return tuple(sorted({*powers, max_rows}))
 
@@ -35,7 +35,8 @@ def batch_sizes(max_rows: int) -> tuple[int, ...]:
 class ForwardGraphs:
     """Records and replays forwards over one pool, inside pieces of one stream.
 
-    What is not recorded, runs as it is: other shapes, and more rows than the largest of `batch_sizes`, ascending.
+    Forwards that are not recorded run as they are: other shapes, and more rows than the largest of the ascending
+    `batch_sizes`.
     """
 
     def __init__(self, *, recorder: GraphRecorder, batch_sizes: Sequence[int]) -> None:
@@ -49,12 +50,14 @@ class ForwardGraphs:
         return len(self._recorded)
 
     def held_bytes(self) -> int:
-        """What the process holds of the device's memory."""
+        """Device memory that the process holds."""
         return self._recorder.held_bytes()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Meanwhile each forward of a new shape is recorded before it is replayed. At start-up: it takes a while."""
+        """While this is open, each forward of a new shape is recorded before it is replayed. For start-up: it takes a
+        while.
+        """
         self._is_recording = True
         try:
             yield
@@ -91,7 +94,9 @@ class ForwardGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """`num_tokens` of each row. `num_masked`: the columns of the tree mask. `memory`: where KV and table are."""
+    """`num_tokens` is for each row, `num_masked` counts the tree mask's columns, `memory` says where KV and
+    table are.
+    """
 
     name: str
     num_rows: int
@@ -108,7 +113,7 @@ class _RecordedForward:
         self, graph: Graph, forward: Forward, shape: _Shape, like: ForwardInput, beside: Tensor | None
     ) -> None:
         self._shape = shape
-        self._num_used = 0  # rows that hold something else than padding
+        self._num_used = 0  # rows that hold anything but padding
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         device = like.seq_lens.device
 
@@ -133,7 +138,7 @@ class _RecordedForward:
             if like.tree_mask is None
             else like.tree_mask.new_ones((num_rows * num_tokens, like.tree_mask.shape[1])),
         )
-        forward(self._input, self._beside)  # compiles kernels, and takes what libraries take once
+        forward(self._input, self._beside)  # compiles kernels, and lets libraries take their memory
         self._graph = graph
         self._outputs = graph.record(lambda: forward(self._input, self._beside))
 
@@ -156,7 +161,7 @@ class _RecordedForward:
             self._beside[:num_tokens].copy_(beside)
 
     def _pad(self, start: int, stop: int) -> None:
-        """Of rows that an earlier batch had: a stale one would write to slots that are another's by now."""
+        """Reset rows of an earlier batch: a stale row would write to slots that belong to another request by now."""
         own, tokens = self._input, slice(start * self._shape.num_tokens, stop * self._shape.num_tokens)
         torch._foreach_zero_(
             [own.input_ids[tokens], own.positions[tokens], own.out_cache_loc[tokens], own.req_pool_indices[start:stop]]

@@ -1,14 +1,14 @@
-"""At load, before a service is ready: the model as it is served computes what transformers does, however it is cut.
+"""At load, checks that the served model computes what transformers does, however a prompt is cut.
 
-`Unsplit` holds what transformers' own forward of a short prompt gives, before any module is replaced: the keys and
-values of every layer, and the logits. `check_forwards` computes the same prompt through the pool, with the modules in
-use: twice side by side, in parts, and token by token. Wrong positions change keys by a good part of their size, however
-small the weights are; rounding does not. So a model is refused that ignores `position_ids`, mixes the tokens of
-neighbours, or fails when it is called like a decoder.
+`Unsplit` holds transformers' own forward of a short prompt before any module is replaced: every layer's keys and
+values, and the logits. `check_forwards` computes the same prompt through the pool, with the serving modules: twice side
+by side, in parts, and token by token. Wrong positions change keys by a large part of their size, however small the
+weights are; rounding does not. So models are refused that ignore `position_ids`, mix neighbours' tokens, or fail when
+called like a decoder.
 
-Some models compute otherwise only far into a context. So the same is done with a few tokens at its end, and around each
-limit that the config names (`far_positions`): transformers computes them as what follows a long past, which is told and
-not there, and the pool beside tokens at the beginning.
+Some models compute differently only far into a context. So the same is done with a few tokens at its end, and around
+each limit that the config names (`far_positions`): transformers computes them after a long past of which only the
+length exists, and the pool beside tokens at the beginning.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _ROUTES = re.compile(r"expert|router|moe")
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """How much a token may differ, relative to its size. Layers add to what those before them rounded: twelve random
-    ones come to a third of what is allowed. In float32 and in the first layer the bound holds for each token, else for
-    the median of a row's tokens, which may be a single one. Where modules choose others for a token, and rounding may
-    change a choice, `most` holds from the second layer on.
+    """How much a token may differ, relative to its size.
+
+    Layers add to the rounding of those before them: twelve random layers reach a third of the bound. In float32, and in
+    the first layer, the bound holds for each token, else for the median of a row's tokens. Where modules choose other
+    modules for a token, rounding may change the choice, and `most` holds from the second layer on.
     """
 
     first_layer: float
@@ -115,14 +116,14 @@ def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit]
 
 
 def difference(seen: Tensor, expected: Tensor, *, share: float) -> float:
-    """How far tokens [N, ...] are apart, relative to their sizes: what a `share` of them does not exceed."""
+    """How far tokens [N, ...] are apart, relative to their sizes: the bound that a `share` of them does not exceed."""
     distances = (seen.float() - expected.float()).flatten(1).norm(dim=1)
     sizes = expected.float().flatten(1).norm(dim=1)
     return float((distances / sizes.clamp_min(torch.finfo(torch.float32).tiny)).quantile(share))
 
 
 class _Pool:
-    """KV of some rows, whose slots alternate."""
+    """KV of some rows with alternating slots."""
 
     def __init__(self, target: TargetModel, name: str, *, num_rows: int) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""What a TargetModel asks of another way to compute its forwards, such as one kernel for all of a model."""
+"""The interface of another way to compute a TargetModel's forwards, such as one kernel for the whole model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ raise. Raises OSError where there is no room for them.
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Of each row of logits: `token_ids` [R] int64, the first of its largest or its first NaN, and `are_not_finite` [R]
-    bool, of the logits there.
+    """For each row of logits: `token_ids` [R] int64, the first largest or the first NaN, and `are_not_finite` [R] bool,
+    of those logits.
     """
 
     token_ids: Tensor
@@ -47,22 +47,23 @@ class ForwardProgram(Protocol):
 
     @property
     def num_layers_begun(self) -> int:
-        """Over all forwards, growing while one runs. May be asked from any thread."""
+        """Counts layers over all forwards, and grows while one runs. Any thread may ask."""
 
     def close(self, timeout_s: float) -> bool:
-        """End its threads; it computes nothing any more. False when one did not end within `timeout_s`."""
+        """End its threads. Returns False if one did not end within `timeout_s`."""
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
     def forward(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> ProgramOutput:
-        """`beside` [T, width]: what a program of a draft head reads beside the tokens; its states are its outputs."""
+        """`beside` [T, width] is what a draft head's program reads besides the tokens; its states are its outputs."""
 
     def prepare(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> Callable[[], ProgramOutput]:
-        """What computes it without the interpreter's lock: to be called once, each in the order it was prepared.
+        """Returns a call that computes the forward without the interpreter's lock. Call each once, in the order of
+        preparation.
 
         Without a tree mask no tensor is read before that call.
         """

@@ -15,7 +15,7 @@ from common.model.target import Target, TargetOutput
 
 
 class GraphedTarget(Target):
-    """A Target. How long what `forward` returns is good, `ForwardGraphs.run` says."""
+    """A Target. `ForwardGraphs.run` says how long `forward`'s results are valid."""
 
     def __init__(self, target: Target, graphs: ForwardGraphs) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""From a model directory to a TargetModel."""
+"""Loads a TargetModel from a model directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a step's sampled tensors on the host to each entry's log-probabilities."""
+"""Turns a step's sampled tensors on the host into each entry's log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from common.model.sampling_state import SamplingBatch
 
 
 def unpack_logprobs(sampled: Sampled, batch: SamplingBatch, *, width: int = 1) -> NDArray[np.object_]:
-    """[B, width] of TokenLogprobs with as many top entries as `batch`'s entry asked for; None where none were.
+    """[B, width] of TokenLogprobs with as many top entries as each entry of `batch` asked for; None for entries that
+    asked for none.
 
-    `sampled`: `width` tokens of each entry, one beside the other. Only entries that ask are met alone.
+    `sampled` has `width` adjacent tokens of each entry.
     """
     unpacked = np.full((len(sampled.token_ids) // width, width), None, dtype=np.object_)
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:

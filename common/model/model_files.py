@@ -108,8 +108,8 @@ _NUM_NAMED = 3
 
 @contextmanager
 def model_faults(place: str) -> Iterator[None]:
-    """Within it the files at `place` are read: what the libraries that read them raise, whatever it is, becomes
-    UnsupportedModel with `place` and one line; its cause is what they raised.
+    """Wraps reading the files at `place`. Whatever a library raises becomes UnsupportedModel with `place` and one line;
+    its cause is the original error.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def model_faults(place: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What `error` says, and its kind where it says no more than a name."""
+    """The error's text, or its type if the text says no more than a name."""
     said = " ".join(str(error).split())
     return peer_text(said if " " in said else f"{type(error).__name__}: {said}".removesuffix(": "))
 
@@ -140,17 +140,17 @@ def read_config(directory: Path) -> Any:
     _check_type(raw, place)
     _refuse_counts(raw, place)
     _refuse_ropes(raw, place)
-    _check_sizes(raw.get, place)  # before transformers computes with them
+    _check_sizes(raw.get, place)  # checked before transformers computes with them
     with model_faults(place):
         config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
         _check_sizes(partial(getattr, config), place)
         _refuse_unread(raw, config, place)
-    config.return_dict = True  # how a forward answers who asks for nothing
+    config.return_dict = True  # what a forward returns by default
     return config
 
 
 def refuse_broken_links(directory: Path) -> None:
-    """Raises UnsupportedModel, naming it, for a file in `directory` that would pass for absent."""
+    """Raises UnsupportedModel for a broken link in `directory`, which would look like an absent file."""
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if _READ.fullmatch(path.name) and path.is_symlink() and not path.exists():
             to = peer_text(os.readlink(path))
@@ -187,7 +187,7 @@ def _quantized(place: str, method: object) -> UnsupportedModel:
 
 
 def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool = False) -> None:
-    """Raises for NaN and infinity, which JSON does not know and Python reads. Lists may have infinite bounds."""
+    """Raises for NaN and infinity, which JSON lacks and Python accepts. Lists may have infinite bounds."""
     if isinstance(value, dict):
         if isinstance(written := value.get("__float__"), str):  # how transformers writes them
             value = float(written) if written in ("NaN", "Infinity", "-Infinity") else written
@@ -202,7 +202,7 @@ def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool
 
 
 def _refuse_counts(value: object, place: str) -> None:
-    """Raises before a list or a tensor as long as such a number says is made."""
+    """Raises before a list or a tensor as long as such a number is made."""
     if isinstance(value, dict):
         for key, each in value.items():
             if _COUNT.match(key) and isinstance(each, int) and each > _MAX_COUNT:
@@ -213,8 +213,8 @@ def _refuse_counts(value: object, place: str) -> None:
 
 
 def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
-    """Raises where a number of how positions rotate is none, or where one spelling of it contradicts another, of which
-    transformers drops one.
+    """Raises if a rope number is invalid, or if one spelling of it contradicts another, of which transformers would
+    drop one.
     """
     for key in ("rope_theta", *_ROPES):
         _refuse_rope_values(raw.get(key), place, key)
@@ -238,7 +238,7 @@ def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
 
 
 def _refuse_rope_values(value: object, place: str, path: str) -> None:
-    """Raises for a number that is none, in dictionaries of a dictionary too."""
+    """Raises for an invalid number, also in nested dictionaries."""
     key = path.rpartition(".")[2]
     if isinstance(value, dict):
         for name, each in value.items():
@@ -269,10 +269,7 @@ def _asks_for_nothing(value: object) -> bool:
 
 
 def _refuse_unread(raw: Mapping[str, Any], config: Any, place: str) -> None:
-    """Raises for a field that changes what is computed, where transformers' code of the architecture does not name it.
-
-    That code is what would read it.
-    """
+    """Raises for a field that changes what is computed if transformers' code of the architecture does not name it."""
     asked = [key for key in _COMPUTES if not _asks_for_nothing(raw.get(key))]
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) if asked else None
     if model_class is None:
@@ -325,7 +322,7 @@ def _check_sizes(get: Callable[[str, None], Any], place: str) -> None:
 
 
 def read_tokenizer(directory: Path) -> Any | None:
-    """The tokenizer in `directory`, or None where there is none: transformers would make up an empty one."""
+    """The tokenizer in `directory`, or None if there is none; transformers would invent an empty one."""
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
     there = [name for name in _TOKENIZER_FILES if (directory / name).exists() and not name.endswith("_config.json")]
@@ -337,9 +334,9 @@ def read_tokenizer(directory: Path) -> Any | None:
 
 
 def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
-    """Raises UnsupportedModel, naming the token, where one has no row in tables of `vocab_size` rows.
+    """Raises UnsupportedModel, naming the token, if one has no row in tables of `vocab_size` rows.
 
-    Tokens that no file names do not count: classes of transformers add some, and a prompt with one is refused.
+    Tokens that no file names do not count: some classes of transformers add them, and a prompt with one is refused.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     past = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)
@@ -353,7 +350,7 @@ def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
 
 
 def _stored_tokens(directory: Path) -> set[str] | None:
-    """Those that tokenizer.json and the files beside it name; None where there is no tokenizer.json."""
+    """The tokens that tokenizer.json and the files beside it name; None without tokenizer.json."""
     path = directory / _TOKENIZER_FILES[0]
     if not path.exists():
         return None
@@ -374,7 +371,7 @@ def _stored_tokens(directory: Path) -> set[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is and what its file says of it. `dtype` is safetensors' name: BF16."""
+    """Where a tensor is, and what its file says of it. `dtype` is safetensors' name: BF16."""
 
     file: Path
     shape: tuple[int, ...]
@@ -383,7 +380,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileVersion:
-    """A file as it is now: whatever writes it, or puts another in its place, changes one of these."""
+    """A file's present state: writing or replacing the file changes one of these."""
 
     size: int
     modified_ns: int
@@ -411,7 +408,7 @@ def read_versions(directory: Path) -> dict[Path, FileVersion]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model is loaded from: its tensors by name, and the versions of the files that say what it computes."""
+    """A model's tensors by name, and the versions of the files that say what it computes."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
@@ -422,7 +419,7 @@ class ModelFiles:
         return sorted({stored.file for stored in self.tensors.values()})
 
     def check_unchanged(self) -> None:
-        """Raises StartupError when a file is no longer what was read."""
+        """Raises StartupError if a file has changed since it was read."""
         for file, version in self.versions.items():
             with model_faults(f"{self.directory.name}/{file.name}"):
                 now = FileVersion.of(file)
@@ -482,7 +479,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
 
 
 def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Experts are stacked in the order of their numbers: each has to be there, and have what the others have."""
+    """Experts are stacked by number: each must exist and have the same tensors as the others."""
     experts: dict[str, dict[int, set[str]]] = {}
     for tensor in tensors:
         parts = tensor.split(".")

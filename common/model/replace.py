@@ -1,4 +1,4 @@
-"""Putting other modules in place of a model's own."""
+"""Replaces modules of a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch import nn
 
 
 def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Put what `replacement` gives in each module's place, from the outside in. Returns how many were replaced.
+    """Replace each module by what `replacement` returns for it, from the outside in. Returns the number of replaced
+    modules.
 
-    Nothing below a replaced module is looked at, and nobody here holds on to it: its weights are freed one by one.
+    Modules inside a replaced one are not visited, and no reference to it is kept, so that weights are freed one by one.
     """
     num_replaced = 0
     for name in [name for name, _ in model.named_children()]:

@@ -47,7 +47,7 @@ def sample(
     *,
     found: Largest | None = None,
 ) -> Sampled:
-    """Draw the token at `positions` for each row, and count it. Rows are distinct; the rest is as in `draw`."""
+    """Draw the token at `positions` for each row, and count it. Rows are distinct. Otherwise like `draw`."""
     if state.kernels is not None:
         return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, is_counted=True)
     sampled = draw(logits, rows, positions, state, batch, found=found)
@@ -67,17 +67,17 @@ def draw(
     *,
     found: Largest | None = None,
 ) -> Sampled:
-    """The token at `positions` for each row, which nothing remembers.
+    """Return the token at `positions` for each row, without counting it.
 
     Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64; a position
-    is the drawn token's own index in the sequence. Penalties count `ancestors` as output. `found`: the logits' largest,
-    where they are known; a greedy batch that wants nothing else has its tokens there.
+    is the drawn token's own index in the sequence. Penalties count `ancestors` as output. `found` is the logits'
+    largest, if known; a greedy batch that wants nothing else takes its tokens from there.
     """
     if state.kernels is not None:
         return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors)
     if found is not None and batch.is_greedy:
         return Sampled(found.token_ids, found.are_not_finite)
-    with torch.inference_mode():  # not before: entering it costs as much as a small operation does
+    with torch.inference_mode():  # entered late: entering it costs as much as a small operation
         return _draw_from(logits, rows, positions, state, batch, ancestors)
 
 
@@ -92,7 +92,7 @@ def _draw_from(
     raw = logits.clone() if batch.with_logprobs.size else logits
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)
-    is_invalid = _are_not_finite(shaped, token_ids)  # of the largest: what top_p leaves of no numbers looks finite
+    is_invalid = _are_not_finite(shaped, token_ids)  # checked on the largest: NaN would look finite after top_p
     if batch.sampled.size:
         entries = _index(batch.sampled, logits)
         token_ids[entries] = _draw(shaped, entries, rows, positions, state, batch)
@@ -117,7 +117,7 @@ def _draw_by_kernels(
 
 
 def _with_logprobs(raw: Tensor, sampled: Sampled, batch: SamplingBatch) -> Sampled:
-    """Those that `batch` wants, of the model's own logits."""
+    """Adds the log-probabilities that `batch` wants, of the model's own logits."""
     if not batch.with_logprobs.size:
         return sampled
     entries = _index(batch.with_logprobs, raw)
@@ -128,17 +128,17 @@ def _with_logprobs(raw: Tensor, sampled: Sampled, batch: SamplingBatch) -> Sampl
 
 
 def largest(logits: Tensor) -> Tensor:
-    """[B] int64: of each row of [B, vocab] the first of its largest, or its first NaN."""
+    """[B] int64: the first largest of each row of [B, vocab], or its first NaN."""
     if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # torch's own takes five times as long
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # torch's own argmax takes five times as long
     return logits.argmax(dim=-1)
 
 
 def _are_not_finite(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """[B] bool: of each row of [B, vocab], at `token_ids` [B]."""
+    """[B] bool: whether `token_ids` [B] point to numbers of [B, vocab] that are not finite."""
     if logits.device.type == "cpu":
         chosen = logits.numpy()[np.arange(token_ids.shape[0]), token_ids.numpy()]
-        return torch.from_numpy(~np.isfinite(chosen))  # between two forwards each of torch's operations counts
+        return torch.from_numpy(~np.isfinite(chosen))  # between two forwards every torch operation counts
     return ~torch.isfinite(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1))
 
 
@@ -150,7 +150,7 @@ def shape_logits(
     batch: SamplingBatch,
     ancestors: Ancestors | None = None,
 ) -> Tensor:
-    """Penalties, bias and minimum length, in place: what both a greedy and a sampled token are chosen from."""
+    """Apply penalties, bias and minimum length in place. Greedy and sampled tokens are chosen from the result."""
     if batch.penalised.size:
         entries = _index(batch.penalised, logits)
         counts = state.output_counts[rows[entries]]
@@ -183,7 +183,7 @@ def _penalise(logits: Tensor, rows: Tensor, counts: Tensor, state: SamplingState
 def propose(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
-    """A draft's guess of what `draw` will choose: the same temperature and the same noise on the draft's logits.
+    """A draft's guess of what `draw` will choose, with the same temperature and noise on the draft's logits.
 
     Shapes: logits [B, Vd] float32 (overwritten), token_ids [Vd] the target ids of its columns; returns ids [B] int64.
     """
@@ -204,9 +204,8 @@ def propose_branches(
 ) -> tuple[Tensor, Tensor]:
     """The draft's `topk` best guesses, best first: ids [B, topk] int64 and their probabilities [B, topk] float32.
 
-    A probability is what the draft gives the token once the noise is known: for ranking guesses, nothing else; 0 where
-    the draft's logits are no numbers, or a child could seem likelier than its parent. The arguments are as in
-    `propose`.
+    A probability is the draft's, given the noise, and only ranks guesses. It is 0 if the draft's logits are not numbers
+    or a child could seem likelier than its parent. The arguments are those of `propose`.
     """
     coupled = coupled_logits(logits, token_ids, rows, positions, state, batch)
     best = coupled.topk(topk, dim=-1)
@@ -258,7 +257,7 @@ def _index(entries: NDArray[np.int64], like: Tensor) -> Tensor:
 
 
 def sampled_to_host(device: Device, sampled: Sampled) -> Sampled:
-    """The same on the host: read it behind an event recorded later on the running stream."""
+    """The same values on the host. Read them after an event recorded later on the running stream."""
 
     def copy(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else device.to_host(tensor)

@@ -56,12 +56,9 @@ def _number(
 class ResolvedSampling:
     """What both engines compute with; stop strings stay at the edge.
 
-    `seed` is an unsigned 64-bit number, drawn at the edge when the request had none. `eos_token_ids` is empty when EOS
-    is ignored. `num_logprobs` is None without logprobs, else the number of top entries beside the chosen token's.
+    `seed` is an unsigned 64-bit number, drawn at the edge if the request had none. `eos_token_ids` is empty when EOS is
+    ignored. `num_logprobs` is None without logprobs, else the number of top entries besides the chosen token's.
     `logit_bias` holds (token id, value) pairs in ascending order of id.
-
-    The numbers are declared here once: what the edges accept, what the command line offers, what travels to the prefill
-    service and what the engines keep for each row follows from it.
     """
 
     seed: int

@@ -1,7 +1,7 @@
 """What sampling remembers of each request, in tables addressed by pool row.
 
-Written only on the forward stream: seeded when a row is bootstrapped, counted when a token is drawn. Nothing here
-follows a row's place in a batch, so merges and filters have nothing to keep aligned.
+Only the forward stream writes them: a row is seeded at bootstrap and counted when a token is drawn. Nothing depends on
+a row's place in a batch, so merges and filters have nothing to keep aligned.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DrawKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSeed:
-    """What a row's sampling state starts from. `token_ids` past `prompt_len` are output."""
+    """The initial sampling state of a row. `token_ids` past `prompt_len` are output."""
 
     row: int
     sampling: ResolvedSampling
@@ -102,7 +102,7 @@ class SamplingState:
             return torch.zeros((rows, *shape), dtype=dtype, device=torch_device)
 
         self.vocab_size = vocab_size
-        self._int_params = column(torch.int64, 6)  # tables of their own: a row is written by two operations
+        self._int_params = column(torch.int64, 6)  # separate tables, because two operations write a row
         self._float_params = column(torch.float32, len(FLOAT_OPTIONS))
         self.seed, self.choice_index, self.min_position, self.top_k = self._int_params[:, :4].unbind(1)
         self.num_bias, self.num_ends = self._int_params[:, 4:].unbind(1)
@@ -194,7 +194,7 @@ class SamplingBatch:
 
     @classmethod
     def of_needs(cls, needs: NDArray[np.int64]) -> SamplingBatch:
-        """Of a batch whose entries' `sampling_needs` are the rows of `needs` [B, NUM_NEEDS]."""
+        """For a batch whose entries' `sampling_needs` are the rows of `needs` [B, NUM_NEEDS]."""
         sampled, truncated, penalised, biased, min_length, with_logprobs = (
             np.flatnonzero(needs[:, part]) for part in range(NUM_NEEDS - 1)
         )
@@ -202,7 +202,7 @@ class SamplingBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every entry's token is the largest of the model's own logits, and nothing else is wanted."""
+        """Whether every entry wants only the largest of the model's own logits."""
         return not (
             self.sampled.size
             or self.penalised.size
@@ -212,7 +212,7 @@ class SamplingBatch:
         )
 
     def repeated(self, num_times: int) -> SamplingBatch:
-        """Of a batch in which each entry appears `num_times`, one beside the other."""
+        """For a batch in which each entry appears `num_times`, adjacent."""
         if self.is_greedy:
             return self  # there are no indices
         places = np.arange(num_times)

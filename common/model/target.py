@@ -1,4 +1,4 @@
-"""A loaded target model: what the engines call."""
+"""A loaded target model, as the engines call it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.model.forward_program import ForwardProgram, Largest, NewProgram, On
 from common.model.model_files import ModelFiles
 from common.telemetry.forward_counts import ForwardCounts
 
-_FINAL = -1  # among captured states: what leaves the final norm
+_FINAL = -1  # index among captured states of what leaves the final norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """What a decode step asks of a target model."""
+    """What a decode step needs of a target model."""
 
     @property
     def layer_group(self) -> LayerGroupSpec: ...
@@ -52,10 +52,10 @@ class Target(Protocol):
         """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured."""
 
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
-        """The same in two: what is left for the call is to compute.
+        """Like `forward` in two parts; the returned call computes.
 
-        The first part reads no tensor of a decode forward: it may come before they are filled, and on another thread.
-        Calls come in the order in which they were prepared.
+        The first part reads no tensor of a decode forward, so it may run before they are filled, and on another thread.
+        Make the calls in the order of preparation.
         """
 
 
@@ -101,7 +101,7 @@ class TargetModel:
 
     @property
     def num_layers_begun(self) -> int:
-        """Over all forwards, growing while one runs (on CUDA: is enqueued). May be asked from any thread."""
+        """Counts layers over all forwards, and grows while one runs (on CUDA: is enqueued). Any thread may ask."""
         return self._num_layers_begun + (0 if self._program is None else self._program.num_layers_begun)
 
     @property
@@ -110,11 +110,11 @@ class TargetModel:
 
     @property
     def runs_program(self) -> bool:
-        """Whether forwards are the program's, where it takes them."""
+        """Whether the program computes the forwards that it takes."""
         return self._program is not None
 
     def run_program(self, program: ForwardProgram) -> None:
-        """From the next forward on, for those it takes. May be called from any thread, beside forwards."""
+        """Let `program` compute forwards from the next one on, if it takes them. Any thread, beside forwards."""
         self._program = program
 
     @property
@@ -141,9 +141,9 @@ class TargetModel:
         return head
 
     def capture_hidden(self, capture: HiddenCapture) -> None:
-        """From now on every forward returns these states. To be called once, before the first forward.
+        """From now on every forward returns these states. Call this once, before the first forward.
 
-        Raises UnsupportedModel when the model has no one list of layers to capture from.
+        Raises UnsupportedModel if the model has no single list of layers to capture from.
         """
         assert self._capture is None, "states are captured already"
         self._capture = capture
@@ -171,8 +171,8 @@ class TargetModel:
         return lambda: TargetOutput(*compute())
 
     def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:
-        """What the model's own layers compute, whatever program runs, on any thread and beside forwards: it is none of
-        them, so `num_layers_begun` does not grow.
+        """Compute with the model's own layers, whatever program runs, on any thread and beside forwards. Does not count
+        in `num_layers_begun`.
         """
         return self._forward_by_operators(batch, None, on_layer=lambda: None)
 
@@ -213,8 +213,8 @@ class TargetModel:
 
 
 class _ToldPlan(AttentionPlan):
-    """Tells of each layer as it comes, so that who watches can tell a long forward from one that hangs; and, to who
-    wants it, when its KV is there.
+    """Reports each layer as it comes, so that a watcher can tell a long forward from a hanging one, and reports when a
+    layer's KV is written.
     """
 
     def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv) -> None:

@@ -25,7 +25,7 @@ from common.model.model_files import CONFIG, ROTATED_SHARES, one_line
 
 PROBE_NAME, _MASKED_PROBE_NAME = "baton_probe", "baton_probe_with_masks"
 _ALIBI_MODEL_TYPES = ("bloom", "mpt")
-_TOLERANCE = 1e-3  # of forwards that compute the same with the same kernels
+_TOLERANCE = 1e-3  # for forwards that compute the same with the same kernels
 _MAX_KEYS = 1 << 16
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTION_KEYWORDS = {
@@ -72,7 +72,7 @@ def _unsupported_trait(config: Any) -> str | None:
     if value("attn_logit_softcapping") is not None:
         return "attention logit softcapping"
     rope = value("rope_parameters") or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of all layers, or by their type
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # for all layers, or by layer type
         rope_type = each.get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             return f"rope of the unknown type {rope_type!r}"
@@ -83,7 +83,7 @@ def _unsupported_trait(config: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What each layer attends with; `num_heads` are the query's."""
+    """What each layer attends with; `num_heads` are query heads."""
 
     num_layers: int
     num_heads: int
@@ -92,7 +92,7 @@ class AttentionShape:
 
 
 class _Probe:
-    """What the layers asked for, in the order they asked."""
+    """What the layers asked of attention, in order."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[int, int, int, int]] = []
@@ -155,7 +155,7 @@ def _probe_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """None where tokens attend all up to their own; else what their layers are refused for."""
+    """Returns None if tokens attend all up to their own; else the reason to refuse their layers."""
     queries = q_offset + torch.arange(q_length, device=device).unsqueeze(1)
     spread = torch.arange(0, kv_length, 1 + kv_length // _MAX_KEYS, device=device)
     keys = kv_offset + torch.cat([spread, torch.arange(max(0, kv_length - _MAX_KEYS), kv_length, device=device)])
@@ -170,7 +170,7 @@ AttentionMaskInterface.register(_MASKED_PROBE_NAME, _probe_mask)
 
 
 class _ToldPast(DynamicCache):
-    """A past of `length` tokens, whose keys and values nobody has."""
+    """A past of `length` tokens without keys and values."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def probe_attention(
             logits: Tensor = model(input_ids=tokens.unsqueeze(0), **keywords).logits[0].float()
         except UnsupportedModel:
             raise
-        except Exception as error:  # whatever the model's code does
+        except Exception as error:  # whatever the model's code raises
             raise refused(
                 f"{type(model).__name__}, whose forward fails when called like a decoder's ({one_line(error)}),"
             ) from error
@@ -252,8 +252,8 @@ def probe_attention(
 
 
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
-    """Computes `tokens` as they follow a past of `start` tokens. Raises UnsupportedModel where the result differs when
-    positions are given instead of a past, which is how Baton calls forwards.
+    """Computes `tokens` as they follow a past of `start` tokens. Raises UnsupportedModel if explicit positions, with
+    which Baton calls forwards, give another result than a past.
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -284,8 +284,8 @@ def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, sta
 
 @contextmanager
 def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
-    """Raises UnsupportedModel where a position has no row in a table of positions: looked up past their end, embeddings
-    are a device's fault on CUDA, after which nothing runs.
+    """Raises UnsupportedModel if a position has no row in a table of positions: a look-up past its end would fault a
+    CUDA device.
     """
 
     def check(table: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -306,7 +306,7 @@ def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
 
 
 def _check_rotated_share(model: Any, head_dim: int, name: str) -> None:
-    """Raises UnsupportedModel where the config has a share of a head that rotates, and another share does."""
+    """Raises UnsupportedModel if another share of a head rotates than the config says."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     shares = {key: rope.get(key, getattr(model.config, key, None)) for key in ROTATED_SHARES}
     rotated = {2 * buffer.numel() for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("inv_freq")}

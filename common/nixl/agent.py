@@ -1,12 +1,12 @@
 """What the handoff needs of NIXL: memory registered with an agent, and reads of another agent's memory into it.
 
-NIXL chooses the way: copies between processes of one host where the system lets it, else TCP or RDMA (UCX).
+NIXL chooses the way: copies between processes of one host where the system allows it, else TCP or RDMA (UCX).
 
-Loaded by `transfer_process` alone. The library is not one to share a process with: its binding aborts it where other
-native libraries came first. And no read can be taken back: the bytes of one that failed, was released, and whose peer
-was forgotten, are written as soon as the peer goes on (seen with 1.5.1 over TCP). Only the end of the process ends it.
+Only `transfer_process` loads this. NIXL's binding aborts a process in which other native libraries came first. And a
+read cannot be taken back: after a read failed, was released and its peer forgotten, its bytes are still written when
+the peer goes on (seen with 1.5.1 over TCP). Only the end of the process prevents that.
 
-Its own progress thread is not used: it polls without a pause, a whole core of each process.
+NIXL's own progress thread is not used, because it polls without a pause and takes a whole core.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _HOST = "DRAM"
 
 
 class NixlUnusable(Exception):
-    """It is not installed, or what was asked of it failed: nothing more can be asked of this agent."""
+    """NIXL is not installed, or a call of it failed. This agent cannot be used any more."""
 
 
 class NixlAgent:
-    """Not thread-safe. `memory` [bytes] uint8 is registered as long as the agent is there."""
+    """Not thread-safe. `memory` [bytes] uint8 stays registered as long as the agent exists."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         """Raises NixlUnusable."""
@@ -51,12 +51,12 @@ class NixlAgent:
         return data
 
     def connect(self, metadata: bytes) -> None:
-        """The peer whose memory is read from now on."""
+        """Use this peer's memory for later reads."""
         self._peer = self._agent.add_remote_agent(metadata)
 
     def read(self, ranges: NDArray[np.uint64], start: int) -> None:
-        """Put the bytes of the peer's `ranges`, [N, 2] (address, number of bytes), one after the other into the memory,
-        from `start` on. Blocks for as long as it takes. Raises NixlUnusable.
+        """Copy the bytes of the peer's `ranges`, [N, 2] (address, number of bytes), one after the other into the memory
+        from `start` on. Blocks until done. Raises NixlUnusable.
         """
         num_bytes = ranges[:, 1]
         into = np.uint64(self._memory.ctypes.data + start) + np.cumsum(num_bytes, dtype=np.uint64) - num_bytes
@@ -72,7 +72,7 @@ class NixlAgent:
         self._agent.release_xfer_handle(transfer)
 
     def progress(self) -> None:
-        """Serve reads of the peers, where the network's hardware does not."""
+        """Serve peers' reads, if the network's hardware does not."""
         self._agent.get_new_notifs()
 
     def _on_host(self, addresses: NDArray[np.uint64], num_bytes: NDArray[np.uint64]) -> object:

@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt at what keeps failing."""
+"""How long to wait before the next attempt at something that keeps failing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Each wait is twice the one before. What has lasted longer than the wait before it begins anew."""
+    """Each wait is twice the one before. If an attempt's success lasted longer than the wait before it, waits start
+    over.
+    """
 
     def __init__(self, *, first_s: float, max_doublings: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._first_s = first_s
@@ -18,11 +20,11 @@ class Backoff:
         self._succeeded_at_s: float | None = None
 
     def succeeded(self) -> None:
-        """The attempt."""
+        """The attempt succeeded."""
         self._succeeded_at_s = self._clock_s()
 
     def next_wait_s(self) -> float:
-        """The attempt failed, or what it led to has ended."""
+        """The attempt failed, or its success has ended. Returns the next wait."""
         if self._succeeded_at_s is not None and self._clock_s() - self._succeeded_at_s > self._wait_s:
             self._num_waits = 0
         self._succeeded_at_s = None

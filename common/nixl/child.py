@@ -1,4 +1,4 @@
-"""A service's side of its transfer process."""
+"""A service's side of its NIXL process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from common.nixl import transfer_process as protocol
 
 
 class NixlError(Exception):
-    """NIXL is not installed, or what was asked of it failed. The process has ended: it writes nothing any more. Or it
-    does not end, stuck in the kernel: what it may write into is to be nobody else's, ever.
+    """NIXL is not installed, or a call of it failed. The process has ended and writes nothing any more, or it is stuck
+    in the kernel; then nobody may ever reuse the memory that it writes into.
     """
 
 
 class TransferProcess(AskedProcess):
-    """What it is asked raises NixlError when it fails, always from then on."""
+    """A call raises NixlError when it fails, and every call after it."""
 
     def __init__(self, process: Process, timeout_s: float, **end: float) -> None:
-        """Not yet ready: see `started`."""
+        """The process is not ready yet: see `started`."""
         super().__init__(process, timeout_s, **end)
         self.address = 0
         """Of the memory, in the process."""
@@ -32,7 +32,9 @@ class TransferProcess(AskedProcess):
 
     @classmethod
     async def started(cls, file: int, *, timeout_s: float) -> TransferProcess:
-        """Over the memory `file`. It, and each answer, takes at most `timeout_s`. Raises NixlError."""
+        """Start the process over the memory `file`. The start, and each later answer, takes at most `timeout_s`. Raises
+        NixlError.
+        """
         arguments = (str(file), str(2 * timeout_s))
         try:
             self = await cls.spawn(protocol.__name__, *arguments, timeout_s=timeout_s, pass_fds=(file,))
@@ -44,22 +46,22 @@ class TransferProcess(AskedProcess):
         return self
 
     async def connect(self, metadata: bytes) -> None:
-        """The peer whose memory is read from now on."""
+        """Use this peer's memory for later reads."""
         await self._ask(protocol.CONNECT, metadata)
 
     async def read(self, ranges: NDArray[np.uint64], start: int) -> None:
-        """Put the peer's `ranges`, [N, 2] (address, bytes), one after the other into the memory, from `start` on."""
+        """Copy the peer's `ranges`, [N, 2] (address, bytes), one after the other into the memory from `start` on."""
         await self._ask(protocol.READ, protocol.START.pack(start) + ranges.tobytes())
 
     async def serve(self, interval_s: float) -> None:
-        """Look so often for what peers want of the memory, where the network's hardware does not."""
+        """Look for peers' reads at this interval, if the network's hardware does not serve them."""
         await self._ask(protocol.SERVE, protocol.INTERVAL.pack(interval_s))
 
     async def _ask(self, kind: int, content: bytes) -> None:
         await self._done(self.ask(bytes([kind]) + content))
 
     async def _done(self, answer: Awaitable[tuple[int, bytes]]) -> bytes:
-        """Its content. Any failure is the process's end."""
+        """Returns the answer's content. A failure is the process's end."""
         try:
             status, content = await answer
         except ChildFailed as error:
