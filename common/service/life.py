@@ -1,4 +1,4 @@
-"""One life of a service: it starts, serves, drains, and ends with a reason or without one.
+"""One life of a service: it starts, serves, drains and ends.
 
     serve ─builds─▶ EngineInbox ◀─ edge ◀─ engine ◀─ EngineThread ─┐
                                     └──────── ServiceServer ───────┼─▶ ServiceLife.run
@@ -28,7 +28,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 CLOSE_GRACE_S = 1.0
-"""How long what ends by itself may take once nothing is waited for any more."""
+"""How long calls may take to end once nothing is waited for any more."""
 
 _log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ class ServiceEdge(Protocol):
     """What a service has open: requests of its clients, or calls of its peers. Event loop only."""
 
     async def open(self) -> None:
-        """Begin what posts to the engine or is of use to clients only later. Waits for nobody."""
+        """Begin to look for peers, or to serve their reads. Waits for none of them."""
 
     @property
     def is_ready(self) -> bool:
@@ -51,7 +51,7 @@ class ServiceEdge(Protocol):
         """Take nothing new from now on. Further calls do nothing."""
 
     async def wait_idle(self) -> None:
-        """Return when nothing is open, or nothing that is can end any more."""
+        """Return when nothing is open, or when what is open cannot end any more."""
 
     def fail_all(self, error: BatonError) -> None:
         """End all that is open with `error`: the engine will end nothing."""
@@ -97,23 +97,23 @@ class ServiceLife:
             await self.run(terminated)
 
     async def run(self, terminated: asyncio.Event) -> None:
-        """Serve until `terminated` is set, then let what is open end, within the grace period. Sets it itself when the
+        """Serve until `terminated` is set, then let what is open end, within the grace period. `run` sets it when the
         engine is lost: all that was open has then been failed.
 
         Raises EngineLost when the engine died or hangs, ConfigError when the address cannot be had.
         """
-        # Nobody asks before the parts are complete, and metrics are scraped at any time.
+        # First, so that metrics say "not ready" while the rest starts.
         self._watch_metrics()
-        # The engine runs before whoever posts to it: a request that is taken before is refused as if it had died.
+        # Before anybody posts to it: requests are refused while the engine is not alive.
         self.thread.start()
-        # Peers are looked for before clients come, so that readiness waits no longer than it has to.
+        # Before clients come, so that readiness waits for the peers no longer than it has to.
         await self._edge.open()
-        # From here on clients are answered, with "not ready" first.
+        # From here on clients are answered; health says "not ready".
         port = await self._server.start(self._settings.listen)
         _log.info("serving", port=port)
-        # There is a server to tell it now; the work beside serving begins when it is ready.
+        # After the server, whose health it sets. The work beside serving begins when it is ready the first time.
         readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
-        # Until the engine is about to stop: what hangs while it drains is noticed too.
+        # It goes on until just before the engine stops: an engine that hangs while it drains is noticed too.
         watching = asyncio.create_task(self._watchdog.follow(self._on_lost(terminated)), name="watchdog")
 
         await terminated.wait()
@@ -123,23 +123,23 @@ class ServiceLife:
         self._edge.drain()
         # At once: balancers and decode services must not wait for the next look.
         await self._server.set_ready(False)
-        # What is open ends by itself while there is an engine.
+        # What is open ends by itself, for as long as the grace period or the engine lasts.
         with suppress(TimeoutError):
             await asyncio.wait_for(self._edge.wait_idle(), self._grace_s)
-        # While the server is there to write why.
+        # Before the server stops, so that clients are told why.
         self._edge.end_rest()
-        # Before the server, which it would tell.
+        # Before the server stops: it has no health to set any more.
         readiness.cancel()
-        # The last words are written; what is open still is cut off.
+        # Those calls have a moment to be written; then they are cut off.
         await self._server.stop(CLOSE_GRACE_S)
-        # After the clients, whose requests come from the peers.
+        # After the server: while its calls are open the peers may still be asked something.
         await self._edge.close()
-        # An engine that is told to stop does not move, and that is no stall.
+        # Before the engine stops, which would look like its death.
         watching.cancel()
-        # The thread of an engine that is lost may hang for ever: the process ends without it.
+        # Without stopping the thread: that of a lost engine may hang for ever, and the process ends all the same.
         if self._watchdog.lost is not None:
             raise self._watchdog.lost
-        # Last, as all above post to it. One that stands still is not waited for.
+        # Last, since all parts above post to it. One that stands still is not waited for.
         stop_timeout_s = ENGINE_STOP_TIMEOUT_S if self._watchdog.is_well else 0.0
         if not await asyncio.to_thread(self.thread.stop, stop_timeout_s):
             raise EngineStalled("the engine did not stop")
