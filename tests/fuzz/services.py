@@ -18,7 +18,6 @@ from structlog.processors import format_exc_info
 from structlog.typing import EventDict
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.device.factory import open_device
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
@@ -36,13 +35,12 @@ from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service import messages as prefill
 from prefill_service.edge import row_checks
 from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.schedule.scheduler import PrefillEngine
 from tests.fuzz.engine_target import fingerprint_of
+from tests.support.engines import new_decode_engine, new_prefill_engine
 from tests.support.loop_thread import LoopThread
 from tests.support.models import save_tiny_model
 
@@ -147,16 +145,14 @@ async def start_prefill(model: TargetModel) -> Prefill:
         instance_id="fuzz",
         limits=HandoffLimits(max_rows=HANDOFF_ROWS, first_command_timeout_s=BOUND_S),
     )
-    engine = PrefillEngine(
-        model=model,
-        device=open_device("cpu", num_threads=1),
+    engine = new_prefill_engine(
+        model,
         max_rows=MAX_ROWS,
         max_kv_tokens=MAX_KV_TOKENS,
         max_context_tokens=CONTEXT,
         chunk_tokens=16,
         max_batch_tokens=64,
         max_queued_rows=HANDOFF_ROWS,
-        debug_checks=True,
     )
     thread = EngineThread(
         inbox=inbox, engine=engine, deliver=servicer.deliver, on_death=servicer.engine_died, name="fuzz-prefill"
@@ -202,14 +198,12 @@ async def start_decode(
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
     )
-    engine = DecodeEngine(
-        model=model,
-        device=open_device("cpu", num_threads=1),
+    engine = new_decode_engine(
+        model,
         max_rows=MAX_ROWS,
         max_kv_tokens=MAX_KV_TOKENS,
         max_context_tokens=CONTEXT,
         prefill_timeout_s=prefill_timeout_s,
-        debug_checks=True,
     )
     thread = EngineThread(
         inbox=inbox, engine=engine, deliver=router.deliver, on_death=router.on_death, name="fuzz-decode"

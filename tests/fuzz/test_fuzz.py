@@ -15,8 +15,9 @@ from baton.v1 import prefill_pb2
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_frames import FrameCodec
 from decode_service.messages import Tokens
+from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.messages import CancelCallRows, OpenCall
-from tests.fuzz import services
+from prefill_service.schedule.scheduler import PrefillEngine
 from tests.fuzz.catalogue import TARGETS
 from tests.fuzz.pure_targets import checksummed
 from tests.fuzz.target import CORPUS, Run, Target
@@ -65,7 +66,7 @@ def replay(target: str, name: str) -> None:
 def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine starts on the call when it has heard what comes behind it."""
     heard: list[object] = []
-    step: Step = services.PrefillEngine.step
+    step: Step = PrefillEngine.step
 
     def step_with_two(engine: Any, commands: Sequence[object]) -> Sequence[object]:
         heard.extend(commands)
@@ -73,7 +74,7 @@ def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pyte
             return ()
         return step(engine, heard if len(heard) - len(commands) < 2 else commands)
 
-    monkeypatch.setattr(services.PrefillEngine, "step", step_with_two)
+    monkeypatch.setattr(PrefillEngine, "step", step_with_two)
     replay("prefill_edge", "cancelled")
     opened, cancelled, *_ = heard
     assert isinstance(opened, OpenCall)
@@ -82,14 +83,14 @@ def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pyte
 
 def test_the_corpus_still_yields_tokens_from_a_replicas_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[object] = []
-    step: Step = services.DecodeEngine.step
+    step: Step = DecodeEngine.step
 
     def heard_step(engine: Any, commands: Sequence[object]) -> Sequence[object]:
         stepped = step(engine, commands)
         events.extend(stepped)
         return stepped
 
-    monkeypatch.setattr(services.DecodeEngine, "step", heard_step)
+    monkeypatch.setattr(DecodeEngine, "step", heard_step)
     replay("replica", "whole")
     assert any(isinstance(event, Tokens) for event in events), events
 

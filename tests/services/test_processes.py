@@ -4,72 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.errors import ServiceDied
+from baton.local_pair import LocalPair
+from baton.service_process import ServiceProcess
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tests.support.running_pair import running_pair
 
 START_BOUND_S = 90.0
 END_BOUND_S = 30.0
-
-
-@dataclass
-class Service:
-    process: subprocess.Popen[bytes]
-    address: str
-    metrics: str
-    log: Path
-
-    def wait_ready(self, service: str) -> None:
-        """Watches its health from before it listens until it is ready."""
-        with grpc.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service=service)
-            for response in stub.Watch(request, timeout=START_BOUND_S, wait_for_ready=True):
-                if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-        raise AssertionError(self.log.read_text())
-
-    def lines(self, event: str) -> list[dict[str, object]]:
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == event]
-
-
-@dataclass
-class Pair:
-    prefill: Service
-    decode: Service
-
-
-def free_addresses(num: int) -> list[str]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{held.getsockname()[1]}" for held in sockets]
-
-
-@contextmanager
-def running(module: str, log: Path, address: str, metrics: str, *flags: str) -> Iterator[Service]:
-    command = [sys.executable, "-m", module, f"--listen={address}", f"--metrics-listen={metrics}", *flags]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
-    try:
-        yield Service(process, address, metrics, log)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def environment() -> dict[str, str]:
@@ -77,29 +29,30 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def pair(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[Pair]:
-    addresses = free_addresses(4)
-    flags = (f"--model={tiny_model_dir('llama')}", "--dtype=float32", "--num-threads=1", "--max-kv-tokens=4096")
-    with (
-        running(
-            "decode_service",
-            tmp_path / "decode.log",
-            addresses[0],
-            addresses[1],
-            f"--prefill={addresses[2]}",
-            *flags,
-        ) as decode,
-        running("prefill_service", tmp_path / "prefill.log", addresses[2], addresses[3], *flags) as prefill,
-    ):
-        prefill.wait_ready("baton.v1.Prefill")
-        decode.wait_ready("baton.v1.Inference")
-        yield Pair(prefill, decode)
+def pair(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[LocalPair]:
+    with running_pair(
+        tiny_model_dir("llama"), shared_args=("--max-kv-tokens=4096",), log_dir=tmp_path, exposes_metrics=True
+    ) as running:
+        yield running.processes
 
 
-def assert_metrics(pair: Pair) -> None:
-    decode, prefill = (
-        urllib.request.urlopen(f"http://{service.metrics}/metrics", timeout=5).read().decode()
-        for service in (pair.decode, pair.prefill)
+def lines(service: ServiceProcess, event: str) -> list[dict[str, object]]:
+    """Of its log."""
+    lines = [json.loads(line) for line in service.log_file.read_text().splitlines() if line.startswith("{")]
+    return [line for line in lines if line["event"] == event]
+
+
+def exit_status(service: ServiceProcess) -> int:
+    assert service.wait(END_BOUND_S)
+    with pytest.raises(ServiceDied) as ended:
+        service.check()
+    return ended.value.returncode
+
+
+def assert_metrics(pair: LocalPair) -> None:
+    prefill, decode = (
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=5).read().decode()
+        for address in pair.metrics_addresses
     )
     assert 'baton_requests_total{outcome="length"} 1.0' in decode
     assert "baton_transfer_seconds_count 1.0" in decode
@@ -109,13 +62,16 @@ def assert_metrics(pair: Pair) -> None:
         assert "baton_batch_size_count" in text
 
 
-def test_a_pair_counts_its_requests_and_sigterm_lets_a_stream_end_before_both_exit_in_order(pair: Pair) -> None:
+def test_a_pair_counts_its_requests_and_sigterm_lets_a_stream_end_before_both_exit_in_order(
+    pair: LocalPair,
+) -> None:
+    (prefill,), (decode,) = pair.prefill, pair.decode
     request = inference_pb2.GenerateRequest(
         request_id="long",
         token_ids=inference_pb2.TokenIds(ids=[1, 5, 6, 7]),
         sampling=types_pb2.SamplingParams(max_tokens=1000, ignore_eos=True, seed=1),
     )
-    with grpc.insecure_channel(pair.decode.address) as channel:
+    with grpc.insecure_channel(decode.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         short = inference_pb2.GenerateRequest(
             text="the", sampling=types_pb2.SamplingParams(max_tokens=3, ignore_eos=True)
@@ -126,22 +82,22 @@ def test_a_pair_counts_its_requests_and_sigterm_lets_a_stream_end_before_both_ex
         assert next(events).started.request_id == "long"
         num_tokens = len(next(events).delta.token_ids)
 
-        pair.decode.process.send_signal(signal.SIGTERM)
+        decode.terminate()
 
         for event in events:
             num_tokens += len(event.delta.token_ids)
         assert num_tokens == 1000
         assert event.finished.reason == inference_pb2.FINISH_REASON_LENGTH
-    assert pair.decode.process.wait(END_BOUND_S) == 0
-    pair.prefill.process.send_signal(signal.SIGTERM)
-    assert pair.prefill.process.wait(END_BOUND_S) == 0
+    assert exit_status(decode) == 0
+    prefill.terminate()
+    assert exit_status(prefill) == 0
 
-    _, line = pair.decode.lines("request_finished")
+    _, line = lines(decode, "request_finished")
     assert (line["request_id"], line["num_output_tokens"], line["outcome"]) == ("long", 1000, "length")
-    for service in (pair.decode, pair.prefill):
-        (config,) = service.lines("config")
+    for service in pair.services:
+        (config,) = lines(service, "config")
         assert config["listen"] == service.address
-        assert len(service.lines("stopped")) == 1
+        assert len(lines(service, "stopped")) == 1
 
 
 @pytest.mark.parametrize("module", ["prefill_service", "decode_service"])
