@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run(name: str, args: argparse.Namespace) -> int:
-    """Its exit status."""
+    """Runs the benchmark; returns its exit status."""
     command = [sys.executable, "-m", f"benchmarks.{name}"]
     if name in BESIDE_A_PEER and args.peer:
         command += ["--peer", args.peer]

@@ -44,8 +44,8 @@ class Storm:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens a second of the survivors: from the first token of all to the last, which takes `seconds`, and in two
-    windows after the begin.
+    """The survivors' tokens per second: from the first token of all to the last, which takes `seconds`, and in two
+    windows after the beginning.
     """
 
     seconds: float
@@ -71,7 +71,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Of the same requests without and with the storm."""
+    """The same requests without and with the storm."""
 
     calm: Rates
     stormy: Rates
@@ -103,7 +103,7 @@ def main() -> int:
         decode_args=(*rows, "--max-queued-requests", str(2 * NUM_CANCELLED)),
     ) as pair:
         address = pair.decode_addresses[0]
-        asyncio.run(_run(address, args.new_tokens, None))  # everything has run once
+        asyncio.run(_run(address, args.new_tokens, None))  # everything runs once before it is measured
         rounds = [_measure(address, args.new_tokens, number) for number in range(args.rounds)]
     run = BenchmarkRun.of("abort_storm")
     table = _table(run, rounds, args)
@@ -146,11 +146,11 @@ async def _run(address: str, num_new_tokens: int, num_cancelled: int | None) -> 
 
 
 async def _storm(client: AsyncClient, num_requests: int, vocab_size: int) -> Storm:
-    """All are on their way before the first is cancelled; those that have rows are being prefilled."""
+    """All requests are on their way before the first is cancelled; those that have rows are in prefill."""
     prompts = Workload(1, num_requests, PROMPT_TOKENS, 1, prompt_seed=1).prompts(vocab_size)
     begun_s = time.perf_counter()
     streams = [client.generate(token_ids=prompt, max_tokens=64, ignore_eos=True) for prompt in prompts]
-    await asyncio.gather(*(anext(stream) for stream in streams))  # Started: each is admitted
+    await asyncio.gather(*(anext(stream) for stream in streams))  # Started: every request is admitted
     sent_s = time.perf_counter()
     for stream in streams:
         await stream.aclose()

@@ -1,7 +1,8 @@
-"""Rates of a gRPC stream of bytes between two Python processes, the second of which is a process of its own.
+"""Rates of a gRPC stream of bytes between two Python processes.
 
-Bare, or with what a handoff does to the bytes: each message is copied into a frame and summed before it is sent, and
-summed and copied into a pool before the next one is read, by the event loops, without engines, threads and checks.
+The stream is bare, or does to the bytes what a handoff does: each message is copied into a frame and summed before it
+is sent, and summed and copied into a pool before the next one is read. The event loops do that, without engines,
+threads and checks.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ _BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class StreamRates:
-    """Bytes a second, by the size of messages in bytes."""
+    """Bytes per second by the size of messages in bytes."""
 
     bare: dict[int, float]
     handling: dict[int, float]
 
 
 async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, begins_bare: bool) -> StreamRates:
-    """Of streams of `num_bytes`, which come out of `kept_bytes` of memory: a message sent over and over would come out
-    of a cache. Before each one of `first_bytes` is streamed. All in whole messages, one at least.
+    """Rates of streams of `num_bytes` that come out of `kept_bytes` of memory, because a message sent repeatedly would
+    come out of a cache. `first_bytes` are streamed before each. All are whole messages, at least one.
     """
     kept_bytes, first_bytes = max(kept_bytes, *MESSAGE_BYTES), max(first_bytes, *MESSAGE_BYTES)
     torch.set_num_threads(1)
-    copy_blocks()  # compiled before it is measured
+    copy_blocks()  # compiled before the measurement
     rates = StreamRates({}, {})
     bare, handling = (rates.bare, None), (rates.handling, torch.zeros(first_bytes, dtype=torch.uint8))
     with peer_process(partial(_serve, kept_bytes)) as address:
@@ -62,7 +63,7 @@ async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, beg
 
 
 def at_best_size(rounds: Sequence[dict[int, float]]) -> tuple[int, list[float]]:
-    """The size of messages whose median is best, and its rates."""
+    """The message size with the best median, and its rates."""
     best = max(MESSAGE_BYTES, key=lambda size: statistics.median(rates[size] for rates in rounds))
     return best, [rates[best] for rates in rounds]
 
@@ -70,7 +71,7 @@ def at_best_size(rounds: Sequence[dict[int, float]]) -> tuple[int, list[float]]:
 async def _rate(
     call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes], message_bytes: int, num_messages: int, pool: Tensor | None
 ) -> float:
-    """`pool`: where messages are copied to, one behind the other; None for a bare stream."""
+    """`pool` is where messages are copied to, one after the other; None for a bare stream."""
     begun_s = time.perf_counter()
     stream = call(f"{message_bytes} {num_messages} {pool is not None:d}".encode(), timeout=_BOUND_S)
     num_received = 0

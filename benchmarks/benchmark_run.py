@@ -1,4 +1,4 @@
-"""When, where and by which command a benchmark's figures came about, and the files that say so."""
+"""The date, machine and command of a benchmark's figures, and the files that record them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BenchmarkRun:
 
     @classmethod
     def of(cls, module: str) -> Self:
-        """Today's, on this machine, of `benchmarks.<module>` with this process's arguments."""
+        """Today's run on this machine of `benchmarks.<module>` with this process's arguments."""
         return cls(
             date=datetime.date.today().isoformat(),
             machine=describe_machine(),
@@ -32,11 +32,11 @@ class BenchmarkRun:
         )
 
     def heading(self, title: str, about: str) -> list[str]:
-        """The lines before a table, the blank one after them not included. `about` ends with a full stop."""
+        """The lines before a table, without the blank line after them. `about` ends with a full stop."""
         return [f"# {title}, {self.date}", "", f"{self.machine}; {about} `{self.command}`"]
 
     def save(self, name: str, table: str, figures: dict[str, Any] | None = None) -> None:
-        """Write `table` into benchmarks/results as `<date>-<name>.md`, and `figures`, if any, as `.json` beside it."""
+        """Write `table` to benchmarks/results as `<date>-<name>.md`, and `figures`, if any, as `.json` beside it."""
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{self.date}-{name}"
         path.with_suffix(".md").write_text(table + "\n")

@@ -1,7 +1,7 @@
 """What decoding and prompts cost each other on the same cores: gaps between tokens while prompts are computed.
 
-Each arrangement of the prefill service is a pair of its own: one stream decodes alone, then beside prompts, one after
-the other. `python -m benchmarks.beside_prompts` prints a table and saves it.
+Each configuration of the prefill service is a pair of its own. One stream decodes alone, then beside prompts, which
+come one after the other. `python -m benchmarks.beside_prompts` prints a table and saves it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def succeeded(records: list[RequestRecord]) -> list[RequestRecord]:
 
 
 def gaps_ms(records: list[RequestRecord], until_s: float = float("inf")) -> list[float]:
-    """Between tokens that came by then; the first gap, which the handoff makes, left out."""
+    """Gaps between tokens that came by then, without the first, which the handoff causes."""
     times = [record.token_times_s[1:] for record in records]
     return [1e3 * (after - before) for each in times for before, after in pairwise(each) if after <= until_s]
 

@@ -1,4 +1,4 @@
-"""How soon both services hold nothing once a client has left, by what its request was in.
+"""How soon both services hold nothing after a client has left, by the phase of its request.
 
 python -m benchmarks.cancellation
 """
@@ -37,12 +37,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CancellationRig:
-    """A pair with one row on the decode side, slow enough in every phase that a request can be caught in it."""
+    """A pair with one row on the decode side, slow enough in every phase to catch a request in it."""
 
     pair: RunningPair
 
     def catch(self, phase: Phase) -> tuple[EventStream, ...]:
-        """Start on an empty pair, and return when a request is in `phase`: the streams to drop, in order.
+        """Start with an empty pair, and return when a request is in `phase`: the streams to drop, in order.
 
         A queued request comes with the one it waits for.
         """
@@ -80,7 +80,7 @@ class CancellationRig:
 
 @contextmanager
 def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
-    """The model has 64 KiB of KV a token, over gRPC a segment each, landing one by one: that outlasts computing."""
+    """The model has 64 KiB of KV a token, so that gRPC segments land one by one and outlast computing."""
     model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,
@@ -109,7 +109,7 @@ def _samples(rig: CancellationRig, phase: Phase) -> list[float]:
 
 
 def _seconds_until(condition: Callable[[], bool], start_s: float) -> float:
-    """Looks without a pause: what it measures is a few looks long."""
+    """Polls without a pause, because the measured time is only a few polls long."""
     while not condition():
         assert time.perf_counter() - start_s < FREE_BOUND_S, "what the client left is still held"
     return time.perf_counter() - start_s

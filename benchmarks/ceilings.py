@@ -1,4 +1,4 @@
-"""What a machine does at best: how fast all its cores, or its GPU, read memory and multiply matrices.
+"""A machine's best rates: how fast all its cores, or its GPU, read memory and multiply matrices.
 
 python -m benchmarks.ceilings
 """
@@ -22,8 +22,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`flops_per_s` by dtype: two for each multiplication and addition. Where a CPU multiplies no bfloat16, products of
-    it are made of float32 ones.
+    """`flops_per_s` is by dtype, two for each multiplication and addition. A CPU without bfloat16 products makes them
+    of float32 ones.
     """
 
     read_bytes_per_s: float
@@ -32,7 +32,7 @@ class Ceilings:
 
     @classmethod
     def measured(cls, device: str = "cpu") -> Ceilings:
-        """The best of several tries each: what others do on the machine meanwhile counts as little as it can."""
+        """The best of several tries each, so that other work on the machine matters little."""
         num_threads = num_cores()
         torch.set_num_threads(num_threads)
         rates = {name: _flops_per_s(device, dtype) for name, dtype in DTYPES.items() if _has_kernel(device, dtype)}
@@ -43,7 +43,7 @@ class Ceilings:
         )
 
     def bound_s(self, *, num_bytes: float, num_flops: float, dtype: str) -> float:
-        """The least time in which that much can be read and computed, the one beside the other."""
+        """The least time in which that much can be read and computed at once."""
         return max(num_bytes / self.read_bytes_per_s, num_flops / self.flops_per_s[dtype])
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Ceilings:
 
 
 def bandwidth_bytes_per_s(device: str, num_bytes: int) -> float:
-    """By the best of two reductions over `num_bytes`, which should fit no cache, and a copy, which moves them twice."""
+    """The best of two reductions over `num_bytes`, which should fit no cache, and a copy, which moves them twice."""
     values = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(values)
     read_s = min(_best_s(device, values.amax), _best_s(device, lambda: torch.dot(values, values)))
@@ -60,7 +60,7 @@ def bandwidth_bytes_per_s(device: str, num_bytes: int) -> float:
 
 
 def _has_kernel(device: str, dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies `dtype` there by more than a loop for every number."""
+    """Whether PyTorch multiplies `dtype` there by a real kernel, not by a loop over numbers."""
     return device != "cpu" or can_pack(torch.ones((2, 2), dtype=dtype))
 
 

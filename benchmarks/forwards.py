@@ -1,4 +1,4 @@
-"""What a recorded timeline says of an engine's forwards and of what scheduled them."""
+"""Reads an engine's forwards, and what scheduled them, from a recorded timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _WAITS = ("wait", "resolve_seq_lens")
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The pieces of one step on the forward stream, which take `busy_ns`. `figures`: of the piece that has some."""
+    """The pieces of one step on the forward stream, which take `busy_ns`. `figures` come from the piece that
+    has some.
+    """
 
     start_ns: int
     end_ns: int
@@ -25,11 +27,11 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Of forwards that follow each other with the same number of rows; medians, in seconds.
+    """Medians in seconds of consecutive forwards with the same number of rows.
 
-    `between_s`: from a forward's end to the next one's begin, whatever the engine did meanwhile; `between_p99_s` is
-    that of the slowest hundredth.
-    `schedule_s`: of an engine's step, waits for the stream taken off. `busy`: the share of pieces in the whole time.
+    `between_s` is from a forward's end to the next one's begin, whatever the engine did meanwhile; `between_p99_s` is
+    that of the slowest hundredth. `schedule_s` is an engine's step without its waits for the stream. `busy` is the
+    share of pieces in the whole time.
     """
 
     num_steps: int
@@ -42,7 +44,7 @@ class StepFigures:
 
 
 def forwards(timeline: ServiceTimeline) -> list[Forward]:
-    """In order. Pieces of a step have its scope in common. Raises ValueError when events were dropped."""
+    """In order. The pieces of a step share its scope. Raises ValueError when events were dropped."""
     by_scope: dict[str, list[TimelineEvent]] = {}
     for event in _whole_track(timeline, "forward"):
         if event.detail:
@@ -62,10 +64,10 @@ def forwards(timeline: ServiceTimeline) -> list[Forward]:
 
 
 def step_figures(timeline: ServiceTimeline, *, num_rows: int) -> StepFigures:
-    """Of the decode steps with `num_rows` rows. Raises ValueError when there are no two after each other, and when
-    events were dropped: what lies between two forwards would not all be there.
+    """For the decode steps with `num_rows` rows. Raises ValueError when no two follow each other, and when events were
+    dropped, because the time between two forwards would be incomplete.
     """
-    every = forwards(timeline)[1:-1]  # the first and the last may have been cut
+    every = forwards(timeline)[1:-1]  # the recording may have cut the first and the last
     pairs = [
         (one, next_)
         for one, next_ in pairwise(every)
@@ -93,7 +95,7 @@ def _whole_track(timeline: ServiceTimeline, name: str) -> Sequence[TimelineEvent
 
 
 def _schedule_s(timeline: ServiceTimeline) -> Iterable[float]:
-    """Of each step of the engine that launched something."""
+    """For each engine step that launched something."""
     spans = [event for event in _whole_track(timeline, "engine") if event.kind is EventKind.SPAN]
     steps = [event for event in spans if event.name == "step"]
     launches = _inside(steps, [event for event in spans if event.name == "launch"])
@@ -104,7 +106,7 @@ def _schedule_s(timeline: ServiceTimeline) -> Iterable[float]:
 
 
 def _inside(steps: Sequence[TimelineEvent], events: Sequence[TimelineEvent]) -> dict[int, list[TimelineEvent]]:
-    """`events` by the begin of the step that each is in."""
+    """`events` by the begin of the step that contains them."""
     found: dict[int, list[TimelineEvent]] = {}
     remaining = iter(sorted(events, key=lambda event: event.start_ns))
     event = next(remaining, None)

@@ -1,4 +1,4 @@
-"""A pair that is measured once its forwards are those it will go on with."""
+"""A pair that is measured once its forwards are fused."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def full_speed_pair(*, fuses_prompts: bool = True, **options: Any) -> Iterator[L
 
 
 def wait_full_speed(metrics_addresses: Sequence[str]) -> None:
-    """Until the forwards of all of these services are fused. Raises TimeoutError."""
+    """Wait until all these services have fused their forwards. Raises TimeoutError."""
     if not await_fused(metrics_addresses, timeout_s=_FULL_SPEED_TIMEOUT_S):
         raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")

@@ -104,7 +104,7 @@ TINY = Sizes(_TINY, _TINY, 8, 40, 4, 2, 64, 1 << 24)
 
 @dataclass
 class Clock:
-    """Notes where on the stream a decode forward begins and ends."""
+    """Notes where on the stream decode forwards begin and end."""
 
     marks: list[tuple[Event, Event]] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Of a run of steps in which all rows decoded and nothing else was done; medians but for the tokens/s."""
+    """A run of steps in which all rows decoded and nothing else was done. Figures are medians, except tokens/s."""
 
     step_s: float
     forward_s: float
@@ -138,7 +138,7 @@ class Decoded:
 
 
 def prompts(num_rows: int, length: int, vocab_size: int, wave: str = "") -> list[list[int]]:
-    """The same ones for the same arguments; other waves have nothing in common."""
+    """Equal arguments give equal prompts; different waves have nothing in common."""
     numbers = random.Random(f"{num_rows} {wave}")
     return [[numbers.randrange(vocab_size) for _ in range(length)] for _ in range(num_rows)]
 
@@ -198,7 +198,7 @@ def decode(target: TargetModel, sizes: Sizes, num_rows: int, device: str) -> Dec
 
 
 def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
-    """From the first prompt submitted to the last token, of all rows, once everything is compiled and recorded."""
+    """From the first submitted prompt to the last token of all rows, after everything was compiled and recorded."""
     pair = in_process(target, sizes, sizes.num_rows, sizes.prompt_len + sizes.new_tokens, device)
     try:
         for name in ("warm", "timed"):
@@ -213,10 +213,10 @@ def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
 
 
 def peer_s(model: Any, sizes: Sizes) -> float:
-    """transformers' continuous batching from the first prompt's arrival to the last token.
+    """transformers' continuous batching, from the first prompt's arrival to the last token.
 
-    Its manager, with cache and graphs, is that of a first wave, and its thread runs before the prompts arrive. Waves
-    differ: it may keep the KV of prompts that it has seen.
+    Its manager, with cache and graphs, comes from a first wave, and its thread runs before the prompts arrive. Waves
+    differ, because it may keep the KV of prompts that it has seen.
     """
     generation = GenerationConfig(max_new_tokens=sizes.new_tokens, do_sample=False, eos_token_id=-1)
     try:
@@ -233,7 +233,7 @@ def peer_s(model: Any, sizes: Sizes) -> float:
 
 
 def handoff_bytes_per_s(target: TargetModel, sizes: Sizes, device: str) -> float:
-    """From the first segment's arrival until every row's KV has landed, of the second of two waves."""
+    """From the first segment's arrival until every row's KV has landed, in the second of two waves."""
     pair = in_process(target, sizes, sizes.handoff_rows, sizes.handoff_len + 1, device)
     group = target.layer_group
     arrived_s: list[float] = []
@@ -263,7 +263,7 @@ def random_model(config: LlamaConfig, device: str, attention: str) -> Any:
 
 
 def step_bytes(model: Any) -> int:
-    """Of the weights that a step reads: all but the embedding, of which it reads a line for each token."""
+    """Bytes of the weights that a step reads: all but the embedding, of which it reads a row for each token."""
     held = sum(weight.nbytes for weight in model.parameters())
     return int(held - model.get_input_embeddings().weight.nbytes)
 
@@ -297,7 +297,7 @@ def main() -> None:
     is_met = True
 
     def bound(text: str, *, met: bool) -> str:
-        """Of the served shape; a rehearsal's figures say nothing of it."""
+        """A bound for the served shape; a rehearsal has none."""
         nonlocal is_met
         is_met &= met
         return text if args.tiny else f"{text}: {'met' if met else 'MISSED'}"

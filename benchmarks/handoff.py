@@ -1,13 +1,14 @@
-"""How fast KV moves from a prefill service's pool into a decode engine's, beside what the machine could do at best.
+"""How fast KV moves from a prefill service's pool into a decode engine's, beside what the machine can do at best.
 
-Two processes with their own engines, edges and connections; only the models compute nothing. In turn within each
-round: the handoff over gRPC, a gRPC stream between two Python processes, with messages of several sizes, bare and with
-what a handoff does to the bytes, the handoff through shared memory, through NIXL as it chooses and over TCP, and a copy
-from memory to memory by one thread, far larger than the caches. Before it is measured, each connection has carried as
-much as the requests at a time are.
-Rates are in MB/s of payload; ratios are taken within a round, those to a stream to the size of messages whose median is
-best; it streams bytes of as much memory as a prompt's KV. The table shows medians. Writes a table into
-benchmarks/results. Exit status 1 when a bound is missed.
+Two processes have their own engines, edges and connections; only the models compute nothing. Each round measures in
+turn: the handoff over gRPC; a gRPC stream between two Python processes, with messages of several sizes, bare and with a
+handoff's copies and checksums; the handoff through shared memory, and through NIXL as it chooses and over TCP; and a
+copy from memory to memory by one thread, far larger than the caches. Each connection has carried as much as the
+concurrent requests need before it is measured.
+
+Rates are in MB/s of payload. Ratios are taken within a round; those to a stream refer to the message size with the best
+median, and it streams bytes of as much memory as a prompt's KV. The table shows medians and is saved with its date.
+Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ async def handoff_rate(shape: HandoffShape, num_prompts: int) -> float:
         peer = DecodePeer(shape, address)
         try:
             await peer.open()
-            await peer.hand_over(shape.num_prompts)  # connections, and pages that were never touched
+            await peer.hand_over(shape.num_prompts)  # warms connections and untouched pages
             rate = await peer.hand_over(num_prompts)
         finally:
             await peer.close()
@@ -57,7 +58,7 @@ async def handoff_rate(shape: HandoffShape, num_prompts: int) -> float:
 
 @contextmanager
 def over_tcp() -> Iterator[None]:
-    """NIXL's processes that start meanwhile have no other way."""
+    """NIXL processes that start in this block can only use TCP."""
     before = os.environ.get("UCX_TLS")
     os.environ["UCX_TLS"] = "tcp"
     try:

@@ -1,4 +1,6 @@
-"""The two services that `benchmarks.handoff` measures, without models: prefill in a process of its own, decode here."""
+"""The two services that `benchmarks.handoff` measures, without models: prefill in its own process, decode in
+this one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class HandoffShape:
-    """The KV that is handed over, in prompts of `prompt_tokens`; at most `num_prompts` at a time."""
+    """The KV to hand over, in prompts of `prompt_tokens`, at most `num_prompts` at a time."""
 
     layer_group: LayerGroupSpec
     prompt_tokens: int
@@ -70,7 +72,7 @@ class HandoffShape:
 
 
 class NothingModel:
-    """Has the attributes of TargetModel that engines use. Its KV is what the pool holds, its logits are zeros."""
+    """Has the attributes of TargetModel that engines use. Its KV is whatever the pool holds; its logits are zeros."""
 
     eos_token_ids: tuple[int, ...] = ()
     hidden_size = 1
@@ -95,7 +97,7 @@ class NothingModel:
 
 @contextmanager
 def prefill_peer(shape: HandoffShape) -> Iterator[str]:
-    """Yields the address of a prefill service: its own engine, sender, edge and gRPC server."""
+    """Yields the address of a prefill service with its own engine, sender, edge and gRPC server."""
     with peer_process(partial(_serve_prefill, shape)) as address:
         yield address
 
@@ -153,7 +155,7 @@ def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
 
 
 class DecodePeer:
-    """A decode engine in this process, one token a request: whatever it waits for is the handoff."""
+    """A decode engine in this process. Each request has one token, so all waiting is for the handoff."""
 
     def __init__(self, shape: HandoffShape, address: str) -> None:
         self._shape = shape
@@ -172,7 +174,7 @@ class DecodePeer:
             debug_checks=False,
         )
         for buffer in engine.pool.buffers.values():
-            buffer.view(torch.uint8).random_()  # its pages are there
+            buffer.view(torch.uint8).random_()  # touches its pages
         self._inbox: EngineInbox[decode.Command] = EngineInbox()
         self._thread = EngineThread(
             inbox=self._inbox,
@@ -196,7 +198,7 @@ class DecodePeer:
         await self._until(self._ready)
 
     async def hand_over(self, num_prompts: int) -> float:
-        """Bytes a second, from the requests' arrival until the last has its first token."""
+        """Bytes per second, from the requests' arrival until the last has its first token."""
         self._left = num_prompts
         self._ended.clear()
         prompt = tuple(place % _VOCAB_SIZE for place in range(self._shape.prompt_tokens))
@@ -212,7 +214,7 @@ class DecodePeer:
         self._thread.stop(10.0)
 
     async def _until(self, event: asyncio.Event) -> None:
-        """Raises at once what a request, or the engine itself, fails with."""
+        """Raises at once if a request or the engine fails."""
         await asyncio.wait_for(event.wait(), _BOUND_S)
         if self._error is not None:
             raise self._error

@@ -1,7 +1,7 @@
 """What Triton would compile for a launch, and compiling it, both without a device.
 
-This is Triton's own reading of a launch's arguments, so it uses parts of Triton that no version promises to keep. No
-service imports it.
+Triton itself reads the launch's arguments, so this uses parts of Triton that may change with any version. No service
+imports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANY_TARGET = GPUTarget("cuda", 90, 32)  # what Triton looks at in arguments is 
 
 @cache
 def _definition(kernel: Kernel) -> JITFunction[Any]:
-    """What is compiled, also where the interpreter is on."""
+    """The function to compile, also while the interpreter is on."""
     if isinstance(kernel.launcher, JITFunction):
         return kernel.launcher
     return JITFunction(kernel.function, do_not_specialize=kernel.varying)
@@ -71,7 +71,7 @@ class Variant:
         return [parameter.name for parameter in _definition(self.kernel).params]
 
     def compile(self, capability: int) -> CompiledKernel:
-        """For devices of this compute capability, 80 for 8.0."""
+        """For devices of this compute capability, such as 80 for 8.0."""
         target = GPUTarget("cuda", capability, 32)
         definition = _definition(self.kernel)
         bound = {name: self.constants.get(name) for name in self._names}

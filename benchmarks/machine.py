@@ -1,4 +1,4 @@
-"""Where a benchmark ran, and the weights it ran on."""
+"""The machine that a benchmark ran on, and the weights it ran on."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from common.host.cores import num_cores
 
 _LOOPS = 1500
-_BEST_SHARE = 100  # one loop in so many is taken for the core's own speed
+_BEST_SHARE = 100  # the fastest 1 in this many loops shows the core's own speed
 
 
 class CoreSpeed:
-    """How fast this thread's core is, by a loop of the same work over and over.
+    """How fast this thread's core is, by a fixed loop that runs repeatedly.
 
-    Another machine's thread on the same physical core takes up to half of it, which no clock of this one tells.
+    Another machine's thread on the same physical core takes up to half of it, which no clock of this machine shows.
     """
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
 
     def sample(self) -> None:
-        """Some 100 us."""
+        """Takes some 100 us."""
         begun_s, total = time.perf_counter(), 0
         for number in range(_LOOPS):
             total += number
@@ -56,7 +56,7 @@ def describe_machine() -> str:
 
 def demo_model_dir() -> Path:
     from common.checkpoints.demo_model import (
-        ensure_demo_model,  # where only a GPU is measured, what it needs is not installed
+        ensure_demo_model,  # its libraries are not installed where only a GPU is measured
     )
 
     return ensure_demo_model(lambda stage, num_done, num_total: None)

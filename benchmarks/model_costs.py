@@ -1,4 +1,4 @@
-"""What a model's forwards read and compute, by its configuration and its weights' shapes."""
+"""What a model's forwards read and compute, from its configuration and its weights' shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """What a forward reads and computes. `num_weights`: those that every decode step multiplies by; of these
-    `num_logit_weights` make logits, which prefill wants of a prompt's last token only.
+    """The cost of forwards. `num_weights` are those that every decode step multiplies by; of these `num_logit_weights`
+    make logits, which prefill needs only for a prompt's last token.
     """
 
     num_weights: int
@@ -34,7 +34,7 @@ class ModelCosts:
         head_dim = config.get("head_dim") or hidden_size // num_heads
         num_logit_weights = config["vocab_size"] * hidden_size
         num_weights = sum(_num_weights(path) for path in sorted(model_dir.glob("*.safetensors")))
-        if not config.get("tie_word_embeddings"):  # else logits come from the table of inputs
+        if not config.get("tie_word_embeddings"):  # otherwise logits come from the input embedding
             num_weights -= num_logit_weights
         return cls(
             num_weights=num_weights,
@@ -54,7 +54,7 @@ class ModelCosts:
         return 2.0 * self.num_weights * num_rows + context_tokens * self.attention_flops
 
     def num_prefill_flops(self, *, num_tokens: int, num_attended: int) -> float:
-        """`num_attended`: tokens that each of the `num_tokens` attends, itself among them, in all."""
+        """`num_attended` is the sum, over the `num_tokens`, of the tokens that each attends, itself included."""
         num_weights = self.num_weights - self.num_logit_weights
         return 2.0 * num_weights * num_tokens + num_attended * self.attention_flops
 

@@ -1,4 +1,4 @@
-"""Two network namespaces with a cable between them that can be cut. Linux, as root; gone with the process."""
+"""Two network namespaces joined by a cable that can be cut. Needs Linux and root; ends with the process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TypeVar
 
 NEAR_ADDRESS, FAR_ADDRESS = "10.77.0.1", "10.77.0.2"
 _CLONE_NEWNET = 0x40000000
-# What is larger than the burst is dropped, and so is everything: silently, as on a cable that is cut.
+# Everything is larger than the burst and is dropped silently, as by a cut cable.
 _CUT = "root tbf rate 8bit burst 1 latency 1ms"
 
 T = TypeVar("T")
 
 
 class Cable:
-    """Moves the calling thread, and threads and processes that it starts from now on, to one end of a cable.
+    """Moves the calling thread, and threads and processes that it starts later, to one end of a cable.
 
-    What is called with `at_far_end` runs in the other namespace, in one thread that lives as long as this.
+    Calls through `at_far_end` run in the other namespace, in one thread that lives as long as the cable.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ MIN_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds on one clock. `next_prepared_s`: when the engine's thread began to prepare the step after it."""
+    """Seconds on one clock. `next_prepared_s` is when the engine thread began to prepare the next step."""
 
     verified_s: float
     extended_s: float
@@ -51,7 +51,7 @@ class Watch:
         self._origin: tuple[Event, float] | None = None
 
     def start(self, stream: Stream) -> None:
-        """Ties the stream's clock to this thread's; the stream is idle."""
+        """Aligns the stream's clock with this thread's; the stream is idle."""
         event = stream.record()
         event.synchronize(10.0)
         self._origin = (event, time.perf_counter())
@@ -110,7 +110,7 @@ def main() -> None:
         sampling = ResolvedSampling(seed=number, max_tokens=args.new_tokens, temperature=0.0)
         pair.submit(str(number), [1, 4093, 198, 1000 + number, 2000 + number], sampling)
     pair.run(bound_s=300.0)
-    steps = watch.steps()[: -args.rows]  # without the end, where rows leave and nothing follows
+    steps = watch.steps()[: -args.rows]  # without the end, where rows leave and no step follows
     pair.close()
     early = [step for step in steps if step.next_prepared_s < step.extended_s]
     after_ms = 1e3 * statistics.median(step.next_prepared_s - step.verified_s for step in steps)

@@ -113,7 +113,7 @@ def main() -> None:
         details += [f"- {configuration}: {divergence}" for divergence in divergences]
         print(lines[-1], file=sys.stderr, flush=True)
         table = "\n".join([*lines, "", *details]).rstrip()
-        # what has run is kept when the rest is not
+        # finished results are kept if the rest fails
         benchmark_run.save(f"parity-{args.only}" if args.only else "parity", table)
     sys.exit(0 if is_met else 1)
 

@@ -36,7 +36,7 @@ LOOK_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Seconds from the cut, or from its mending. `prefill_empty_s`: until prefill held nothing, for whom it could not
+    """Seconds from the cut, or from its end. `prefill_empty_s`: until prefill held nothing for the service it could not
     reach.
     """
 
@@ -51,7 +51,7 @@ class Partition:
 
 @contextmanager
 def services(cable: Cable, model: Path, directory: Path) -> Iterator[Client]:
-    """A decode service at this end and a prefill service at the other, with KV that takes many segments."""
+    """A decode service at this end and a prefill service at the other, with KV of many segments."""
     shared = (*COMMON_ARGS, f"--model={model}", "--dtype=float32", "--max-rows=32", "--max-kv-tokens=8192")
     prefill = ServiceProcess(
         name="prefill",
@@ -88,7 +88,7 @@ def services(cable: Cable, model: Path, directory: Path) -> Iterator[Client]:
 def measure(
     cable: Cable, looker: Client, client: Client, undisturbed: Sequence[Completion], cut_for_s: float
 ) -> Partition:
-    """`looker` tells how decode is, `client` makes the requests."""
+    """`looker` asks how decode is, `client` sends the requests."""
 
     def prefill_is_empty() -> bool:
         return cable.at_far_end(_prefill_holds_nothing)
@@ -118,7 +118,7 @@ def measure(
 
 
 def problems_of(each: Partition, cut_for_s: float) -> list[str]:
-    """What was not bounded as it should be."""
+    """The bounds that were missed."""
     limits = {
         "not_ready_s": 5.0,
         "ready_after_mend_s": 10.0,
@@ -146,7 +146,7 @@ def _prefill_holds_nothing() -> bool:
 
 
 def _seconds_until(condition: Callable[[], bool], start_s: float, bound_s: float) -> float:
-    """Infinite when it did not hold within `bound_s`."""
+    """Infinite if it did not hold within `bound_s`."""
     while time.monotonic() - start_s < bound_s:
         if condition():
             return time.monotonic() - start_s

@@ -1,10 +1,7 @@
-"""A program that is measured beside Baton, in the same run: a library, without server and streaming.
+"""Runs a program that is measured beside Baton: a library, without server and streaming.
 
-It is told the contexts (`--prompt`, `--generate`, `--batch`, and `--threads` where a benchmark sets them), and prints
-one JSON object:
-
-    {"peer": NAME, "dtype": ..., "threads": ...,
-     "rows": [{"batch": ..., "decode_tokens_per_s": ..., "prefill_tokens_per_s": ...}]}
+It receives the contexts (`--prompt`, `--generate`, `--batch`, and `--threads` if a benchmark sets them) and prints one
+JSON object: `peer`, `dtype`, `threads`, and `rows` of `batch`, `decode_tokens_per_s` and `prefill_tokens_per_s`.
 """
 
 from __future__ import annotations
@@ -36,9 +33,9 @@ def run_peer(
     batches: Sequence[int],
     num_threads: int | None = None,
 ) -> PeerFigures | None:
-    """The peer's figures; None, with what it printed, when it failed: the rest of the run is kept, its bound is missed.
+    """The peer's figures. None if it failed, with its output printed: the run goes on, and its bound is missed.
 
-    Raises SystemExit where the peer computes in another dtype: a ratio to it would say nothing.
+    Raises SystemExit if the peer computes in another dtype, because a ratio to it would mean nothing.
     """
     arguments = ["--prompt", str(num_prompt_tokens), "--generate", str(num_new_tokens)]
     arguments += ["--batch", ",".join(map(str, batches))]
@@ -66,6 +63,6 @@ def run_peer(
 
 
 def peer_row(measured: PeerFigures | None, batch: int) -> dict[str, float] | None:
-    """Of so many sequences at a time; None where the peer has none, or failed."""
+    """For so many sequences at a time; None if the peer has no such row, or failed."""
     rows = measured.get("rows", []) if measured else []
     return next((row for row in rows if row["batch"] == batch), None)

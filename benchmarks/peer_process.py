@@ -1,4 +1,4 @@
-"""A process of its own that serves on the loopback for as long as a benchmark wants it."""
+"""A process that serves on loopback for as long as a benchmark needs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _run(serve: Serve, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     keep_freed_memory()
     switch_threads_early()
-    with suppress(KeyboardInterrupt):  # the benchmark's own process says so
+    with suppress(KeyboardInterrupt):  # the benchmark's process reports it
         asyncio.run(serve(pipe))
 
 

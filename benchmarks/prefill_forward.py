@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> float:
-    """Seconds from the prompt's arrival to its PrebuiltBatch. All its KV has left when this returns."""
+    """Seconds from the prompt's arrival to its PrebuiltBatch. All its KV has left on return."""
     numbers = random.Random(call_id)
     token_ids = tuple(numbers.randrange(100, 49_000) for _ in range(num_tokens))
     row = HandoffRow(call_id, 0, token_ids, num_tokens, ResolvedSampling(seed=0, max_tokens=1))
@@ -112,7 +112,7 @@ def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> floa
 
 
 def prompt_flops(costs: ModelCosts, num_tokens: int) -> float:
-    """Of the layers' matrix products, and of causal attention: each token attends itself and those before it."""
+    """The layers' matrix products, and causal attention, in which each token attends itself and those before it."""
     return costs.num_prefill_flops(num_tokens=num_tokens, num_attended=num_tokens * (num_tokens + 1) // 2)
 
 

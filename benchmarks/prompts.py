@@ -1,4 +1,4 @@
-"""Prompts that are texts: outside ones, which are not part of the repository, and the project's own."""
+"""Text prompts: outside ones, which are not part of the repository, and the project's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def first_turns(path: Path, max_turns: int | None = None) -> list[str]:
 
 
 class ChatTokens:
-    """The ids of texts, as the model at `model_dir` takes them."""
+    """Turns texts into the ids that the model at `model_dir` takes."""
 
     def __init__(self, model_dir: Path) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)

@@ -30,7 +30,7 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Services by their names in a LocalPair, in the order in which they are killed, and started at once again."""
+    """Services by their names in a LocalPair, in the order in which they are killed and restarted at once."""
 
     killed: tuple[str, ...]
     restarted: tuple[str, ...]

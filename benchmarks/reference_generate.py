@@ -1,6 +1,6 @@
-"""transformers `generate` on the same weights, one request at a time: what Baton's rates are set against.
+"""transformers `generate` on the same weights, one request at a time: the reference of Baton's rates.
 
-Run as a process of its own, so that neither side shares a process, an allocator or a thread pool with the other:
+It runs as a process of its own, so that neither side shares a process, an allocator or a thread pool with the other:
 `python -m benchmarks.reference_generate MODEL_DIR PROMPTS.json --new-tokens 128` prints one JSON object.
 """
 
@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class TokenClock(BaseStreamer):
-    """Notes when each token arrives; the prompt comes first and is left out."""
+    """Notes when each token arrives; the prompt comes first and does not count."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []

@@ -66,7 +66,7 @@ from tests.decode_edge.tokenizers_for_tests import byte_level
 PROMPT_TOKENS = 64
 CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 256
-NUM_VARIANTS = 61  # of what a forward brings, one after the other
+NUM_VARIANTS = 61  # preset results of forwards, used in turn
 STEPS_A_TURN = 8
 """Of the edge: on a core of its own it would not empty the engine's caches, so most steps do not come behind it."""
 _REPLICA = "replica"
@@ -74,7 +74,7 @@ _ROW_BYTES = 4
 
 
 class Stopwatch:
-    """Seconds of named parts, without those that `stopped` takes away, by the wall's clock or the thread's."""
+    """Seconds of named parts, without those inside `stopped`, by the wall clock or the thread's."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -106,7 +106,7 @@ class Stopwatch:
 
 
 class _UncountedStream(InlineStream):
-    """Runs each piece as it is enqueued, while the watch is stopped; enqueueing itself is the schedule side's."""
+    """Runs each piece as it is enqueued, while the watch is stopped; enqueueing itself counts."""
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
         super().__init__(name, wait_timeout_s=1.0)
@@ -126,7 +126,7 @@ class _UncountedDevice(CpuDevice):
 
 
 class PresetWorker:
-    """A Worker whose forward brings what was drawn beforehand: tokens, and with drafts how many count."""
+    """A Worker whose forward returns tokens drawn beforehand, and with drafts how many count."""
 
     seed_columns: tuple[SeedColumnSpec, ...] = ()
 
@@ -135,7 +135,7 @@ class PresetWorker:
         self._stream = stream
         numbers = torch.Generator().manual_seed(0)
         width = 1 if spec_info is None else spec_info.max_accept_len
-        # Printable, and no stop string: the edge decodes them as it would text.
+        # Printable, and no stop string, so that the edge decodes them like text.
         self._tokens = torch.randint(97, 123, (NUM_VARIANTS, max_rows, width), generator=numbers)
         self._accept_lens = torch.randint(1, width + 1, (NUM_VARIANTS, max_rows), generator=numbers)
         self._steps = itertools.cycle(range(NUM_VARIANTS))
@@ -191,7 +191,7 @@ class _Port:
 
 @dataclass
 class _Loop:
-    """Of an event loop what the router uses: the rig says when it turns."""
+    """The part of an event loop that the router uses; the rig says when it turns."""
 
     due: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
@@ -298,7 +298,7 @@ class ScheduleRig:
             )
 
     def start(self) -> None:
-        """Until every row runs, or where they are replaced until all have been once."""
+        """Step until every row runs, or, if rows are replaced, until all have run once."""
         for number in range(self._num_rows):
             share = (number + 1) / self._num_rows
             self._submit(CONTEXT_TOKENS - PROMPT_TOKENS if self._output_tokens is None else self._output_tokens * share)
@@ -309,7 +309,7 @@ class ScheduleRig:
         self.watch.forget()
 
     def step(self) -> None:
-        """One of the engine's, and what its events bring about."""
+        """Take one engine step, and deliver its events."""
         commands, self._port.posted = self._port.posted, []
         num_due = len(self._loop.due)
         self._iterate(commands)
@@ -325,7 +325,7 @@ class ScheduleRig:
         self._engine.close()
 
     def _step_and_deliver(self, commands: Sequence[Command]) -> None:
-        """What `EngineThread` does over and over."""
+        """What `EngineThread` does in its loop."""
         if events := self._step(commands):
             self._deliver(events)
 
@@ -335,7 +335,7 @@ class ScheduleRig:
         return events
 
     def _turn(self) -> None:
-        """The event loop's turn: events to their streams, and each stream reads what is new."""
+        """The event loop's turn: events reach their streams, and each stream reads what is new."""
         due, self._loop.due = self._loop.due, []
         for callback, arguments in due:
             callback(*arguments)

@@ -41,8 +41,8 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians in microseconds; `num_running`: rows in a step, on average. `total` is the step's and its delivery's.
-    `core`: how fast it was meanwhile.
+    """Medians in microseconds. `num_running` is the mean number of rows in a step. `total` is the step and its
+    delivery. `core` is the core's speed meanwhile.
     """
 
     batch_size: int
@@ -88,7 +88,9 @@ def median_us(seconds: list[float]) -> float:
 
 
 def exponent(costs: list[Cost]) -> float | None:
-    """Of the batch size in the cost, from the smallest batch to the largest: 1 is linear. None of one size alone."""
+    """The exponent of the batch size in the cost, from the smallest batch to the largest; 1 is linear. None for one
+    size.
+    """
     first, last = costs[0], costs[-1]
     if first.batch_size == last.batch_size:
         return None
@@ -96,7 +98,7 @@ def exponent(costs: list[Cost]) -> float | None:
 
 
 def judged(costs: list[Cost]) -> tuple[str, bool]:
-    """The verdict's line, and whether the bounds are met. Growth is not judged where there is no other size."""
+    """The verdict's line, and whether the bounds are met. Growth is not judged for a single size."""
     last, growth = costs[-1], exponent(costs)
     is_met = last.total <= BOUND_US and (growth is None or growth < 1)
     grows = "" if growth is None else f", growth exponent {growth:.2f}, less than 1"
@@ -134,7 +136,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     batch_sizes = sorted({int(size) for size in args.batch_sizes.split(",")})
-    gc.freeze()  # as the services do behind their imports; the collector stays on
+    gc.freeze()  # as the services do after their imports; the collector stays on
     torch.set_num_threads(1)
     run = BenchmarkRun.of("schedule_side")
     lines = run.heading(

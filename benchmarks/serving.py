@@ -1,8 +1,8 @@
 """The serving benchmark: transformers `generate`, Baton through its gRPC client, and a peer, in one run.
 
-Every round measures all of them in turn on the same weights and prompts, so that a machine whose speed drifts drifts
-for all; figures are medians over rounds, ratios are taken within a round. Writes a dated table and JSON into
-benchmarks/results. Exit status 1 when a bound is missed, as that of a peer is which was asked for and did not come.
+Every round measures all of them in turn on the same weights and prompts, so that a machine's drift affects all alike.
+Figures are medians over rounds, ratios are taken within a round. Writes a dated table and JSON into benchmarks/results.
+Exit status 1 when a bound is missed, also because a requested peer failed.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ async def run_baton(address: str, levels: list[int], args: argparse.Namespace, s
 
 
 def peer_tokens_per_s(row: dict[str, float], result: dict[str, Any]) -> float:
-    """Tokens made over the time of prompts and decoding; 0 where the peer does not say what prompts took."""
+    """Tokens over the time of prompts and decoding; 0 if the peer does not report its prompts' time."""
     if not row.get("prefill_tokens_per_s"):
         return 0.0
     request_s = (
@@ -180,7 +180,7 @@ def render(
         return f"{ratio:.2f}{verdict}"
 
     def judged_peer(ratios: list[float], full_load_s: float) -> str:
-        """A peer that was asked for and did not come is no bound met; nor is one that a short window meets."""
+        """The bound is missed if a requested peer failed, or if the window is too short."""
         nonlocal is_met
         if result["is_peer_wanted"] and not ratios:
             is_met = False

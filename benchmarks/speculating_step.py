@@ -1,11 +1,10 @@
-"""Where the time of a speculating step goes, at one request at a time: each piece on the forward stream, for chains of
-fixed lengths and for the depth that adapts.
+"""Where the time of a speculating step goes, at one request: each piece on the forward stream, for chains of fixed
+lengths and for adaptive depth.
 
 python -m benchmarks.speculating_step
 
-Figures are of the running pair's own timeline, answering outside prompts through the client, or where they are not
-there the project's own; tokens/s are the client's.
-Writes a dated table into benchmarks/results.
+Figures come from the running pair's own timeline, while it answers outside prompts through the client, or else the
+project's own. Tokens/s are the client's. Writes a dated table into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ADAPTIVE = "adaptive"
 
 
 async def measure(address: str, prompts: list[list[int]], seconds: float) -> str:
-    """A row of the table, but for its first cell."""
+    """A row of the table without its first cell."""
     workload = Workload(1, len(prompts), 0, NEW_TOKENS)
 
     async with AsyncClient(address, rpc_timeout_s=30.0) as client:
@@ -44,7 +43,7 @@ async def measure(address: str, prompts: list[list[int]], seconds: float) -> str
         async def answer(chosen: list[list[int]]) -> Any:
             return await send_prompts([client], chosen, concurrency=1, num_new_tokens=NEW_TOKENS, ignore_eos=False)
 
-        await answer(prompts[:4])  # the depth is learnt
+        await answer(prompts[:4])  # lets the policy learn the depth
         records = await answer(prompts)
         load = asyncio.create_task(answer(prompts))
         (timeline,) = await asyncio.to_thread(record_timelines, [address], duration_s=seconds)
@@ -58,11 +57,11 @@ async def measure(address: str, prompts: list[list[int]], seconds: float) -> str
 
 
 def pieces(timeline: ServiceTimeline) -> str:
-    """Medians in ms: from one step's begin to the next one's, and of each piece where there are any."""
+    """Medians in ms: from one step's begin to the next one's, and of each kind of piece."""
     times_ms: dict[str, list[float]] = defaultdict(list)
     for event in timeline.tracks["forward"]:
         times_ms[event.name].append(event.duration_ns / 1e6)
-    times_ms["verify"] += times_ms["decode"]  # as it is called without a head
+    times_ms["verify"] += times_ms["decode"]  # its name without a head
     steps = [(next_.start_ns - one.start_ns) / 1e6 for one, next_ in pairwise(forwards(timeline))]
     columns = [steps, *(times_ms[name] for name in PIECES)]
     return " | ".join(f"{statistics.median(times):.2f}" if times else "" for times in columns)

@@ -1,10 +1,10 @@
-"""What drafts bring: acceptance on outside prompts, and speed with the draft head against without, in one run.
+"""What drafts bring: acceptance on outside prompts, and speed with and without the draft head, in one run.
 
-Acceptance: greedy first turns, a chain of `--chain` drafts at every step, tokens per forward of the target and by
-position. Speed: two pairs side by side on the same weights, one with the head and adaptive depth and one without, take
-turns on the same prompts, the first to go changing with every round; ratios are taken within a round. A peer is given
-prompts as long as these are on average. Writes a dated table and JSON into benchmarks/results. Exit status 1 when a
-bound is missed, as that of a peer is which was asked for and did not come.
+Acceptance: greedy first turns, a chain of `--chain` drafts at every step; tokens per forward of the target, and by
+position. Speed: two pairs on the same weights, one with the head and adaptive depth and one without, take turns on the
+same prompts. The one that goes first changes with the round; ratios are taken within a round. A peer gets prompts of
+the same average length. Writes a dated table and JSON into benchmarks/results. Exit status 1 when a bound is missed,
+also because a requested peer failed.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ async def measure(
                 await stack.enter_async_context(AsyncClient(pair.decode_addresses[0], rpc_timeout_s=30.0))
                 for pair in (on, off)
             ]
-            for client in clients:  # the depth is learnt, as it would be in service
+            for client in clients:  # lets the policy learn the depth, as in service
                 for level in levels:
                     await speed(client, texts, level, args.new_tokens, first=0)
             for number in range(args.rounds):

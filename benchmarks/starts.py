@@ -1,10 +1,10 @@
 """How long a pair takes from its start to ready, to its first token and to full speed: with nothing kept from before,
-with the model converted, with kernels compiled.
+with the model converted, and with kernels compiled.
 
 python -m benchmarks.starts
 
-The file cache is warm all the same. The start with everything kept is made `--rounds` times, and judged by the median.
-Writes a dated table into benchmarks/results. Exit status 1 when that start is not ready in time.
+The file cache is always warm. The start with everything kept is made `--rounds` times and judged by the median. Writes
+a dated table into benchmarks/results. Exit status 1 when that start is not ready in time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_SECOND_READY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds since the processes were begun."""
+    """Seconds since the processes were started."""
 
     ready_s: float
     first_token_s: float
@@ -86,7 +86,7 @@ def cell(seconds: Sequence[float]) -> str:
 
 
 def measure() -> Start:
-    """Raises TimeoutError when full speed is not reached."""
+    """Raises TimeoutError if full speed is not reached."""
     begin_s = time.monotonic()
     with LocalPair(dtype="bfloat16", exposes_metrics=True) as pair:
         ready_s = time.monotonic() - begin_s

@@ -1,4 +1,4 @@
-"""A load that does not change while something else is measured: so many requests at a time, through the client."""
+"""A constant load while something else is measured: so many requests at a time, through the client."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LOOK_INTERVAL_S = 0.02
 class SteadyLoad:
     """`concurrency` greedy requests of `num_new_tokens` each; one that ends is followed by another.
 
-    Entered once all run and no prompt is being computed; where they are so short that this hardly happens, once as many
-    have ended as run at a time. `num_tokens` grows as they come, `num_begun` with requests. Left, all are cancelled.
+    It is entered once all requests run and no prompt is being computed; with short requests, once as many have ended as
+    run at a time. `num_tokens` and `num_begun` grow meanwhile. On exit all are cancelled.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SteadyLoad:
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     def check(self) -> None:
-        """Raises what a request failed with."""
+        """Raises the error of a failed request."""
         for task in self._tasks:
             if task.done():
                 task.result()

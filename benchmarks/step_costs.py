@@ -1,10 +1,9 @@
-"""What a decode step costs and what it could cost: time between forwards, schedule time, forward time, and the bytes
-it reads and operations it computes against what the machine was measured to do at best, in the same run. Then what
-prefill computes.
+"""What a decode step costs and what it could cost: time between forwards, schedule time, forward time, and bytes and
+operations against the machine's best rates, measured in the same run. Then the same for prefill.
 
 python -m benchmarks.step_costs
 
-Figures are of the running pair's own timeline, under a steady load through the client. Writes a dated table and JSON
+Figures come from the running pair's own timeline, under a steady load through the client. Writes a dated table and JSON
 into benchmarks/results.
 """
 
@@ -35,7 +34,7 @@ PREFILL_S = 30.0
 
 
 async def measure_prefill(decode: str, prefill: str) -> ServiceTimeline:
-    """Of prompts that come as fast as they are computed, as many forwards as fit into half a minute."""
+    """Prompts come as fast as they are computed, for as many forwards as fit into half a minute."""
     async with AsyncClient(decode) as client:
         vocab_size = (await client.model_info()).vocab_size
         load = asyncio.create_task(run_workload([client], PREFILL, vocab_size=vocab_size))
@@ -104,7 +103,9 @@ def render(
 
 
 def prefill_line(costs: ModelCosts, ceilings: Ceilings, prefill: ServiceTimeline) -> str:
-    computed = [forward for forward in forwards(prefill) if "tokens" in forward.figures]  # else the end cut it
+    computed = [
+        forward for forward in forwards(prefill) if "tokens" in forward.figures
+    ]  # otherwise the recording's end cut it
     num_flops = sum(
         costs.num_prefill_flops(num_tokens=forward.figures["tokens"], num_attended=forward.figures["attended"])
         for forward in computed

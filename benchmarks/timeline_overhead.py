@@ -1,14 +1,14 @@
-"""What it costs a pair that its timeline is recorded, and what a span costs on either side of that.
+"""What recording its timeline costs a pair, and what a span costs when recording and when not.
 
 python -m benchmarks.timeline_overhead
 
-Eight requests at a time only decode, then eight of few new tokens each keep both services busy with prompts and
-handoffs. The pair is left alone, recorded, recorded and left alone in windows side by side, so that what drifts,
-contexts among it, weighs on both alike. A recording is what `baton trace` makes of it unless told otherwise: as long,
-over connections of its own, and sent when it has ended. A ratio is taken within each four windows, and their median is
-held against the bound; four in which a request ended that was only to decode do not count. Beside tokens a second there
-is the CPU time that both services took a token, by the kernel's account of their processes: another process that wants
-the machine makes less of a difference to it.
+Eight requests at a time only decode; then eight short ones keep both services busy with prompts and handoffs. The pair
+is left alone, recorded, recorded and left alone in adjacent windows, so that drift affects both alike. A recording is
+what `baton trace` makes by default: as long, over new connections, and sent after its end. Each four windows give a
+ratio, and the median of ratios is held against the bound. Four windows in which a decoding request ended do not count.
+The table also has the CPU time that both services took for a token, by the kernel's account, which other processes
+affect less.
+
 Writes a dated table into benchmarks/results. Exit status 1 when a bound is missed, or too little was recorded.
 """
 
@@ -54,7 +54,7 @@ Way = Callable[[str, float], Coroutine[Any, Any, int]]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`cpu_s`: of both services."""
+    """`cpu_s` is that of both services."""
 
     num_tokens: int
     num_events: int
@@ -80,7 +80,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Of four windows the two of either kind."""
+    """The two windows of each kind among four."""
 
     alone: Window
     recorded: Window
@@ -95,7 +95,7 @@ class Pairing:
 
 
 async def record(address: str, duration_s: float) -> int:
-    """Record a service and throw away what comes: reading it is not the pair's work. Returns how many events came."""
+    """Record a service and drop the events, because reading them is not the pair's work. Returns their number."""
     async with grpc.aio.insecure_channel(address, channel_options(None, None)) as channel:
         request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s)
         stream = timeline_pb2_grpc.TimelineStub(channel).Record(request, timeout=duration_s + ANSWER_TIMEOUT_S)
@@ -108,7 +108,7 @@ async def leave_alone(_address: str, duration_s: float) -> int:
 
 
 def cpu_s(pair: LocalPair) -> float:
-    """CPU time that the services' processes have taken so far, all of their threads."""
+    """CPU time that the services' processes have taken so far, in all threads."""
     ticks = 0
     for service in pair.services:
         fields = Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()
@@ -117,7 +117,7 @@ def cpu_s(pair: LocalPair) -> float:
 
 
 async def window(pair: LocalPair, load: SteadyLoad, way: Way, seconds: float) -> Window:
-    """`seconds` at least: what was recorded is sent after them, which is part of the cost."""
+    """At least `seconds`; then the recording is sent, which is part of the cost."""
     num_tokens, begun_cpu_s, begun_s = load.num_tokens, cpu_s(pair), time.perf_counter()
     done = await asyncio.gather(*(way(service.address, seconds) for service in pair.services))
     load.check()
@@ -132,7 +132,7 @@ async def four_windows(pair: LocalPair, load: SteadyLoad, window_s: float, *, be
 
 
 async def measure_decoding(pair: LocalPair, rounds: int, window_s: float) -> list[Pairing]:
-    """Each round begins eight requests, and ends with the first of them to end."""
+    """Each round begins eight requests and ends when the first of them ends."""
     pairings: list[Pairing] = []
     async with AsyncClient(pair.decode_addresses[0]) as client:
         info = await client.model_info()
@@ -171,7 +171,7 @@ async def measure_prompts(pair: LocalPair, num_pairings: int, window_s: float) -
 
 
 def span_ns(*, recording: bool) -> float:
-    """CPU time of one `with track.span(...)`, its loop taken off. The best of five."""
+    """CPU time of one `with track.span(...)` without its loop. The best of five."""
     timeline = Timeline()
     track = timeline.track("engine")
     if recording:
@@ -191,7 +191,7 @@ def span_ns(*, recording: bool) -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of many more would lie, 19 times of 20: by ranks, whatever the values' distribution."""
+    """Where the median of many more values would lie, 19 times of 20: by ranks, for any distribution."""
     ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
     low = max(0, math.floor((len(values) - 1) / 2 - half))
     return ordered[low], ordered[len(values) - 1 - low]

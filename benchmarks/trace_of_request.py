@@ -1,4 +1,5 @@
-"""One request's trace as a collector gets it: every span of caller, decode and prefill, and whether the times add up.
+"""One request's trace as a collector receives it: every span of caller, decode and prefill, and whether the times add
+up.
 
 python -m benchmarks.trace_of_request
 """
@@ -24,7 +25,7 @@ WARM_UP_TOKENS = 8
 
 
 def trace_one(receiver: OtlpReceiver, *, prompt_tokens: int, new_tokens: int, chunk_tokens: int) -> None:
-    """A request of a warm pair, from a caller with a span of its own. Returns once everything has been exported."""
+    """A request of a warm pair, from a caller with its own span. Returns once everything has been exported."""
     traced = f"--otlp-endpoint={receiver.endpoint}"
     settings = GatewaySettings(otlp_endpoint=receiver.endpoint)
     with (
@@ -39,7 +40,7 @@ def trace_one(receiver: OtlpReceiver, *, prompt_tokens: int, new_tokens: int, ch
 
 
 def lines_of(span: ReceivedSpan, spans: Sequence[ReceivedSpan], start_ns: int, depth: int = 0) -> Iterator[str]:
-    """Rows of a table: the span, and what is below it."""
+    """Rows of a table: the span, and its children."""
     about = ", ".join(f"{name.rpartition('.')[2]}={span.attributes[name]}" for name in SHOWN if name in span.attributes)
     indent = "&nbsp;" * 4 * depth
     start_ms, ms = (span.start_ns - start_ns) / 1e6, span.seconds * 1e3

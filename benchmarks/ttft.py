@@ -118,7 +118,7 @@ def main() -> None:
 
 
 async def measure(address: str, one_process: InProcessPair, num_rounds: int, num_tokens: int) -> list[Round]:
-    """A round that only warms up comes first, and is left out."""
+    """The first round only warms up and does not count."""
     rounds = []
     async with AsyncClient(address) as client:
         vocab_size = (await client.model_info()).vocab_size

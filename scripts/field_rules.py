@@ -39,7 +39,7 @@ def rules_in(page: str) -> list[FieldRule]:
 
 
 class _Results:
-    """A pytest plugin: what became of each case, in any of its phases."""
+    """A pytest plugin that records what became of each case, in any phase."""
 
     def __init__(self) -> None:
         self.passed: set[str] = set()
@@ -67,7 +67,7 @@ class _Results:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the tests and run none")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""A contract type for import-linter: what a part of the code may need to be installed."""
+"""A contract for import-linter: which libraries a part of the code may need."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from importlinter.domain.helpers import pop_import_expressions
 
 
 class OnlyExternals(Contract):
-    """`modules`, and whatever of ours they reach, import no library beside `allowed_externals`.
+    """`modules`, and the modules of ours that they reach, import no library but `allowed_externals`.
 
-    The standard library is always allowed. Imports under `if TYPE_CHECKING` count. Those in `ignore_imports` do not;
-    one of them that does not exist is an error.
+    The standard library is always allowed. Imports under `if TYPE_CHECKING` count. Those in `ignore_imports` do not; an
+    entry that does not exist is an error.
     """
 
     type_name = "only_externals"

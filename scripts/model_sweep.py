@@ -124,7 +124,7 @@ class Outcome:
 
 
 def _configs(model_type: str) -> dict[str, dict[str, Any]]:
-    """What a small config of this architecture is made with: with its own traits, and plain."""
+    """Small configs of this architecture: with its own traits, and plain."""
     defaults = transformers.CONFIG_MAPPING[model_type]()
     derived = {name for name, member in inspect.getmembers(type(defaults)) if isinstance(member, property)}
     has = [name for name in (*_SMALL, *_PLAIN) if name not in derived and hasattr(defaults, name)]
@@ -137,7 +137,7 @@ def _configs(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def _config(model_type: str, fields: dict[str, Any]) -> Any:
-    """With windows where it has to have some."""
+    """With windows if the architecture requires some."""
     kind = transformers.CONFIG_MAPPING[model_type]
     try:
         return kind(**fields)
@@ -203,7 +203,7 @@ def _greedy(model: Any, prompt: Sequence[int]) -> tuple[list[int], Tensor]:
 
 
 def _compare(paged: PagedModel, prompts: list[list[int]], expected: list[tuple[list[int], Tensor]]) -> Outcome:
-    """The second prompt begins when the first has had its first chunk, so rows are at different places throughout."""
+    """The second prompt begins after the first one's first chunk, so rows are at different places throughout."""
     chunks = [prompts[0][:_CHUNK], prompts[0][_CHUNK:-1], prompts[0][-1:]]
     paged.extend({1: chunks[0]})
     paged.extend({1: chunks[1], 2: prompts[1][:7]})
@@ -238,7 +238,7 @@ def _in_child(model_type: str, answers: Connection) -> None:
 
 
 def sweep(model_type: str) -> dict[str, Outcome]:
-    """By variant. In a process of its own, which ends with it: some crash, some take all memory."""
+    """Results by variant. Runs in a process of its own, because some crash and some take all memory."""
     context = multiprocessing.get_context("fork")
     answers, ours = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(model_type, ours))
@@ -280,7 +280,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _best(outcomes: dict[str, Outcome]) -> str:
-    """A fault where there is one, else how far the type got."""
+    """A fault if there is one, else how far the type got."""
     kinds = {outcome.kind for outcome in outcomes.values()}
     return next(kind for kind in (WRONG, FAILS, EQUAL, REFUSED, NOT_BUILT) if kind in kinds)
 

@@ -95,7 +95,7 @@ async def ask(client: AsyncClient, first: int) -> None:
 
 
 async def look(viewer: httpx2.AsyncClient, url: str) -> None:
-    """As a page that stays open does, so that the window is full when a browser comes."""
+    """Look like an open page does, so that the window is full when a browser comes."""
     while True:
         await viewer.get(f"{url}status.json")
         await asyncio.sleep(INTERVAL_S)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class ChainAttention:
-    """For one batch. Steps are to be given in order."""
+    """For one batch. Give the steps in order."""
 
     def __init__(self, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._future = torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1)

@@ -1,4 +1,4 @@
-"""From conversations and features to the tensors of one step, and the order in which they come."""
+"""Makes the tensors of each training step from conversations and features, and orders the steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BatchSource:
         self._device = device
 
     def grouped(self, chosen: Ints) -> list[Ints]:
-        """Conversations of one batch each, alike in length within blocks of `chosen`."""
+        """Groups of conversations for one batch each, of similar length within blocks of `chosen`."""
         lengths = self._conversations.lengths
         groups = []
         for block_start in range(0, len(chosen), _BLOCK):

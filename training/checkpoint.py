@@ -1,7 +1,7 @@
-"""Checkpoints of a run, and which of them a run may go on from.
+"""Checkpoints of a run, and which of them a run may continue from.
 
-last.pt     the newest
-stable.pt   at the start of the decay: until there the learning rate does not depend on how long the run is to be
+last.pt is the newest. stable.pt is from the start of the decay: until there the learning rate does not depend on the
+run's length.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LAST, STABLE = "last.pt", "stable.pt"
 
 @dataclass(slots=True)
 class RunState:
-    """How far a run has come. `epoch` and `group` say which batch is next; `loss_sums` are of the steps since the last
-    evaluation, `num_losses` of them.
+    """How far a run has come. `epoch` and `group` name the next batch; `loss_sums` cover the `num_losses` steps since
+    the last evaluation.
     """
 
     num_tokens: int = 0
@@ -37,7 +37,9 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`identity`: what a run that goes on from it must share. `head` and `optimizers`: their state dictionaries."""
+    """`identity` is what a run that continues from it must share. `head` and `optimizers` are their state
+    dictionaries.
+    """
 
     identity: dict[str, Any]
     schedule: Schedule
@@ -63,10 +65,10 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> Checkpoint | None:
-    """The checkpoint in `directory` that a run goes on from; None where there is none at all.
+    """The checkpoint in `directory` that a run continues from; None if there is none.
 
-    Raises ConfigError, naming the setting, for checkpoints of another run, and for ones that have all begun a decay
-    that is not this schedule's.
+    Raises ConfigError, naming the setting, for checkpoints of another run, and if all have begun a decay that is not
+    this schedule's.
     """
     found = [load(directory / name) for name in (LAST, STABLE) if (directory / name).exists()]
     for checkpoint in found:

@@ -15,11 +15,11 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Amounts of tokens are answer tokens. Raises ConfigError, naming the setting that is out of range.
+    """Token amounts count answer tokens. Raises ConfigError, naming the setting that is out of range.
 
-    `layers`: those of the target whose entering streams the head reads; None for the format's default. `batch_tokens`:
-    conversations times the longest of them, in one step of the optimisers. `dtype` is that of the computation; weights
-    are kept in float32.
+    `layers` are the target's layers whose entering streams the head reads; None for the format's default.
+    `batch_tokens` is conversations times the longest of them, in one step of the optimisers. `dtype` is that of the
+    computation; weights are float32.
     """
 
     layers: tuple[int, ...] | None = None
@@ -55,7 +55,9 @@ class TrainConfig:
         return Schedule(min(self.warmup_tokens, decay_start), decay_start, self.max_tokens)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that must be equal for a run to go on from a checkpoint. For the schedule see checkpoint.py."""
+        """The settings that must be equal for a run to continue from a checkpoint. checkpoint.py treats the
+        schedule.
+        """
         return {name: value for name, value in dataclasses.asdict(self).items() if name in _IDENTITY}
 
 

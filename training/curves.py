@@ -1,4 +1,4 @@
-"""The course of a run: a line of JSON for each evaluation, and a picture of them."""
+"""The course of a run: a JSON line for each evaluation, and a picture of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Evaluation:
 
 
 class Curve:
-    """The evaluations in `directory`/curve.jsonl; those past `num_tokens`, where the run goes on from, are dropped."""
+    """The evaluations in `directory`/curve.jsonl. Those past `num_tokens`, where the run continues, are dropped."""
 
     def __init__(self, directory: Path, *, num_tokens: int) -> None:
         self._file = directory / "curve.jsonl"
@@ -67,7 +67,7 @@ def _parse(line: str) -> Evaluation:
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError, naming the extra that brings it."""
+    """Raises ConfigError, which names the extra that installs it."""
     if find_spec("matplotlib") is None:
         raise ConfigError("training draws its curves with matplotlib: install Baton with its extra `training`")
 

@@ -40,7 +40,7 @@ class Conversations:
 
     @property
     def digest(self) -> str:
-        """Of tokens and offsets: what the target's states depend on."""
+        """Covers tokens and offsets, which the target's states depend on."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.tokens, self.offsets):
             digest.update(array.tobytes())
@@ -61,7 +61,7 @@ class Conversations:
 
 
 def load_conversations(path: Path, *, vocab_size: int) -> Conversations:
-    """Raises ConfigError, naming the file, and the array that is wrong and how."""
+    """Raises ConfigError, which names the file and the wrong array."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             named = {name: _integers(path, arrays, name) for name in ("tokens", "offsets", "answer_start")}
@@ -85,9 +85,9 @@ def join(parts: Sequence[Conversations]) -> Conversations:
 def split(
     parts: Sequence[Conversations], names: Sequence[object], *, num_held_out: int, seed: int
 ) -> tuple[Ints, Ints]:
-    """Indices among all that `join` puts end to end: of those to train on, and of `num_held_out` of each part.
+    """Indices into what `join` makes: those to train on, and `num_held_out` of each part.
 
-    A part's do not depend on the others. Raises ConfigError where a part, which it names, has nothing to train on.
+    A part's do not depend on the others. Raises ConfigError, naming the part, if a part has nothing to train on.
     """
     train, held_out, num_before = [], [], 0
     for part, name in zip(parts, names, strict=True):

@@ -34,7 +34,7 @@ _ARGMAX_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FeaturesKey:
-    """What features depend on, and so their shape."""
+    """What features, and so their shape, depend on."""
 
     num_tokens: int
     hidden_size: int
@@ -48,7 +48,7 @@ class FeaturesKey:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Maps of the files. bfloat16 as its bits, uint16, which numpy has."""
+    """Memory maps of the files. bfloat16 is mapped as its bits, uint16, because numpy lacks it."""
 
     aux: NDArray[np.uint16]
     final: NDArray[np.uint16]
@@ -66,7 +66,7 @@ def features_key(conversations: Conversations, target: Target, layers: tuple[int
 
 
 def mark_complete(directory: Path, key: FeaturesKey) -> None:
-    """Say what the files in `directory` were computed from. Raises ConfigError where their sizes deny it."""
+    """Record what the files in `directory` were computed from. Raises ConfigError if their sizes contradict it."""
     _check_sizes(directory, key)
     unfinished = directory / f"{_MARKER}.new"
     unfinished.write_text(json.dumps(key.as_json(), indent=2))
@@ -74,7 +74,7 @@ def mark_complete(directory: Path, key: FeaturesKey) -> None:
 
 
 def is_complete(directory: Path, key: FeaturesKey) -> bool:
-    """Raises ConfigError, naming what differs, for the features of other data, another target or other layers."""
+    """Raises ConfigError, naming the difference, for features of other data, another target or other layers."""
     try:
         found = json.loads((directory / _MARKER).read_text())
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def open_features(directory: Path, key: FeaturesKey) -> Features:
 def compute_features(
     directory: Path, key: FeaturesKey, conversations: Conversations, target: Target, progress: Progress
 ) -> None:
-    """Files of an interrupted computation are made anew, not written to: they may be links to another's."""
+    """An interrupted computation's files are replaced, not written to: they may be links to another's."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         (directory / name).unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def _compute(
 
 
 def _forwards(conversations: Conversations) -> Iterator[Ints]:
-    """Conversations for each forward: alike in length, the shortest first."""
+    """Conversations for each forward, of similar length, the shortest first."""
     lengths = conversations.lengths
     order = np.argsort(lengths, kind="stable")
     first = 0

@@ -1,8 +1,8 @@
-"""Makes conversations to train on: the target's own, through a running pair.
+"""Makes training conversations: the target's own, through a running pair.
 
-A question is sampled from the chat template's opening of the user's turn, or read from a file, then answered.
-Conversation number i depends on the options and i only, so a file that was begun is continued as if it had never been
-left. The file remembers those options.
+A question is sampled from the chat template's opening of the user's turn, or read from a file, and then answered.
+Conversation number i depends only on the options and i, so an unfinished file is continued as if it had never been
+interrupted. The file records the options.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Openings:
-    """How questions begin: the model goes on from one of `lines`. `digest` is of the file."""
+    """How questions begin: the model continues one of `lines`. `digest` is the file's."""
 
     lines: tuple[str, ...]
     digest: str
@@ -56,14 +56,14 @@ class Openings:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Conversation i answers `texts[i]`. `digest` is of the file."""
+    """Conversation i answers `texts[i]`. `digest` is the file's."""
 
     texts: tuple[str, ...]
     digest: str
 
 
 def read_openings(path: Path) -> Openings:
-    """Of a text file the lines that are not blank, without the blanks around them. Raises ConfigError."""
+    """The non-blank lines of a text file, without the blanks around them. Raises ConfigError."""
     text, digest = _read_text(path, "--openings")
     lines = tuple(line.strip() for line in text.split("\n") if line.strip())
     if not lines:
@@ -72,17 +72,18 @@ def read_openings(path: Path) -> Openings:
 
 
 def read_questions(path: Path) -> Questions:
-    """Of a file of JSON lines, blank ones passed over. Raises ConfigError, naming the line that is wrong."""
+    """From a file of JSON lines; blank lines are skipped. Raises ConfigError, naming the wrong line."""
     text, digest = _read_text(path, "--questions")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     return Questions(tuple(_parse_question(path, number, line) for number, line in lines), digest)
 
 
 class SelfChat:
-    """Asks `client` for conversations; `encoder` is the tokenizer of the model it serves, `model_digest` that model's.
+    """Asks `client` for conversations. `encoder` is the tokenizer of the model that it serves, `model_digest` that
+    model's digest.
 
-    `source`: where questions are from; from the model alone where it is None. Raises ConfigError for a model without a
-    chat template, and for openings and questions that hold special tokens.
+    `source` says where questions come from; None is the model alone. Raises ConfigError for a model without a chat
+    template, and for openings and questions with special tokens.
     """
 
     def __init__(
@@ -122,14 +123,14 @@ class SelfChat:
         }
 
     def require_questions(self, num_conversations: int) -> None:
-        """Raises ConfigError where a file of questions has fewer."""
+        """Raises ConfigError if a file of questions has fewer."""
         if isinstance(self._source, Questions) and num_conversations > len(self._source.texts):
             raise ConfigError(
                 f"--conversations: {num_conversations} are more than the {len(self._source.texts)} of --questions"
             )
 
     async def conversation(self, number: int) -> Conversation:
-        """Raises ConfigError where the model asks no question that ends."""
+        """Raises ConfigError if the model asks no question that ends."""
         random = np.random.default_rng((self._seed, number))
         if isinstance(self._source, Questions):
             return await self._answered(self._source.texts[number], random)
@@ -140,7 +141,7 @@ class SelfChat:
         raise ConfigError(f"model: {_NUM_TRIES} sampled questions were empty, or longer than {_QUESTION_TOKENS} tokens")
 
     async def _sampled_question(self, random: np.random.Generator) -> str:
-        """Empty where the model's question does not end."""
+        """Empty if the model's question does not end."""
         line, begun = self._openings[random.integers(len(self._openings))] if self._openings else ("", ())
         sampled = await self._client.complete(
             token_ids=self._user_opening + begun,
@@ -173,10 +174,10 @@ class SelfChat:
 async def write_self_chat(
     out: Path, self_chat: SelfChat, *, num_conversations: int, vocab_size: int, concurrency: int, progress: Progress
 ) -> int:
-    """Add conversations to `out` until it has `num_conversations`; what is made is kept when this is interrupted.
+    """Add conversations to `out` until it has `num_conversations`. An interruption keeps what was made.
 
-    Returns how many were there before. Raises ConfigError for a file that is not of this format, or was begun with
-    other options, and for more conversations than questions.
+    Returns how many there were before. Raises ConfigError for a file of another format or other options, and for more
+    conversations than questions.
     """
     self_chat.require_questions(num_conversations)
     options = self_chat.options
@@ -213,7 +214,7 @@ async def write_self_chat(
 
 
 def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
-    """The tokens before a user's words: what two conversations with other words have in common."""
+    """The tokens before a user's words: what two conversations with different words have in common."""
     try:
         first, second = (encoder.encode_chat([ChatMessage("user", word)]) for word in ("What", "how"))
     except ValueError as error:
@@ -222,7 +223,7 @@ def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
 
 
 def _plain_tokens(encoder: TextTokenizer, line: str, option: str) -> tuple[int, ...]:
-    """Without the special tokens that the tokenizer adds by itself. Raises ConfigError where the line holds others."""
+    """Without the special tokens that the tokenizer adds. Raises ConfigError if the line holds others."""
     encoded = encoder.encode(line)
     plain = tuple(token_id for token_id in encoded if token_id not in encoder.special_ids)
     if len(encoded) - len(plain) != len(encoder.encode("")):
@@ -270,7 +271,7 @@ def _read(path: Path, vocab_size: int, options: dict[str, Any]) -> list[Conversa
 
 
 def _check_options(path: Path, arrays: Mapping[str, NDArray[Any]], options: dict[str, Any]) -> None:
-    """Raises ConfigError, naming the first that differs."""
+    """Raises ConfigError, which names the first difference."""
     if "options" not in arrays:
         raise ConfigError(f"{path}: the array options is missing: it cannot be told how the file was begun")
     try:

@@ -1,4 +1,4 @@
-"""The head as it is trained. Its parameters have the names of the EAGLE-3 format."""
+"""The head during training. Its parameters have the EAGLE-3 format's names."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TrainableHead(nn.Module):
         self.register_buffer("_sines", angles[1][0], persistent=False)
 
     def matrices(self) -> list[nn.Parameter]:
-        """All weights with two dimensions but the output layer's."""
+        """All two-dimensional weights except the output layer's."""
         return [weight for weight in self.parameters() if weight.dim() == 2 and weight is not self.lm_head.weight]
 
     def chain(self, aux: Tensor, embedded: Callable[[int], Tensor], num_steps: int) -> Iterator[Tensor]:
@@ -147,7 +147,7 @@ def initialize(head: TrainableHead, target: Target, token_ids: Tensor, *, seed: 
 
 
 def _goals(head: TrainableHead) -> dict[str, Tensor]:
-    """Where the weights of a Llama layer go, by their names in it."""
+    """Where a Llama layer's weights go, by their names in it."""
     layer = head.midlayer
     size = layer.hidden_norm.weight.shape[0]
     attn = layer.self_attn

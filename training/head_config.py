@@ -55,9 +55,10 @@ def head_config(target: Any, *, draft_vocab: int, layers: tuple[int, ...] | None
 
 
 def head_spec(config: dict[str, Any], target: Any, directory: Path) -> Eagle3Spec:
-    """What the services will make of `config`. Raises ConfigError for layers that the target has not.
+    """How the services will read `config`. Raises ConfigError for layers that the target lacks.
 
-    UnsupportedModel or DraftMismatch, naming `directory`, the target's, where a head of its shape would not be served.
+    Raises UnsupportedModel or DraftMismatch, naming `directory`, the target's, if a head of its shape would not be
+    served.
     """
     spec = read_spec(config, (), directory=str(directory), num_target_layers=target.num_hidden_layers)
     assert isinstance(spec, Eagle3Spec)

@@ -1,4 +1,4 @@
-"""What a head is trained for, and what is measured of it: both from its chains of draft steps over one batch."""
+"""What a head is trained for and measured by: its chains of draft steps over one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _STEP_DECAY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """By position in the chain: how often a draft is the target's most likely token, and how often all up to it are."""
+    """By position in the chain: how often a draft is the target's most likely token, and how often it and all before
+    are.
+    """
 
     accuracy: tuple[float, ...]
     cumulative: tuple[float, ...]
@@ -40,7 +42,7 @@ class Objective:
         self._weights = [_STEP_DECAY**step for step in range(num_steps)]
 
     def losses(self, batch: Batch) -> Tensor:
-        """[S]: of each step, the mean over the batch's positions."""
+        """[S]: each step's mean over the batch's positions."""
         with torch.no_grad():
             probs = linear(batch.final.to(self._output_rows.dtype), self._output_rows).float().softmax(-1)
         losses = [
@@ -54,7 +56,7 @@ class Objective:
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Batch]) -> Acceptance:
-        """Over all chains of `batches`, of which there must be some."""
+        """Over all chains of `batches`, which has at least one."""
         correct = torch.zeros(2, self._num_steps, dtype=torch.int64, device=self._output_rows.device)
         num_chains = 0
         for batch in batches:

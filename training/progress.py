@@ -1,4 +1,4 @@
-"""Shows how far long work has come: a bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of long work: a bar on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 

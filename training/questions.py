@@ -51,14 +51,16 @@ class Function:
 
 
 def python_files(packages: Sequence[str]) -> list[Path]:
-    """Those of the standard library and of `packages`, tests excepted. Raises ConfigError for one that is not here."""
+    """Files of the standard library and of `packages`, without tests. Raises ConfigError for a missing package."""
     roots = [Path(sysconfig.get_path("stdlib"))]
     roots += [root for package in packages for root in _package_roots(package)]
     return [path for root in roots for path in _files_below(root)]
 
 
 def public_functions(path: Path) -> Iterator[Function]:
-    """The module's own, not its classes', with a docstring of the right length. None where it cannot be parsed."""
+    """The module's own functions, not its classes', with a docstring of the right length. None if it cannot be
+    parsed.
+    """
     try:
         with tokenize.open(path) as file:
             source = file.read()
@@ -97,10 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _package_roots(package: str) -> list[Path]:
-    # To find a.b, a would be imported.
+    # finding a.b would import a
     try:
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    except ValueError:  # a module that was not found by one
+    except ValueError:  # a module without a spec
         spec = None
     places = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
     roots = [Path(place) for place in places if place and Path(place).exists()]
@@ -120,7 +122,7 @@ def _is_passed_over(part: str) -> bool:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Of the module itself, also below its conditions."""
+    """Definitions of the module itself, also inside its conditions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child

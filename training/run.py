@@ -1,4 +1,4 @@
-"""From a target and conversations to a run that is ready to start."""
+"""Prepares a run from a target and conversations."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def prepare_training(
         "layers": list(key.layers),
         "start_from": _identity_of(starting, revises_vocab=revises_vocab),
     }
-    del target  # its decoder layers are not needed any more
+    del target  # its decoder layers are no longer needed
     workplace = Workplace(
         out=out,
         identity=identity,
@@ -114,7 +114,7 @@ def prepare_training(
 def _begin(
     head: TrainableHead, starting: StartingHead | None, target: Target, vocabulary: DraftVocabulary, *, seed: int
 ) -> str:
-    """Give the head its first weights. Returns where they are from."""
+    """Give the head its first weights. Returns where they come from."""
     token_ids = torch.from_numpy(vocabulary.token_ids)
     if starting is None:
         return "from the target's last layer" if initialize(head, target, token_ids, seed=seed) else "from scratch"

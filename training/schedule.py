@@ -1,4 +1,4 @@
-"""The learning rate: warm-up, constant, linear decay. All but the decay is the same however long the run is to be."""
+"""The learning rate: warm-up, constant, linear decay. Only the decay depends on the run's length."""
 
 from __future__ import annotations
 

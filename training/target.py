@@ -54,13 +54,13 @@ class Target:
         return token_ids
 
     def last_layer(self) -> dict[str, Tensor]:
-        """Weights by their name within the last decoder layer, where its layers are `model.layers`; else none."""
+        """Weights by their names in the last decoder layer, if the layers are `model.layers`; else none."""
         prefix = f"model.layers.{self.config.num_hidden_layers - 1}."
         tensors: dict[str, Tensor] = self.model.state_dict()
         return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
     def final_norm(self) -> Tensor | None:
-        """[H], where it is `model.norm`."""
+        """[H], if it is `model.norm`."""
         weight: Tensor | None = self.model.state_dict().get("model.norm.weight")
         return weight
 
@@ -78,7 +78,7 @@ def load_target(directory: Path, *, device: str) -> Target:
 
 @torch.inference_mode()
 def _require_plain_logits(target: Target) -> None:
-    """UnsupportedModel where logits are more than the output layer's (scaled, capped): the loss would not be theirs."""
+    """Raises UnsupportedModel if logits are more than the output layer's (scaled, capped): the loss would be wrong."""
     token_ids = torch.tensor([[0, 1]], device=target.model.device)
     theirs = target.model(input_ids=token_ids, use_cache=False).logits.float()
     _, final = target.states(token_ids, (0,))

@@ -26,7 +26,9 @@ from training.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workplace:
-    """What a run reads and writes. `identity`: what its checkpoints must share with it; `head_config`: config.json."""
+    """What a run reads and writes. `identity` is what its checkpoints must share with it; `head_config` is
+    config.json.
+    """
 
     out: Path
     identity: dict[str, Any]
@@ -69,10 +71,10 @@ class Trainer:
     _pace: _Pace = field(init=False, default_factory=_Pace)
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> list[Evaluation]:
-        """Go on from the checkpoint in the out directory, to the end or until `should_stop`, asked after each step.
+        """Continue from the checkpoint in the out directory, to the end or until `should_stop`, asked after each step.
 
-        The head is then exported and a checkpoint written. Returns the evaluations, earlier runs' included.
-        Raises ConfigError when there is a checkpoint of another run.
+        Then the head is exported and a checkpoint written. Returns the evaluations, earlier runs' included. Raises
+        ConfigError for a checkpoint of another run.
         """
         self._optimizers = Optimizers(self.head, self.config)
         self._restore()

@@ -36,7 +36,7 @@ class DraftVocabulary:
 
 
 def most_frequent(answer_tokens: Ints, *, draft_vocab: int, vocab_size: int) -> DraftVocabulary:
-    """Of equally frequent tokens those with the lower id. Raises ConfigError."""
+    """Ties go to the lower ids. Raises ConfigError."""
     if draft_vocab > vocab_size:
         raise ConfigError(f"draft_vocab: {draft_vocab} exceeds the target's vocabulary of {vocab_size}")
     counts = np.bincount(answer_tokens, minlength=vocab_size)

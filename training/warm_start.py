@@ -1,4 +1,4 @@
-"""Begins a run with a head that was trained before."""
+"""Begins a run with a trained head."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from common.errors import ConfigError
 from training.vocabulary import UNKNOWN, DraftVocabulary
 
 OUTPUT_LAYER = "lm_head.weight"
-_RIDGE = 0.1  # of an input's sum of squares, in the mean
+_RIDGE = 0.1  # share of an input's mean sum of squares
 
 
 @dataclass(frozen=True, slots=True)
 class StartingHead:
-    """`weights` by the names of the EAGLE-3 format. `digest` is the file's. Output row i is that of the vocabulary's
-    token i: with another vocabulary the rows move along.
+    """`weights` have the EAGLE-3 format's names. `digest` is the file's. Output row i belongs to the vocabulary's token
+    i; with another vocabulary the rows move along.
     """
 
     weights: dict[str, Tensor]
@@ -32,12 +32,12 @@ class StartingHead:
     digest: str
 
     def output_rows(self, vocabulary: DraftVocabulary, target_rows: Tensor) -> Tensor:
-        """[Vd, h] float32: of each token of `vocabulary` the head's row, or where it has none one made of `target_rows`
-        [Vd, h].
+        """[Vd, h] float32: for each token of `vocabulary` the head's row, or, if it has none, one made from
+        `target_rows` [Vd, h].
 
-        Training moves all rows far from the target's, which beside them would be drafted far too often. So the target's
-        row of a new token is moved as those of the known tokens were: by the affine map that fits their moves best, and
-        by less the fewer there are.
+        Training moves all rows far from the target's, so an unmoved target row would be drafted far too often. The
+        target's row of a new token is therefore moved as the known tokens' rows were: by the affine map that fits their
+        moves best, and by less the fewer there are.
         """
         own = torch.from_numpy(self.vocabulary.draft_ids()[vocabulary.token_ids])
         is_known = own != UNKNOWN
