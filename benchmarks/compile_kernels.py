@@ -106,7 +106,7 @@ class Compiled:
 def attention_launches(
     heads: HeadShape, shape: KernelShape, shared_bytes: int, *, num_slots: int = 4096, overlaps: bool = False
 ) -> list[Launch]:
-    """Of one layer of a forward, over a pool of so many slots. Raises StartupError."""
+    """The launches of one layer of a forward, over a pool of so many slots. Raises StartupError."""
     launches: list[Launch] = []
     backend = TritonAttention(heads, shared_bytes=shared_bytes, overlaps=overlaps, launch=launches.append)
 
@@ -216,7 +216,7 @@ def sampling_kernels(capability: int) -> Iterator[Compiled]:
 
 
 def layer_launches(layer: LayerSizes, *, overlaps: bool = False) -> list[Launch]:
-    """Of a decoder layer's forwards of one token and of many."""
+    """The launches of a decoder layer's forwards of one token and of many."""
     launches: list[Launch] = []
     kernels, dtype = LayerKernels(overlaps=overlaps, launch=launches.append), layer.dtype
 
@@ -272,7 +272,7 @@ def few() -> Iterator[Compiled | StartupError]:
 
 
 def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
-    """Of heads of these sizes."""
+    """The kernels for heads of these sizes."""
     for capability in SHARED_BYTES:
         yield from sampling_kernels(capability)
         for dtype in DTYPES:

@@ -165,7 +165,7 @@ class DecodePeer:
         self._ready = asyncio.Event()
         self._error: BaseException | None = None
         self.lent_bytes = 0
-        """Of KV that came otherwise than in frames."""
+        """Bytes of KV that did not come in frames."""
         engine = new_decode_engine(
             NothingModel(shape),
             max_rows=shape.num_prompts,

@@ -68,7 +68,7 @@ CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 256
 NUM_VARIANTS = 61  # preset results of forwards, used in turn
 STEPS_A_TURN = 8
-"""Of the edge: on a core of its own it would not empty the engine's caches, so most steps do not come behind it."""
+"""Steps between the edge's turns: on a core of its own the edge would not empty the engine's caches."""
 _REPLICA = "replica"
 _ROW_BYTES = 4
 

@@ -30,9 +30,9 @@ from benchmarks.peer import add_peer_argument, peer_row, run_peer
 LIMITS = {1: 4.0, 8: None, 32: 8.0}
 """Least ratio of decode tokens/s to sequential `generate`, by concurrency; None: shown without a bound."""
 PEER_LIMIT = 1.0
-"""Of tokens/s while all requests decode to the peer's of decoding as many sequences."""
+"""Least ratio of tokens/s while all requests decode to the peer's for as many sequences."""
 LEAST_FULL_LOAD_S = 3.0
-"""In which all requests decode: of less the rate is the luck of a few steps, and meets no bound."""
+"""Shortest time in which all requests decode; a shorter window meets no bound."""
 
 
 def main() -> None:

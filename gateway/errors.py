@@ -18,7 +18,7 @@ INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 CLIENT_LEFT_STATUS = 499
-"""Of requests whose client left, in metrics and logs alone."""
+"""The status of requests whose client left, in metrics and logs only."""
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
 _MAX_MESSAGE_BYTES = 1024

@@ -151,7 +151,7 @@ class GenerationFields(_StrictFields):
     """The fields of both endpoints: OpenAI's, and Baton's own."""
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Of fields that are not served, values that ask for nothing of this endpoint."""
+    """Neutral values of fields that are not served, for this endpoint."""
 
     model: str
     stream: bool = False
@@ -168,7 +168,7 @@ class GenerationFields(_StrictFields):
     speculate: bool | None = None
     return_token_ids: bool = False
     numbers: SkipValidation[Mapping[str, float]] = {}
-    """Those of NUMBER_OPTIONS that were given. They are fields of their own in the body."""
+    """The given options among NUMBER_OPTIONS. In the body each is a field of its own."""
 
     @property
     def includes_usage(self) -> bool:

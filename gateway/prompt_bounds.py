@@ -7,7 +7,7 @@ from gateway.plan import Plan, TokenIdsPrompt
 from gateway.served_model import ModelCard
 
 MAX_SENT_BYTES = 32 << 20
-"""Of all choices' prompts together. The largest of 32 choices may be a megabyte, some 250,000 tokens."""
+"""Bound on all choices' prompts together. With 32 choices a prompt may be a megabyte, some 250,000 tokens."""
 
 
 def check_prompts(plan: Plan, card: ModelCard) -> None:

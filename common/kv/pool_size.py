@@ -19,25 +19,25 @@ from common.errors import StartupError
 from common.peer_text import peer_text
 
 GPU_ROWS, CPU_ROWS = 256, 32
-"""The most that are taken where no setting says so."""
+"""The most rows that a pool takes by itself."""
 CPU_TOKENS = 32768
 LEAST_TOKENS = 1024
-"""Of one request, or its context where that is shorter: a pool for fewer is not made unless a setting says so."""
+"""Fewest tokens of a pool that sizes itself, unless a request's context is shorter."""
 _ROWS_PART = 4
-"""What rows need beside the pool may be one part of so many of what is left."""
+"""Rows may take one part in this many of the memory that is left, beside the pool."""
 _LIBRARIES_BYTES = 512 << 20
-"""Of a GPU, for what is loaded or taken there later and not counted by anybody."""
+"""GPU memory for what is loaded later and counted nowhere."""
 _ACTIVATION_BYTES = 128
-"""Of each token and value of the hidden state, from above: states of a layer and its MLP, some of them in float32."""
+"""Upper estimate of activations for each token and hidden value: a layer's and its MLP's, some in float32."""
 SPLIT_BYTES = 256
-"""Of the same on a GPU, where rows have few new tokens: 32 parts of what is attended, in float32, of heads that are
-twice as wide as the hidden state.
+"""The same on a GPU for rows with few new tokens: 32 parts of attention in float32, with heads twice as wide as the
+hidden state.
 """
 LOGIT_BYTES = 4
 _SAMPLED_LOGIT_BYTES = 32
-"""Logits as the model gives them, and while rows sample: in float32, shaped, sorted, their order, probabilities."""
+"""Copies of the logits: the model's, and while rows sample float32, shaped, sorted, order and probabilities."""
 _ROW_BYTES = 16 << 10
-"""Numbers, biases and end tokens of sampling, and what the relay has of a row."""
+"""A row's numbers, biases and end tokens of sampling, and its relay entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

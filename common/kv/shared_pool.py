@@ -62,7 +62,7 @@ class PoolLayout:
             group.name: (group.num_layers, group.num_planes, num_slots + 1, group.row_bytes) for group in groups
         }
         self.starts: dict[str, int] = {}
-        """Of each group, in bytes from the beginning."""
+        """Where each group starts, in bytes from the beginning."""
         end = HEADER_BYTES + (num_slots + 1) * NUMBER_BYTES
         for name, (num_layers, num_planes, num_rows, row_bytes) in self.shapes.items():
             self.starts[name] = -(-end // _PAGE_BYTES) * _PAGE_BYTES

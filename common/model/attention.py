@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 ATTENTION_NAME = "baton"
 MAX_SPLIT_BYTES = 256 << 20
-"""Of a GPU's memory, for attention that is computed in parts. Rows that need more take turns; one row may take more."""
+"""GPU memory for attention that is computed in parts. Rows that need more take turns; one row may take more."""
 
 
 @dataclass(frozen=True, slots=True)

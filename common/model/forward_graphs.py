@@ -23,7 +23,7 @@ from common.kv.slot_allocator import PADDING_SLOT
 from common.model.attention import ForwardInput
 
 Forward = Callable[[ForwardInput, Tensor | None], tuple[Tensor, ...]]
-"""Of a batch and a column beside its tokens, [T, ...], or None. Each output's first dimension is T."""
+"""A forward of a batch and of a column [T, ...] beside its tokens, or None. Each output's first dimension is T."""
 
 
 def batch_sizes(max_rows: int) -> tuple[int, ...]:

@@ -242,7 +242,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Of RMS, with a weight [width]."""
+    """An RMS norm with a weight [width]."""
 
     weight: Tensor
     epsilon: float

@@ -616,13 +616,13 @@ class _Sources:
         return name if stored is None else f"{name}/{stored.file.name}"
 
     def twice(self, key: str) -> tuple[str, str] | None:
-        """Two tensors of which each is `key`, or a part of it the one and the whole the other."""
+        """Two tensors that both hold `key`, or one a part of it and the other the whole."""
         whole = sorted(self.parts[key].get(None, ()), key=len, reverse=True)
         parts = [tensor for pattern, tensors in self.parts[key].items() if pattern is not None for tensor in tensors]
         return ((parts + whole)[0], whole[-1]) if whole and len(parts + whole) > 1 else None
 
     def absent_patterns(self, key: str) -> list[str]:
-        """Those of the tensors that `key` is made of, where there are some of them and not others."""
+        """The missing ones among the tensors that make up `key`, if some exist."""
         there = self.parts[key]
         return [each for pattern in there if pattern for each in self._siblings[pattern] if each not in there]
 

@@ -252,4 +252,4 @@ def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
 
 
 NO_SAMPLING = SamplingBatch.of([])
-"""Of a batch without entries."""
+"""The sampling needs of an empty batch."""

@@ -85,7 +85,7 @@ def _number(bits):  # type: ignore[no-untyped-def]
 
 @_function
 def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a block of tokens their ordered bits, and how much each counts: 1, or its chance over the likeliest one's."""
+    """A block's ordered bits, and how much each token counts: 1, or its probability over the likeliest one's."""
     is_there = tokens < num_columns
     x = tl.load(scores + tokens, mask=is_there, other=float("-inf"))
     weights = tl.where(is_there, tl.exp(x - largest) if BY_CHANCE else 1.0, 0.0)

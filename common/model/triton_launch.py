@@ -59,7 +59,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        """Of the compiler."""
+        """The compiler's options."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,

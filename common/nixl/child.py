@@ -26,9 +26,9 @@ class TransferProcess(AskedProcess):
         """The process is not ready yet: see `started`."""
         super().__init__(process, timeout_s, **end)
         self.address = 0
-        """Of the memory, in the process."""
+        """The memory's address in the process."""
         self.metadata = b""
-        """What the process of another service needs to read there."""
+        """What another service's process needs to read the memory."""
 
     @classmethod
     async def started(cls, file: int, *, timeout_s: float) -> TransferProcess:

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Tracer
 
 EXPORT_TIMEOUT_S = 5
-"""Of one batch, with everything that is tried again."""
+"""Bound on one batch, with all its retries."""
 FLUSH_TIMEOUT_S = 2.0
 _MAX_QUEUED_SPANS = 4096
 _MAX_BATCH_SPANS = 512

@@ -20,18 +20,18 @@ from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 from common.errors import RecordingInProgress
 
 EDGE, ENGINE, HANDOFF, REQUESTS, TOKENIZE = "edge", "engine", "handoff", "requests", "tokenize"
-"""Tracks of every service, beside one for each of its streams."""
+"""The tracks of every service, besides one for each of its streams."""
 FLOW = "flow"
-"""The figure that spans have in common which are about the same bytes, on either service."""
+"""The figure that spans about the same bytes share, on both services."""
 
 
 class EventKind(Enum):
     SPAN = auto()
-    """Of what its track does: spans of a track nest."""
+    """What the track does. Spans of a track nest."""
     TASK = auto()
-    """Of what goes on beside others, between awaits: spans of one `task` nest."""
+    """What goes on beside other tasks, between awaits. Spans of one `task` nest."""
     COUNTER = auto()
-    """What the figures are from `start_ns` on."""
+    """The figures from `start_ns` on."""
 
 
 class TimelineEvent(NamedTuple):

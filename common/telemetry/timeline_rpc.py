@@ -121,7 +121,7 @@ def _checked(request: timeline_pb2.RecordTimelineRequest) -> tuple[float, int]:
 
 
 def _clock_id() -> str:
-    """Of the running kernel: its processes read one CLOCK_MONOTONIC."""
+    """The running kernel's id: its processes read one CLOCK_MONOTONIC."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

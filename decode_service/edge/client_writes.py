@@ -13,9 +13,9 @@ from common.errors import RequestCancelled
 
 
 class ClientWrites:
-    """Of the task that makes it, until the block ends.
+    """Writes to a client, made by one task until the block ends.
 
-    One timer, set anew when it rings, watches all writes: one for each costs as much as the message does.
+    One timer, set again when it rings, watches all writes, because a timer for each would cost as much as the message.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], *, stall_timeout_s: float) -> None:

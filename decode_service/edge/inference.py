@@ -190,7 +190,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
 
     async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
-        """Of what was brought along each token is detokenised: not on the event loop."""
+        """Detokenises the output that the request brought, not on the event loop."""
         if num_tokens == 0:
             return new_output()
         return await self._prompts.replay(new_output, num_tokens=num_tokens)

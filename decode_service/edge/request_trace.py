@@ -23,9 +23,9 @@ Attributes = Mapping[str, AttributeValue]
 
 
 class RequestTrace:
-    """Of a span that does not record, because tracing is off or the trace is not sampled, it keeps the context only.
+    """One request's spans. If tracing is off or does not sample it, only the context is kept.
 
-    As a context manager it ends what is open, and its last stage is where an error is shown. Event loop only.
+    On exit it ends open spans; an error shows on the last stage. Event loop only.
     """
 
     def __init__(

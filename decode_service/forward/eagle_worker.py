@@ -58,7 +58,7 @@ class EagleWorker(SpeculativeWorker):
         return torch.stack(tokens, dim=1)
 
     def _chain_steps(self, batch: ForwardBatch, num_steps: int) -> Iterator[_ChainStep]:
-        """Of all steps at once, because each call of an operator, be it ever so small, takes its time."""
+        """Computes the inputs of all steps at once, because every call of an operator costs time."""
         positions = batch.positions.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         slots = batch.out_cache_loc.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         columns = zip(*(column.unbind() for column in (positions, slots, positions + 1, positions + 2)), strict=True)
@@ -80,8 +80,8 @@ class EagleWorker(SpeculativeWorker):
             yield _ChainStep(window, drafted)
 
     def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        """Of each level the `topk` tokens that are likeliest with all before them go on; of all drafts the likeliest
-        `num_draft_tokens` are taken.
+        """On each level the `topk` likeliest paths go on. The `num_draft_tokens` likeliest drafts of all levels are
+        taken.
         """
         num_rows, topk = batch.batch_size, spec_info.topk
         device = inputs.tokens.device

@@ -38,7 +38,7 @@ def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, voca
 
 
 def num_step_tokens(spec_info: SpecInfo | None) -> int:
-    """Of each row, in the target's forward."""
+    """Tokens of each row in the target's forward."""
     return 1 if spec_info is None or not spec_info.has_drafts else spec_info.num_verify_tokens
 
 

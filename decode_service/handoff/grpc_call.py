@@ -197,6 +197,6 @@ class GrpcCall:
 
 
 def _forget_failure(reading: asyncio.Future[object]) -> None:
-    """Of a frame that nobody waits for any more."""
+    """Retrieve the error of a read that nobody waits for any more."""
     if not reading.cancelled():
         reading.exception()

@@ -31,7 +31,7 @@ _CHECK = "/grpc.health.v1.Health/Check"
 _GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
 _MAX_ANSWER_FIELDS = 1024
 _MAX_DOUBLINGS = 7
-"""Of the time until a pool that was lost is tried again: each loss costs the calls under way an attempt."""
+"""Doublings of the time until a lost pool is tried again: each loss costs running calls an attempt."""
 
 _log = structlog.get_logger(__name__)
 
@@ -183,7 +183,7 @@ class GrpcReplica:
         return Backoff(first_s=self._timeouts.nixl_retry_s, max_doublings=_MAX_DOUBLINGS)
 
     def _let_go_of_pool(self) -> None:
-        """Of one that is being opened, too."""
+        """Also lets go of a pool that is being opened."""
         if (opening := self._opening) is not None:
             self._opening = None
             if not opening.done():

@@ -82,7 +82,7 @@ class FixedDepth:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Of a step."""
+    """What a step is expected to commit and take."""
 
     num_tokens: float
     seconds: float
@@ -175,7 +175,7 @@ class AdaptiveDepth:
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
     def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
-        """Of the whole batch, at each depth."""
+        """Expectations for the whole batch, by depth."""
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]
         num_accepted, is_reached = 0.0, 1.0

@@ -68,7 +68,7 @@ class DraftTree:
         return self.mask.sum(dim=2) - 1
 
     def ancestors(self) -> Ancestors:
-        """Of the token that follows each node, [B * (D + 1)]: the drafts on the way to it."""
+        """The drafts on the way to the token after each node, for [B * (D + 1)] nodes."""
         return Ancestors(
             token_ids=self.token_ids.repeat_interleave(self.num_nodes, dim=0),
             counted=self.mask[:, :, 1:].flatten(0, 1).to(torch.int32),

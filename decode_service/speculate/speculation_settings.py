@@ -20,7 +20,7 @@ def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
 
 
 def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
-    """Of so many rows: how far the head may be left behind."""
+    """Returns `spec_info` with how far the head may be left behind for so many rows."""
     return replace(spec_info, max_draft_lag=max(1, min(MAX_DRAFT_LAG, MAX_CATCH_UP_TOKENS // max_rows)))
 
 

@@ -57,11 +57,11 @@ class StepTimes:
         return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
 
     def has_all(self, depth: int, num_rows: int) -> bool:
-        """Whether as much is known of a depth with drafts as is ever kept."""
+        """Whether a depth with drafts has all the ratios that are kept."""
         return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
     def steps_s(self, num_rows: int) -> list[float]:
-        """Of each depth, until the next step can begin; infinite for one that was never compared."""
+        """Seconds until the next step can begin, for each depth; infinite for one that was never compared."""
         plain_s = self._plain_s.at(num_rows)
         drafting_s = [plain_s * curve.at(num_rows) if curve.is_known else math.inf for curve in self._quotients]
         return [plain_s * (1 + self._head_share), *drafting_s]

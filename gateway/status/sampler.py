@@ -49,7 +49,7 @@ class Sampler:
         )
         self._sampled_s: float | None = None
         self.snapshot = self._snapshot(clock())
-        """Of the last whole round, as it was then."""
+        """The last whole round, as it was then."""
         self._document = Document(self.snapshot)
 
     async def sample(self) -> None:

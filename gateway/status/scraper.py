@@ -12,7 +12,7 @@ from common.rpc.bearer_tokens import authorization
 from gateway.status.exposition import Exposition, parse_exposition
 
 MAX_BYTES = 256 << 10
-"""Of an answer; a service sends 20 KiB."""
+"""Bound on an answer; a service sends 20 KiB."""
 MAX_CONNECTIONS = 64
 
 

@@ -47,10 +47,10 @@ class Meanwhile(Protocol):
     """Called inside a forward's piece while it is launched. Nothing here may raise: it would fail the forward."""
 
     def layers_written(self, layers: range, event: Event) -> None:
-        """Of the target: their KV is in the pool behind `event`. In the order of the layers."""
+        """The target's `layers`, in order: their KV is in the pool after `event`."""
 
     def layer_launched(self) -> None:
-        """One more, behind which the driver's queue may be full."""
+        """One more layer was launched; the driver's queue may be full now."""
 
 
 class PrefillWorker:
@@ -76,7 +76,7 @@ class PrefillWorker:
         self._stream = stream
 
     def compile_kernels(self, timeout_s: float) -> None:
-        """Those that prompts need; before the first. Raises PieceFailed, DeviceTimeout."""
+        """Compile the kernels that prompts need, before the first prompt. Raises PieceFailed, DeviceTimeout."""
         warm_kernels(
             model=self._model,
             draft=self._draft,

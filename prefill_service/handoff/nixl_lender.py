@@ -12,7 +12,7 @@ from common.nixl.backoff import Backoff
 from common.nixl.child import NixlError, TransferProcess
 
 _MAX_DOUBLINGS = 9
-"""Of the time until a process that has ended is started again: each end costs receivers' calls an attempt."""
+"""Doublings of the time until an ended process restarts: each end costs receivers' calls an attempt."""
 _TIMEOUT_S = 10.0
 _SERVING_INTERVAL_S = 0.0005
 _IDLE_INTERVAL_S = 0.02  # new receivers connect then

@@ -24,7 +24,7 @@ def first_tokens(
     groups: Sequence[LayerGroupSpec],
     now_s: float,
 ) -> list[PrebuiltBatch]:
-    """Of each call the prompts at these places among those sampled; `groups` are the KV's that is sent."""
+    """A PrebuiltBatch for each call, whose prompts are at these places among the sampled ones. `groups` are sent."""
     prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
     logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
     return [
