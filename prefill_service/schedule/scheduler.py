@@ -31,7 +31,8 @@ from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import NewFramedKv, RowFailed
 from prefill_service.forward.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
 from prefill_service.forward.worker import Computed, Meanwhile, PrefillWorker
-from prefill_service.handoff.sender import KvSender, SentPiece
+from prefill_service.handoff.piece import SentPiece
+from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import (
     CallDone,
     CancelCallRows,
@@ -199,7 +200,7 @@ class PrefillEngine:
         num_queued = self._lives.num_in(PromptPhase.QUEUED)
         if self._has_freed and num_queued:
             return 0.0
-        if self._in_flight or self._sender.is_copying or self.pool.has_quarantined:
+        if self._in_flight or self._sender.is_busy or self.pool.has_quarantined:
             return self._wake_up.wait_s
         return _QUEUED_WAIT_S if num_queued else _IDLE_WAIT_S
 
@@ -243,11 +244,8 @@ class PrefillEngine:
                     self._lives.enter(prompt, PromptPhase.ENDED)
                 self._calls.pop(call_id, None)
                 self._sender.forget_call(call_id)
-            case SegmentBytesSent(call_id, num_bytes):
-                if call_id in self._calls or self._sender.owes(call_id):
-                    self._sender.return_budget(call_id, num_bytes)
-            case SegmentsReturned(_, numbers):
-                self._sender.return_segments(numbers)
+            case SegmentBytesSent() | SegmentsReturned():
+                self._sender.give_back(command)
             case Drain():
                 self._is_draining = True
 

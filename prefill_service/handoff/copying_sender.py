@@ -1,0 +1,174 @@
+"""KV that leaves as bytes: copied out of the pool within a budget, and sent over gRPC."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, from_numpy
+
+from common.device.cell import Cell
+from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
+from common.kv.pool import KvPool
+from common.kv.slot_run import run_of
+from common.telemetry.timeline import FLOW
+from common.wire.handoff import KvSegment, NewFramedKv, segment_flow
+from prefill_service.handoff.piece import Piece, PieceSender, SentPiece
+from prefill_service.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    piece: Piece
+    scope: Scope
+    segment: Cell[KvSegment]
+    done: Event
+
+
+class CopyingSender(PieceSender):
+    """A piece needs the pool until its copy has ended.
+
+    Bytes copied out and not yet taken by a transport stay within `budget_bytes`, but for one segment of each call,
+    which is always allowed: a receiver that stalls cannot keep the others from sending. While several calls have
+    something to send, none takes more than a quarter of the budget.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: KvPool,
+        budget_bytes: int,
+        max_segment_bytes: int,
+        new_framed_kv: NewFramedKv | None,
+        on_event: OnEvent | None,
+    ) -> None:
+        """`new_framed_kv`: where KV of a pool on the host is gathered, if not into memory of the device's choice.
+        `on_event`: of the stream that copies, whose events `poll` looks at.
+        """
+        super().__init__(max_segment_bytes=max_segment_bytes)
+        self._device = device
+        self._new_framed_kv = new_framed_kv
+        self._pool = pool
+        self._budget_bytes = budget_bytes
+        self._stream = device.new_stream("sending", StreamKind.COPY, on_event)
+        self._queued: dict[str, deque[Piece]] = {}
+        self._copying: deque[_Copy] = deque()
+        self._unsent: dict[str, int] = {}  # by call
+        self._unsent_bytes = 0  # of all
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._copying)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Copied out of the pool, or being copied, and not yet taken by a transport."""
+        return self._unsent_bytes
+
+    def start(self, num_forwards: int) -> None:
+        """Start as many copies as the budget allows, the calls taking turns. A call is not asked again once its next
+        piece may not be copied.
+
+        One stream copies, in order. So what is written after the first `num_forwards + 1` forwards is not started yet:
+        what is there already, or will be sooner, would wait for it.
+        """
+        turns = deque(self._queued)
+        while turns:
+            call_id = turns.popleft()
+            pieces = self._queued[call_id]
+            if not pieces:
+                del self._queued[call_id]
+            elif pieces[0].forward <= num_forwards and self._may_copy(call_id, pieces[0].num_bytes):
+                self._copy(pieces.popleft())
+                turns.append(call_id)
+
+    def poll(self) -> Iterator[SentPiece]:
+        while self._copying and self._copying[0].done.is_done():
+            copy = self._copying.popleft()
+            raise_if_device_failed(copy.done)
+            piece, error = copy.piece, copy.scope.error
+            is_wanted = self._is_wanted(piece)
+            if (not is_wanted or error is not None) and self.owes(piece.prompt.call_id):
+                self.return_budget(piece.prompt.call_id, piece.num_bytes)
+            if is_wanted:
+                self._num_pieces[piece.prompt] -= 1
+                yield SentPiece(piece.prompt, copy.segment.get() if error is None else None, error)
+
+    def owes(self, call_id: str) -> bool:
+        """Whether the call's transport holds bytes that it has not returned."""
+        return call_id in self._unsent
+
+    def return_budget(self, call_id: str, num_bytes: int) -> None:
+        left = self._unsent.get(call_id, 0) - num_bytes
+        assert left >= 0, f"call {call_id} returned {-left} bytes more than it was given"
+        self._set_unsent(call_id, left)
+
+    def forget(self, prompt: Prompt) -> None:
+        """Send no more of this prompt. Copies under way end and are dropped."""
+        super().forget(prompt)
+        pieces = self._queued.get(prompt.call_id)
+        if pieces is not None:
+            self._queued[prompt.call_id] = deque(piece for piece in pieces if piece.prompt is not prompt)
+
+    def forget_call(self, call_id: str) -> None:
+        """The call's transport is gone: what it had not taken is dropped, and its budget is free."""
+        self._queued.pop(call_id, None)
+        self._set_unsent(call_id, 0)
+
+    def close(self, timeout_s: float) -> None:
+        self._stream.close(timeout_s)
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        self._queued.setdefault(pieces[0].prompt.call_id, deque()).extend(pieces)
+
+    def _may_copy(self, call_id: str, num_bytes: int) -> bool:
+        mine = self._unsent.get(call_id, 0)
+        if self._unsent_bytes + num_bytes > self._budget_bytes:
+            return mine == 0
+        share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
+        return mine == 0 or mine + num_bytes <= share
+
+    def _copy(self, piece: Piece) -> None:
+        scope = Scope(f"send {piece.prompt.row.request_id}")
+        segment: Cell[KvSegment] = Cell()
+
+        def copy_out() -> None:
+            segment.set(self._copied_out(piece))
+
+        self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
+        self._stream.wait(piece.written)
+        row = piece.prompt.row
+        flow = segment_flow(row.request_id, row.attempt, piece.group.name, piece.layer_start, piece.token_start)
+        self._stream.enqueue(Measured(copy_out, {"bytes": piece.num_bytes, FLOW: flow}), scope)
+        done = self._stream.record(scope)
+        piece.lease.use_until(done, self._stream)
+        self._copying.append(_Copy(piece, scope, segment, done))
+
+    def _copied_out(self, piece: Piece) -> KvSegment:
+        """With the piece's KV; from another device that is there after what the stream does now."""
+        if self._new_framed_kv is not None and self._device.torch_device.type == "cpu":
+            framed = self._new_framed_kv(piece.num_bytes, lambda array: self._gather(piece, from_numpy(array)))
+            return replace(piece.segment, framed=framed)
+        target = self._device.host_buffer((piece.num_bytes,), torch.uint8)
+        self._gather(piece, target)
+        return replace(piece.segment, payload=target.numpy())
+
+    def _gather(self, piece: Piece, into: Tensor) -> None:
+        pool = self._pool.buffers[piece.group.name]
+        layers = pool[piece.layers]
+        values = into.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+        if (run := run_of(piece.slots)) is not None:
+            values.copy_(layers[:, :, run], non_blocking=True)
+        elif layers.device.type == "cpu":
+            torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
+        else:
+            slots = self._device.to_device(torch.tensor(piece.slots))
+            values.copy_(layers.index_select(2, slots), non_blocking=True)
+
+    def _set_unsent(self, call_id: str, num_bytes: int) -> None:
+        self._unsent_bytes += num_bytes - self._unsent.pop(call_id, 0)
+        if num_bytes:
+            self._unsent[call_id] = num_bytes

@@ -1,0 +1,132 @@
+"""Parts of prompts' KV, each as large as one segment, and what sends them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from common.device.stream import Event
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import RowLease
+from common.kv.slot_allocator import Slots
+from common.wire.handoff import KvSegment
+from prefill_service.prompt import Prompt
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Part of one prompt's KV, which is there once `written` is done. `forward`: the number of the one that writes it.
+
+    It is one sender's alone, which may give it more layers when it takes it out.
+    """
+
+    prompt: Prompt
+    lease: RowLease
+    group: LayerGroupSpec
+    layer_start: int
+    num_layers: int
+    token_start: int
+    num_tokens: int
+    written: Event
+    forward: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.group.layer_token_bytes * self.num_layers * self.num_tokens
+
+    @property
+    def slots(self) -> Slots:
+        return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
+
+    @property
+    def layers(self) -> slice:
+        return slice(self.layer_start, self.layer_start + self.num_layers)
+
+    @property
+    def segment(self) -> KvSegment:
+        """Without its KV."""
+        return KvSegment(
+            row=self.prompt.index,
+            layer_group=self.group.name,
+            layer_start=self.layer_start,
+            num_layers=self.num_layers,
+            token_start=self.token_start,
+            num_tokens=self.num_tokens,
+        )
+
+    def split(self, max_segment_bytes: int) -> list[Piece]:
+        """The same KV in pieces of at most so many bytes, or a token of a layer."""
+        if self.num_bytes <= max_segment_bytes:
+            return [self]
+        num_layers, num_tokens = segment_shape(self.group, max_segment_bytes, layers=self.num_layers)
+        token_stop, layer_stop = self.token_start + self.num_tokens, self.layer_start + self.num_layers
+        return [
+            replace(
+                self,
+                layer_start=layer,
+                num_layers=min(num_layers, layer_stop - layer),
+                token_start=token,
+                num_tokens=min(num_tokens, token_stop - token),
+            )
+            for token in range(self.token_start, token_stop, num_tokens)
+            for layer in range(self.layer_start, layer_stop, num_layers)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SentPiece:
+    """A segment ready for the call's transport, or why it could not be made."""
+
+    prompt: Prompt
+    segment: KvSegment | None
+    error: BaseException | None
+
+
+class PieceSender(ABC):
+    """One way for pieces to become segments. Only the engine thread calls it; nothing here blocks."""
+
+    def __init__(self, *, max_segment_bytes: int) -> None:
+        self._max_segment_bytes = max_segment_bytes
+        self._num_pieces: dict[Prompt, int] = {}
+
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether `poll` may have segments soon that it does not have yet."""
+
+    def num_pieces(self, prompt: Prompt) -> int:
+        """How many pieces of the prompt still need the pool."""
+        return self._num_pieces.get(prompt, 0)
+
+    def queue(self, whole: Piece) -> None:
+        pieces = whole.split(self._max_segment_bytes)
+        self._num_pieces[whole.prompt] = self.num_pieces(whole.prompt) + len(pieces)
+        self._take(pieces)
+
+    def forget(self, prompt: Prompt) -> None:
+        """Send no more of this prompt."""
+        self._num_pieces.pop(prompt, None)
+
+    @abstractmethod
+    def poll(self) -> Iterator[SentPiece]:
+        """The segments that are ready, in order.
+
+        Of what a failed forward did not write there is none: that forward's end fails its prompts. Raises what the
+        device or a stream failed with.
+        """
+
+    @abstractmethod
+    def _take(self, pieces: Sequence[Piece]) -> None: ...
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        """Asked once the piece is written, or that has failed."""
+        return piece.prompt in self._num_pieces and piece.written.error is None
+
+
+def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:
+    """(layers, tokens) of the largest segment: all `layers` of as many tokens as fit, else one token of fewer."""
+    num_tokens = max_segment_bytes // (group.layer_token_bytes * layers)
+    if num_tokens:
+        return layers, num_tokens
+    return max(1, max_segment_bytes // group.layer_token_bytes), 1
