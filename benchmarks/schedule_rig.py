@@ -27,7 +27,7 @@ from common.device.cpu import CpuDevice
 from common.device.inline import InlineStream
 from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
-from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec
+from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
 from common.load import EngineLoad
 from common.model.sampling import Sampled
 from common.model.sampling_params import ResolvedSampling
@@ -36,7 +36,6 @@ from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import StepStats
-from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.live_request import Ending, LiveRequest

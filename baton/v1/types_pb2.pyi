@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,22 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ProtocolVersion:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProtocolVersionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProtocolVersion.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROTOCOL_VERSION_UNSPECIFIED: _ProtocolVersion.ValueType  # 0
+    PROTOCOL_VERSION_CURRENT: _ProtocolVersion.ValueType  # 10
+
+class ProtocolVersion(_ProtocolVersion, metaclass=_ProtocolVersionEnumTypeWrapper):
+    """The version of the handoff's contract. Every change of its fields, here or in prefill.proto, raises it."""
+
+PROTOCOL_VERSION_UNSPECIFIED: ProtocolVersion.ValueType  # 0
+PROTOCOL_VERSION_CURRENT: ProtocolVersion.ValueType  # 10
+Global___ProtocolVersion: _TypeAlias = ProtocolVersion  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):

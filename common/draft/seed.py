@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.draft.head import DraftHead
-from common.wire.fingerprint import SeedColumnSpec
+from common.kv.layer_group import SeedColumnSpec
 
 TOPK_INDEX = "topk_index"
 TOPK_P = "topk_p"

@@ -1,4 +1,4 @@
-"""The shape of one group of KV layers: what the pool allocates, a segment carries and the fingerprint compares."""
+"""What two services agree on about KV: the shape of a group of layers, and of a column of the speculative seed."""
 
 from __future__ import annotations
 
@@ -34,3 +34,12 @@ class LayerGroupSpec:
     def token_bytes(self) -> int:
         """Bytes of one token in the whole group."""
         return self.num_layers * self.layer_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SeedColumnSpec:
+    """One column of the speculative seed in PrebuiltBatch. `dtype` is a numpy name; `row_shape` excludes the batch."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sized
 
 from baton.v1 import types_pb2
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.rpc.messages import require
-from common.wire.fingerprint import Fingerprint, SeedColumnSpec
+from common.wire.fingerprint import Fingerprint
 
 _MAX_ENTRIES = 32
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from common.kv.layer_group import LayerGroupSpec
+from baton.v1 import types_pb2
+from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.peer_text import peer_text
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION: int = types_pb2.PROTOCOL_VERSION_CURRENT
 NO_SPECULATION = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class SeedColumnSpec:
-    """One column of the speculative seed in PrebuiltBatch. `dtype` is a numpy name; `row_shape` excludes the batch."""
-
-    name: str
-    dtype: str
-    row_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Scope, Stream, wait_in_order
-from common.wire.fingerprint import SeedColumnSpec
+from common.kv.layer_group import SeedColumnSpec
 
 _POISON = -1
 

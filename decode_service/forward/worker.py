@@ -12,12 +12,12 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Event, Measured, Scope, Stream
+from common.kv.layer_group import SeedColumnSpec
 from common.kv.pool import KvPool
 from common.model.attention import ForwardInput
 from common.model.sampling import Sampled, sample
 from common.model.sampling_state import SamplingState
 from common.model.target import Target, TargetOutput
-from common.wire.fingerprint import SeedColumnSpec
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.stream import Scope
 from common.draft.head import DraftOutput
+from common.kv.layer_group import SeedColumnSpec
 from common.model.attention import ForwardInput
 from common.model.sampling_params import ResolvedSampling
-from common.wire.fingerprint import SeedColumnSpec
 from common.wire.handoff import PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from common.errors import RowFailure
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.model.sampling_params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
-from common.wire.fingerprint import Fingerprint, SeedColumnSpec
+from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
 VOCAB_SIZE = 300

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from common.kv.layer_group import LayerGroupSpec
-from common.wire.fingerprint import Fingerprint, SeedColumnSpec, first_difference
+from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
+from common.wire.fingerprint import Fingerprint, first_difference
 from tests.wire.strategies import DRAFT, PLAIN
 
 CHANGES: dict[str, object] = {

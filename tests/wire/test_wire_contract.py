@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.wire.codec_commands import (
     CancelRows,
@@ -22,7 +22,7 @@ from common.wire.codec_commands import (
     decode_command,
 )
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, SeedColumnSpec
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
@@ -167,6 +167,6 @@ def test_a_change_of_the_fields_raises_the_protocol_version() -> None:
         prefill_pb2.HandoffTrailer.DESCRIPTOR,
     )
     assert (PROTOCOL_VERSION, digest) == CONTRACT, (
-        "the handoff's fields changed, which must raise PROTOCOL_VERSION (common/wire/fingerprint.py); then CONTRACT "
+        "the handoff's fields changed, which must raise PROTOCOL_VERSION_CURRENT (types.proto); then CONTRACT "
         "and SENT here are the new version's"
     )
