@@ -19,7 +19,7 @@ from baton.errors import BatonError, FailedPrecondition, Unauthenticated
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All control characters but tabs and line feeds."""
-_OWN_PACKAGES = frozenset({"baton", "common", "training"})
+_OWN_PACKAGES = frozenset({"baton", "baton_cpu", "common", "training"})
 
 
 def print_json(event: str, **fields: Any) -> None:
