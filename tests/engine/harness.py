@@ -117,7 +117,8 @@ def _land(device: ScriptedDevice) -> None:
 class ScriptedEngine:
     """Stepped by the test; nothing on a stream runs but what the test or the device's policy runs.
 
-    Every `step` checks that rows and slots add up.
+    Every `step` checks that rows and slots add up. An engine that `delivers` hands its events over as soon as the edge
+    may have them, to `delivered`, and a step returns only those that are left.
     """
 
     def __init__(
@@ -132,11 +133,13 @@ class ScriptedEngine:
         head: TagHead | None = None,
         clock: Callable[[], float] | None = None,
         replicas: ReplicasChanged | None = None,
+        delivers: bool = False,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel()
         self.head = (head or TagHead()) if spec_info else None
         self._spec_info = spec_info
+        self.delivered: list[Event] = []
         ticks = itertools.count()
         self.engine = new_decode_engine(
             self.model,
@@ -148,6 +151,7 @@ class ScriptedEngine:
             spec_info=spec_info,
             overlap=overlap,
             clock=clock or (lambda: float(next(ticks))),
+            deliver=self._take_delivered if delivers else None,
             debug_checks=debug_checks,
         )
         self.outcomes: dict[str, Outcome] = {}
@@ -279,6 +283,11 @@ class ScriptedEngine:
         load = self.engine.load()
         all_free = load.rows.free == load.rows.total and load.slots.free == load.slots.total
         return all_free and all(outcome.has_ended for outcome in self.outcomes.values()) and not self._posted
+
+    def _take_delivered(self, events: Sequence[Event]) -> None:
+        self.delivered.extend(events)
+        for event in events:
+            self._note(event)
 
     def _note(self, event: Event) -> None:
         match event:

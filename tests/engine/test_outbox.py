@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event as DeviceEvent
 from decode_service.messages import Event, Finished, StartHandoff, Tokens
+from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.results import StepInFlight
-from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 
@@ -19,18 +19,11 @@ SPEC_INFOS = [None, SpecInfo.chain(2)]
 
 def delivering(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, list[Event]]:
     """An engine in which a request runs, and what it delivers from then on."""
-    scripted = ScriptedEngine(spec_info=spec_info)
+    scripted = ScriptedEngine(spec_info=spec_info, delivers=True)
     scripted.submit("first", [5, 6, 7], 12)
     scripted.start("first")
-    heard: list[Event] = []
-
-    def deliver(events: Sequence[Event]) -> None:
-        heard.extend(events)
-        for event in events:
-            scripted._note(event)
-
-    scripted.engine._outbox._deliver = deliver
-    return scripted, heard
+    scripted.delivered.clear()
+    return scripted, scripted.delivered
 
 
 @pytest.mark.parametrize("spec_info", SPEC_INFOS)
@@ -55,13 +48,13 @@ def test_tokens_wait_until_the_next_step_is_launched_or_waits(
     scripted, heard = delivering(spec_info)
     assert scripted.step() == [] and not heard, "the edge is told while a forward is to be launched"
     launched: list[bool] = []
-    launch = scripted.engine._launch
+    seal = StepInFlight.seal
 
-    def note_and_launch(batch: ScheduleBatch) -> StepInFlight:
+    def note_and_seal(**launch: Any) -> StepInFlight:
         launched.append(bool(heard))
-        return launch(batch)
+        return seal(**launch)
 
-    monkeypatch.setattr(scripted.engine, "_launch", note_and_launch)
+    monkeypatch.setattr(StepInFlight, "seal", note_and_seal)
     scripted.step()
     assert any(isinstance(event, Tokens) for event in heard)
     assert launched == [spec_info is not None], "with drafts there is a wait before the launch"
@@ -98,10 +91,10 @@ def test_who_has_ended_hears_so_when_the_next_step_raises(
 ) -> None:
     scripted, heard = ended_beside_another(spec_info)
 
-    def fail() -> None:
+    def fail(_dispatcher: PrefillDispatcher) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(scripted.engine._dispatcher, "collect", fail)
+    monkeypatch.setattr(PrefillDispatcher, "collect", fail)
     with pytest.raises(RuntimeError, match="planted"):
         scripted.step()
     first = scripted.outcomes["first"]
