@@ -16,9 +16,10 @@ from common.wire.handoff import Frame, HandoffRow
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A validated request. `token_ids` past `prompt_len` are output an earlier stream delivered.
+    """A validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
-    PhaseBegan is told of it only with `is_traced`. `client`: whose it is, as far as clients are told apart.
+    PhaseBegan is posted only with `is_traced`. `client` identifies whom the request belongs to, as far as clients are
+    told apart.
     """
 
     request_id: str
@@ -58,8 +59,8 @@ class Drain:
 class Replica:
     """A prefill replica as the transport sees it. `num_outstanding` counts its queued and computing rows (GetLoad).
 
-    It takes no row longer than `max_context_tokens`; None: it does not say. `error` says why a replica that is not
-    ready cannot serve; FingerprintMismatch lasts as long as the replica.
+    It takes no row longer than `max_context_tokens`; None if it does not say. `error` says why a replica that is not
+    ready cannot serve. A FingerprintMismatch lasts as long as the replica.
     """
 
     address: str
@@ -74,7 +75,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
-    """All there are now. `others_may_come`: they were found behind a name, which may have others in a moment."""
+    """All present replicas. `others_may_come`: they were found behind a name, which may gain others."""
 
     replicas: tuple[Replica, ...]
     others_may_come: bool = False
@@ -157,7 +158,7 @@ class Tokens:
     logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def each(self) -> Iterator[tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]]:
-        """Request by request: its id, its tokens, and a log-probability of each or none at all."""
+        """Request by request: its id, its tokens, and a log-probability for each token or none at all."""
         stop = 0
         for request_id, num_tokens in zip(self.request_ids, self.num_tokens, strict=True):
             start, stop = stop, stop + num_tokens
@@ -215,9 +216,9 @@ class BreakCall:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsLanded:
-    """`num_bytes` of this call's segments have left host memory: that much of the receive budget is free again.
+    """`num_bytes` of this call's segments have left host memory, so that much of the receive budget is free again.
 
-    `shared`: the numbers of those that lay in the replica's pool, which has its slots back with the last of a row.
+    `shared` numbers the segments that lay in the replica's pool; the replica frees a row's slots with the last of them.
     """
 
     call_id: str

@@ -1,4 +1,4 @@
-"""Output that a resumed request brings along: whether it is whole already."""
+"""Output that a resumed request brings along: whether it is complete already."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from decode_service.messages import FinishReason
 def ending_of_brought(
     token_ids: Sequence[int], *, sampling: ResolvedSampling, output: OutputProcessor, num_prompt_tokens: int
 ) -> Ending | None:
-    """How the earlier stream would have finished, had it not broken after its last token; None where output goes on.
+    """How the earlier stream would have ended if it had not broken after its last token; None if the output goes on.
 
-    `output` has replayed `token_ids`. All text went out with the last token, so that nothing but the ending is left.
-    Raises InvalidRequest when ids follow the end.
+    `output` has replayed `token_ids`. All text went out with the last token, so only the ending is left. Raises
+    InvalidRequest if ids follow the end.
     """
     ends = [index + 1 for index, token_id in enumerate(token_ids) if _ends(token_id, index, sampling)]
     ends.append(sampling.max_tokens)

@@ -1,4 +1,4 @@
-"""Conversations to texts by the model's chat template, in processes that can be stopped."""
+"""Renders conversations with the model's chat template, in processes that can be stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from common.text.chat_template import ChatRefused, TextTooLong
 from decode_service.edge.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
-_TIMEOUT_S = 60.0  # by the clock: only a machine that is overloaded, or stops the process, lets it come to that
+_TIMEOUT_S = 60.0  # clock time: reached only if the machine is overloaded or stops the process
 _PLACES = (4, 2, 2)
 """Processes at a time for conversations of each lane."""
 _MEMORY_BYTES = 256 << 20  # beyond what Python has mapped
@@ -65,7 +65,7 @@ class ChatRendering:
             for (largest, _), num_places in zip(LANES, _PLACES, strict=True)
         ]
         self._idle: list[AskedProcess] = []
-        self._least_idle = 0  # since the spare ones were ended
+        self._least_idle = 0  # since spare processes were ended
         self._ending: asyncio.TimerHandle | None = None
         self._renderings: set[asyncio.Task[str | Exception]] = set()
         self._endings: set[asyncio.Task[None]] = set()
@@ -79,7 +79,7 @@ class ChatRendering:
             _log.warning("chat_not_probed", reason=str(error))
 
     async def close(self) -> None:
-        """Ends every process. Nobody waits for a rendering any more."""
+        """Ends every process. Nobody may wait for a rendering any more."""
         if self._ending is not None:
             self._ending.cancel()
         renderings = tuple(self._renderings)
@@ -89,9 +89,9 @@ class ChatRendering:
         await asyncio.gather(*(process.close() for process in self._idle), *self._endings)
 
     async def render(self, messages: Sequence[ChatMessage], *, num_bytes: int) -> str:
-        """`num_bytes` are those of the contents. Raises ChatRefused, TextTooLong, or Overloaded.
+        """`num_bytes` counts the contents. Raises ChatRefused, TextTooLong, or Overloaded.
 
-        A caller that is cancelled takes its conversation back, unless a process has it: that one goes on, and place
+        A cancelled caller takes its conversation back, unless a process has it; then that process goes on, and place
         and bytes still count.
         """
         if self._refusal is not None:
@@ -121,11 +121,11 @@ class ChatRendering:
         return result
 
     async def _render(self, command: bytes) -> str | Exception:
-        """The error is a result, since there may be nobody to raise it to."""
+        """Returns the error as a result, because nobody may be there to raise it to."""
         try:
             try:
                 return await self._render_by_one(command)
-            except ChildEnded:  # perhaps before it was asked
+            except ChildEnded:  # perhaps before the request reached it
                 return await self._render_by_one(command)
         except (ChatRefused, TextTooLong) as error:
             return error
@@ -147,7 +147,7 @@ class ChatRendering:
                 self._ending = asyncio.get_running_loop().call_later(self._spare_s, self._end_spare)
 
     def _end_spare(self) -> None:
-        for process in self._idle[: max(self._least_idle - _MAX_SPARE, 0)]:  # the last are taken first
+        for process in self._idle[: max(self._least_idle - _MAX_SPARE, 0)]:  # the most recent first
             process.kill()
             ending = asyncio.create_task(process.close(), name="end_spare")
             self._endings.add(ending)

@@ -1,4 +1,4 @@
-"""Writes to one client's stream, which wait for a client that does not read, but not for ever."""
+"""Writes to a client's stream, which wait for a slow client within a bound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ClientWrites:
         self._timer = self._loop.call_later(stall_timeout_s, self._look)
 
     async def write(self, event: inference_pb2.GenerateEvent) -> None:
-        """Raises RequestCancelled when the client reads nothing for so long that it counts as gone."""
+        """Raises RequestCancelled if the client reads nothing for so long that it counts as gone."""
         self._began_s = self._loop.time()
         try:
             await self._context.write(event)

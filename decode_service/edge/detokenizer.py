@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time, whatever came before."""
+"""Turns token ids into text, one token at a time, as a continuation of any earlier text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.text.tokenizer import TokenDecoder
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 32
-_TRIED_CUTS = 4  # a character has at most as many bytes
+_TRIED_CUTS = 4  # the most bytes of a character
 _NUM_PROMPT_TOKENS = 8  # their text has more than a decoder strips, and a whole character or its beginning at the end
 _MAX_PROMPT_BYTE_RUN = 256
 _MAX_LOOKED_AT = 1024
@@ -18,7 +18,7 @@ _MAX_LOOKED_AT = 1024
 
 @dataclass(frozen=True, slots=True)
 class DecodedText:
-    """`text` is new and final. `tail` follows it if nothing more comes, but a further token may still change it."""
+    """`text` is new and final. `tail` follows it if no token comes, but a later token may still change it."""
 
     text: str
     tail: str = ""
@@ -39,15 +39,15 @@ class IncrementalDetokenizer:
         self._decoder = decoder
         self._window: list[int] = []
         self._num_context = 0
-        self._num_emitted_chars = 0  # of the window's text
-        self._run: _ByteRun | None = None  # at the window's end
+        self._num_emitted_chars = 0  # length of the window's text
+        self._run: _ByteRun | None = None  # how much of it is at the window's end
         self._cut_at_len = _LONG_WINDOW
-        self._prompt_rest = ""  # the prompt's own text after what is emitted: it may change yet
+        self._prompt_rest = ""  # the prompt's text after what was emitted, which may still change
         self._begin_after(_visible_end(decoder, prompt_token_ids))
 
     @property
     def begins_text(self) -> bool:
-        """Whether nothing that has text, of prompt or output, was there yet."""
+        """Whether neither prompt nor output has had any text yet."""
         return not self._window
 
     def push(self, token_id: int) -> DecodedText:
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         return DecodedText(new)
 
     def flush(self) -> str:
-        """What was kept back. Nothing may be pushed after it."""
+        """Returns the text kept back. Push nothing afterwards."""
         return self._beyond_prompt(self._kept_back())
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
@@ -87,7 +87,7 @@ class IncrementalDetokenizer:
         self._prompt_rest = self._kept_back()
 
     def _beyond_prompt(self, text: str) -> str:
-        """What the output has of `text`, which begins where the emitted text ends."""
+        """The output's part of `text`, which begins where the emitted text ends."""
         rest = self._prompt_rest
         while not text.startswith(rest):
             rest = rest[:-1]
@@ -97,7 +97,7 @@ class IncrementalDetokenizer:
         return self._decoder.decode(self._window)[self._num_emitted_chars :]
 
     def _push_byte(self, token_id: int, byte: int) -> str:
-        """The tail. The next byte may turn the whole run into U+FFFD, so nothing of it is final before its end."""
+        """Returns the tail. The next byte may turn the whole run into U+FFFD, so none of it is final before its end."""
         if self._run is None:
             self._run = _ByteRun(before=self._kept_back())
         self._window.append(token_id)
@@ -150,7 +150,7 @@ def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
 
 
 class _ByteRun:
-    """Byte-fallback tokens one after another: text only as a whole, so that a byte that is no UTF-8 spoils them all."""
+    """Consecutive byte-fallback tokens. They are text only as a whole: one byte that is not UTF-8 spoils all."""
 
     def __init__(self, before: str) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -162,11 +162,11 @@ class _ByteRun:
 
     @property
     def text(self) -> str:
-        """What was there `before`, and the run's as far as it is text."""
+        """The text `before`, and the run's as far as it is text."""
         return self._before + self._chars[self._num_stripped :] if self._is_text else self._before
 
     def push(self, byte: int) -> bool:
-        """Whether it completes the first character."""
+        """Returns whether the byte completes the first character."""
         if self._is_spoilt:
             return False
         try:
@@ -179,5 +179,5 @@ class _ByteRun:
         return len(self._chars) == 1 and self._is_text
 
     def align(self, decoded: str) -> None:
-        """`decoded` is the text with the first character, which may lack it: a space that begins an output."""
+        """`decoded` is the text with the first character, or without it if that is a space that begins an output."""
         self._num_stripped = len(self.text) - len(decoded)

@@ -1,4 +1,4 @@
-"""Where an engine's events go: requests' to their streams, handoffs' to the transport."""
+"""Routes an engine's events: those of requests to their streams, those of handoffs to the transport."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Runs on the event loop, but for what takes time with texts: see `prompts`."""
+    """Runs on the event loop, except for slow work with texts, which `prompts` does."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, error)
 
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites) -> Ending:
-        """Everything from admission to the ending, which is left to be written. Cancelled when the client leaves."""
+        """From admission to the ending, which is left to be written. Cancelled when the client leaves."""
         with self._request_track.task("tokenize", live.request_id):
             prompt_token_ids = await self._prompts.encode(checked.prompt)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
@@ -179,7 +179,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.trace.output_written()
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
-        """gRPC ends a call at its deadline too; this one also ends it when no byte moves between client and server."""
+        """Ends a call at its deadline even if no byte moves between client and server; gRPC alone would not."""
         remaining_s = _remaining_s(context)
         if remaining_s is None:
             return None

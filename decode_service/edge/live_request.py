@@ -38,8 +38,8 @@ class LiveRequest:
     request_id: str
     engine_id: str
     trace: RequestTrace = UNTRACED
-    last_token_at_s: float | None = None  # kept for whoever measures
-    is_done_in_engine: bool = False  # the engine has said its last word about it
+    last_token_at_s: float | None = None  # kept for measurements
+    is_done_in_engine: bool = False  # the engine has posted its last event about it
     _output: OutputProcessor | None = None
     _num_prompt_tokens: int = 0
     _pending: OutputPiece = field(default_factory=OutputPiece)
@@ -47,12 +47,12 @@ class LiveRequest:
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, output: OutputProcessor, num_prompt_tokens: int) -> None:
-        """Its prompt is known: tokens may come."""
+        """The prompt is known: tokens may come."""
         self._output = output
         self._num_prompt_tokens = num_prompt_tokens
 
     def end_at_once(self, output: OutputProcessor, num_prompt_tokens: int) -> None:
-        """What it brought along is the whole output: the engine never hears of it."""
+        """The output that the request brought is complete: the engine never hears of it."""
         self.begin(output, num_prompt_tokens)
         self.is_done_in_engine = True
 
@@ -65,7 +65,9 @@ class LiveRequest:
         return self._ending
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> StopMatch | None:
-        """With a log-probability each, or none. Returns the stop string's match, once, when these complete one."""
+        """Each token with a log-probability, or none has one. Returns the stop string's match once, when these complete
+        one.
+        """
         if self._ending is not None or self._output is None or self._output.match is not None:
             return None
         self._pending += self._output.push(token_ids, logprobs)
@@ -92,7 +94,7 @@ class LiveRequest:
         )
 
     def fail(self, error: BatonError) -> None:
-        """Ends it with `error`, unless its output was already complete: then only the engine's figures are lost."""
+        """End with `error`, unless the output was already complete: then only the engine's figures are lost."""
         if self._ending is not None:
             return
         match = self._output.match if self._output is not None else None

@@ -1,4 +1,4 @@
-"""Every live request of the process: bounded admission, and the way from the engine's events to each stream."""
+"""Every live request of the process: bounded admission, and the way from engine events to streams."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ RequestEvent = PhaseBegan | Tokens | Finished | Failed
 
 
 class LiveRequests:
-    """Used by the event loop only.
+    """Event loop only.
 
-    A live request has one of `max_live` places, which clients share, from `admit` to `release`, whatever it waits for.
-    The engine knows it by an id that is never used twice, so that no event of an aborted request can reach a later one
-    with the client's same id.
+    From `admit` to `release` a live request has one of `max_live` places, which clients share, whatever it waits for.
+    The engine knows it by an id that is never reused, so no event of an aborted request can reach a later one with the
+    client's same id.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LiveRequests:
         self._track = (timeline or Timeline()).track(EDGE)
         self._engine = engine
         self._places = FairPlaces(max_live)
-        self._taken: dict[str, tuple[str, float]] = {}  # by engine id: whose place, since when
+        self._taken: dict[str, tuple[str, float]] = {}  # by engine id: the client of the place, and since when
         self._observer = observer
         self._by_request_id: dict[str, LiveRequest] = {}
         self._by_engine_id: dict[str, LiveRequest] = {}
@@ -96,7 +96,7 @@ class LiveRequests:
         deadline_unix_ms: int,
         wants_drafts: bool,
     ) -> None:
-        """Hand it to the engine. Raises what it was ended with meanwhile."""
+        """Hand the request to the engine. Raises the error that ended it meanwhile."""
         if isinstance(live.ending, BatonError):
             raise live.ending
         live.begin(output, len(prompt_token_ids))
@@ -115,11 +115,11 @@ class LiveRequests:
                 is_traced=live.trace.is_recording,
             )
         )
-        if not self._engine.is_alive:  # it died after `admit`, perhaps too early for `fail_all` to end this one
+        if not self._engine.is_alive:  # the engine died after `admit`, perhaps too early for `fail_all` to end this one
             live.fail(EngineLost("the engine does not run"))
 
     def release(self, live: LiveRequest) -> None:
-        """Its stream is over. The engine drops it if it still has it. Further calls do nothing."""
+        """The stream is over. The engine drops the request if it still has it. Further calls do nothing."""
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return
         del self._by_request_id[live.request_id]
@@ -130,7 +130,7 @@ class LiveRequests:
             self._is_idle.set()
 
     def dispatch(self, event: RequestEvent) -> None:
-        """One of the engine's events, in their order. Those of requests that are gone are dropped."""
+        """Take one engine event, in order. Events of requests that are gone are dropped."""
         match event:
             case Tokens():
                 with self._track.span("take_tokens", requests=len(event.request_ids), tokens=len(event.token_ids)):
@@ -161,7 +161,7 @@ class LiveRequests:
             return
         try:
             change(live)
-        except Exception as error:  # one request's text must not keep the others' events
+        except Exception as error:  # one request's text must not hold up the others' events
             _log.exception("output_failed", request_id=live.request_id)
             live.fail(EngineFault(f"output: {type(error).__name__}: {error}"))
 

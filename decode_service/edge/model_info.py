@@ -1,4 +1,4 @@
-"""GetModelInfo's answer: it does not change while the process lives."""
+"""Builds GetModelInfo's answer, which does not change while the process lives."""
 
 from __future__ import annotations
 

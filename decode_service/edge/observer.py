@@ -1,4 +1,4 @@
-"""What is measured and logged about each request."""
+"""Measures and logs each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decode_service.edge.live_request import Ending, LiveRequest
 
 
 class RequestObserver:
-    """One INFO line and one count for each request that was admitted; a count for each that was refused."""
+    """One INFO line and one count for each admitted request; one count for each refused one."""
 
     def __init__(self, metrics: RequestMetrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -22,7 +22,7 @@ class RequestObserver:
         self._log = structlog.get_logger("decode_service.requests")
 
     def on_tokens(self, live: LiveRequest, num_tokens: int) -> None:
-        """Tokens that came together share the time since those before them."""
+        """Tokens that come together share the time since the tokens before."""
         if num_tokens == 0:
             return
         now_s = self._clock()
@@ -35,7 +35,7 @@ class RequestObserver:
         self._metrics.requests.labels(error.reason.lower()).inc()
 
     def on_end(self, live: LiveRequest, end: Ending | BatonError | None) -> None:
-        """`end` is how its stream ended; None when the client left."""
+        """`end` says how its stream ended; None if the client left."""
         ending = end if isinstance(end, Ending) else None
         error = None if ending else end or client_left()
         outcome = ending.reason.value if ending else error.reason.lower() if isinstance(error, BatonError) else ""

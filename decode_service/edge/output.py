@@ -24,7 +24,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """What is new. Text may lag the ids; `logprobs` has one entry per id, or none at all."""
+    """New output. Text may lag behind the ids; `logprobs` has one entry per id, or none at all."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -46,12 +46,12 @@ class StopMatch:
 
 
 class OutputProcessor:
-    """Ids end with the token that completes a stop string, or with the token that ends the output; the text ends before
+    """Ids end with the token that completes a stop string, or with the token that ends the output. The text ends before
     the stop string, and never has the text of an ending token.
 
-    Of several stop strings the one completed first wins, then the one that begins first: how tokens cut the text does
-    not matter. The first `min_tokens` tokens complete none. `generated_token_ids` is what an earlier stream of the same
-    request delivered, with its text: it is replayed here, and nothing of it is delivered again.
+    Of several stop strings the one completed first wins, then the one that begins first, however tokens split the text.
+    The first `min_tokens` tokens complete none. `generated_token_ids` is what an earlier stream of the same request
+    delivered: it is replayed here and not delivered again.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class OutputProcessor:
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self._held = ""  # text that may begin a stop string
-        self._num_exempt_chars = 0  # of `_held` and what follows it: a stop string must end later
+        self._num_exempt_chars = 0  # chars of `_held` and after it: a stop string must end later
         self._num_output_tokens = 0
         self._match: StopMatch | None = None
         self.push(generated_token_ids)
 
     @property
     def match(self) -> StopMatch | None:
-        """Set once; what is pushed afterwards is dropped."""
+        """Set once; later tokens are dropped."""
         return self._match
 
     @property
@@ -96,7 +96,7 @@ class OutputProcessor:
         return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
 
     def finish(self) -> str:
-        """The rest of the text, once the engine ended the output: what was held back turned out to be text."""
+        """The rest of the text after the engine ended the output: what was held back is text after all."""
         if self._match is not None:
             return ""
         rest = self._held + self._detokenizer.flush()

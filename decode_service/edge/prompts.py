@@ -1,4 +1,4 @@
-"""Prompts to token ids: nothing that cannot fit the context is worked on, and nothing holds up the event loop."""
+"""Turns prompts into token ids. No work is done on prompts that cannot fit the context, and none on the event loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BYTES_PER_REPLAYED_TOKEN = 16
 
 
 class Prompts:
-    """Event loop only, in an `async with`. What is raised of a request names its field.
+    """Event loop only, in an `async with`. Errors name the request's field.
 
-    No text is worked on that has more bytes than the context's tokens can have: whatever they are, it does not fit.
+    A text with more bytes than the context's tokens can have cannot fit, so no work is done on it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Prompts:
             raise self._too_long() from error
 
     def _num_bytes(self, *texts: str) -> int:
-        """Raises ContextExceeded where they are too many."""
+        """Raises ContextExceeded if there are too many."""
         num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
         if num_bytes > self._max_bytes:
             raise self._too_long()

@@ -12,14 +12,14 @@ from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasCh
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """`num_rows`: rows this service has with it that it has not answered yet."""
+    """`num_rows` counts this service's rows that the replica has not answered yet."""
 
     replica: Replica
     num_rows: int
 
 
 class ReplicaBoard:
-    """Follows what the engine and the transport tell each other. Any thread may use it."""
+    """Follows the messages between engine and transport. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -80,7 +80,7 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
 
 
 def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: ModelLimits) -> ResolvedSampling:
-    """The sampling both engines compute with: what the context leaves is the default of `max_tokens`."""
+    """The sampling that both engines use; `max_tokens` defaults to what the context leaves."""
     if not prompt_token_ids:
         raise InvalidRequest("prompt", "is empty")
     room = _room(len(prompt_token_ids), limits)
@@ -114,7 +114,7 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
 
 
 def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:
-    """What the prompt leaves of the context, at least 1."""
+    """The tokens that the prompt leaves of the context, at least 1."""
     room = limits.max_context_tokens - num_prompt_tokens
     if room < 1:
         raise ContextExceeded(
@@ -150,7 +150,7 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prom
         case "token_ids":
             if not request.token_ids.ids:
                 raise InvalidRequest("prompt", "is empty")
-            _room(len(request.token_ids.ids), limits)  # before each id is looked at: there may be millions
+            _room(len(request.token_ids.ids), limits)  # checked before the ids, of which there may be millions
             return TokenIdsPrompt(check_token_ids("token_ids", request.token_ids.ids, limits.vocab_size))
         case "chat":
             return _chat(request.chat)
@@ -213,9 +213,9 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]
 
 
 def _answers(calls: Sequence[ToolCall], answers: Sequence[ChatMessage], first: int) -> Sequence[ChatMessage]:
-    """In the order of the calls, with the names of the functions: a template that writes no ids tells them by these.
+    """In the order of the calls, with the functions' names, which identify them in templates that write no ids.
 
-    `first`: the index of the message after the calls.
+    `first` is the index of the message after the calls.
     """
     if not calls and not any(answer.tool_call_id for answer in answers):
         return answers

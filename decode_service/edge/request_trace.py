@@ -52,12 +52,12 @@ class RequestTrace:
         self._has_written = False
 
     def describe(self, attributes: Callable[[], Attributes]) -> None:
-        """`attributes` is not called for a span that does not record."""
+        """Does not call `attributes` for a span that does not record."""
         if self.is_recording:
             self._span.set_attributes(dict(attributes()))
 
     def submitted(self) -> None:
-        """The engine gets it now."""
+        """The engine gets the request now."""
         if self.is_recording:
             self._begin(Phase.QUEUE, self._clock())
 
@@ -76,7 +76,7 @@ class RequestTrace:
             self._phase.set_attributes({"baton.replica": began.replica, "baton.attempt": began.attempt})
 
     def output_written(self) -> None:
-        """The client's stream has taken some output, and it may be the first."""
+        """The client's stream has taken some output, perhaps the first."""
         if self._first_token_s is not None and not self._has_written:
             span = self._child("first_token", self._first_token_s)
             span.end(self._unix_clock.unix_ns(self._clock()))
@@ -104,7 +104,7 @@ class RequestTrace:
         self._phase = None
 
     def _begin(self, stage: Phase, at_s: float) -> None:
-        """The edge and the engine tell the same time, but not in turn: no stage begins before the one before it."""
+        """No stage begins before the one before it: edge and engine share a clock, but report out of turn."""
         self._phase_start_s = at_s = max(at_s, self._phase_start_s)
         if self._phase is not None:
             self._phase.end(self._unix_clock.unix_ns(at_s))
@@ -120,7 +120,7 @@ UNTRACED = RequestTrace()
 
 
 class RequestTraces:
-    """Begins one for each Generate call: a child of the span that its metadata names, or the root of a new trace."""
+    """Begins a trace for each Generate call: a child of the span in its metadata, or the root of a new trace."""
 
     def __init__(self, tracer: Tracer, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tracer = tracer

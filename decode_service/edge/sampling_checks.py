@@ -24,7 +24,9 @@ MAX_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Checked. `seed` and `max_tokens` are None when absent; `resolved` has stand-ins for them, and all the rest."""
+    """Checked values. `seed` and `max_tokens` are None if absent; `resolved` has placeholders for them and all other
+    values.
+    """
 
     seed: int | None
     max_tokens: int | None

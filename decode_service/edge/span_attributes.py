@@ -1,4 +1,4 @@
-"""What a request's span says about it: OpenTelemetry's `gen_ai` names where there are some."""
+"""The attributes of a request's span, with OpenTelemetry's `gen_ai` names where they exist."""
 
 from __future__ import annotations
 

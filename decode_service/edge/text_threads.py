@@ -1,4 +1,4 @@
-"""Threads for what takes time with texts: prompts to token ids, and output that a request brings along to text."""
+"""Threads for slow work with texts: prompts to token ids, and output that a request brings to text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RETRY_AFTER_S = 1
 
 
 class WaitingBytes:
-    """What waits or is worked on in one lane: at most `max_bytes`, or one text that is longer by itself."""
+    """Texts that wait or are in work in one lane: at most `max_bytes`, or a single longer text."""
 
     def __init__(self, max_bytes: int, *, purpose: str) -> None:
         self._max_bytes = max_bytes
@@ -42,9 +42,9 @@ class WaitingBytes:
 
 
 class TextThreads:
-    """One thread for short texts, one for long ones, one for the longest: none waits for a text of another lane.
+    """One thread for short texts, one for long ones, one for the longest: no text waits for another lane's.
 
-    At most `max_bytes` of text wait or are worked on in each lane, or one text that is longer by itself.
+    At most `max_bytes` of text wait or are in work in each lane, or a single longer text.
     """
 
     def __init__(self, *, timeline: Timeline | None, max_bytes: int) -> None:
@@ -60,9 +60,9 @@ class TextThreads:
         ]
 
     async def run(self, name: str, work: Callable[[], T], *, num_bytes: int) -> T:
-        """What `work` returns or raises. Raises Overloaded.
+        """Returns or raises what `work` does. Raises Overloaded.
 
-        A caller that is cancelled takes its work back, unless that has begun: it goes on, and its bytes still count.
+        A cancelled caller takes its work back unless that has begun; then it goes on, and its bytes still count.
         """
         executor, track, waiting = next(
             (executor, track, waiting)
@@ -80,6 +80,6 @@ class TextThreads:
         return await asyncio.wrap_future(future)
 
     def shut_down(self) -> None:
-        """What has begun is waited for."""
+        """Waits for work that has begun."""
         for _, executor, *_ in self._lanes:
             executor.shutdown(cancel_futures=True)

@@ -45,13 +45,13 @@ class DraftBacklog:
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=torch_device)
 
     def put(self, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
-        """The one token a row of a step without drafts: `captured` [B, states * H], `next_ids` [B]."""
+        """The single token of each row of a step without drafts: `captured` [B, states * H], `next_ids` [B]."""
         places = upload_array(batch.draft_lag, next_ids.device)
         self._captured[batch.req_pool_indices, places] = captured
         self._next_ids[batch.req_pool_indices, places] = next_ids
 
     def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
-        """Behind `put`: all that the head has not read of the batch's rows."""
+        """After `put`: everything that the head has not read of the batch's rows."""
         num_tokens = batch.draft_lag + 1
         prefix_lens = batch.seq_lens_cpu - num_tokens
         stops = num_tokens.cumsum()

@@ -21,7 +21,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class _ChainStep:
-    """`window` lacks the token; `drafted_positions` [B] is where the one that it drafts will be."""
+    """`window` lacks the token. `drafted_positions` [B] is where the token that it drafts will be."""
 
     window: ForwardInput
     drafted_positions: Tensor
@@ -65,7 +65,7 @@ class EagleWorker(SpeculativeWorker):
         before = int(batch.seq_lens_cpu.max(initial=0)) - batch.num_tokens
         for number, (own, own_slots, seq_lens, drafted) in enumerate(columns, start=1):
             window = ForwardInput(
-                input_ids=own,  # until the token is known
+                input_ids=own,  # a placeholder until the token is known
                 positions=own,
                 out_cache_loc=own_slots,
                 req_to_token=self._pool.rows.req_to_token,

@@ -1,4 +1,4 @@
-"""What a decode engine has on its forward stream: the worker, the relay, and state that only forwards write."""
+"""The decode engine's objects on the forward stream: the worker, the relay, and state that only forwards write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class ForwardSide:
-    """`recorded`: what it took to record the steps' forwards; None where they are not."""
+    """`recorded` says what recording the steps' forwards took; None if they are not recorded."""
 
     stream: Stream
     worker: Worker
@@ -45,9 +45,9 @@ class ForwardSide:
         poisons_consumed_rows: bool,
         wait_timeout_s: float,
     ) -> ForwardSide:
-        """`levels`: all ways to speculate, the deepest last; none without `draft`.
+        """`levels` are all ways to speculate, the deepest last; none without `draft`.
 
-        Raises PieceFailed where the model's forwards are to be recorded and cannot be.
+        Raises PieceFailed if the model's forwards should be recorded and cannot be.
         """
         max_rows = pool.rows.max_rows
         recorder = device.graphs if replays_forwards else None

@@ -96,11 +96,11 @@ class FutureMap:
         self.publish_ready = self._forward_stream.record(scope, "publish_ready")
 
     def publish_nothing(self) -> None:
-        """The step that is launched now grows each of its rows by one token, as the batch says already."""
+        """The step launched now grows each row by one token, as the batch already says."""
         self.publish_ready = None
 
     def lengths_to_come(self) -> Event | None:
-        """What `resolve_seq_lens` would have to wait for; None where it need not. Schedule side."""
+        """The event that `resolve_seq_lens` would wait for; None if it need not wait. Schedule side."""
         return None if self.publish_ready is None or self.publish_ready.is_done() else self.publish_ready
 
     def stash(self, req_pool_indices: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:

@@ -1,4 +1,4 @@
-"""Records the forwards of every step that a worker will take, by having it take steps of padding."""
+"""Records the forwards of every step that a worker will take, by letting it take steps of padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`num_bytes`: what the device's memory was taken for it."""
+    """`num_bytes` is the device memory that recording took."""
 
     num_graphs: int
     num_bytes: int
@@ -31,7 +31,7 @@ class Recorded:
 
 
 def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
-    """What recorded forwards keep: of every shape the logits, and of each token `state_bytes` more."""
+    """Bytes that recorded forwards keep: every shape's logits, and `state_bytes` more for each token."""
     tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
     num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
     return num_tokens * (vocab_size * LOGIT_BYTES + state_bytes)
@@ -53,9 +53,9 @@ def record_forwards(
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Recorded:
-    """Every number of rows that is recorded, speculating in each way of `spec_infos`; before the first request.
+    """Record every number of rows, speculating in each way of `spec_infos`, before the first request.
 
-    The largest first: what they need in between is enough for the others. Raises PieceFailed where a forward cannot be
+    The largest comes first: its intermediate memory is enough for the others. Raises PieceFailed if a forward cannot be
     recorded, DeviceTimeout.
     """
     begin_s, begin_bytes = clock(), graphs.held_bytes()
@@ -67,12 +67,12 @@ def record_forwards(
                 stream.wait(device.schedule_stream.record())  # which makes the batch
                 output = worker.forward(batch, future_map=future_map, scope=scope, on_publish=lambda new_seq_lens: None)
                 stream.record(scope).synchronize(timeout_s)
-                del output  # held until then: the stream reads what the worker made for it
+                del output  # held until then, because the stream reads what the worker made for it
     return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
 
 
 def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch.device) -> ForwardBatch:
-    """A step whose entries are all row 0, with nothing before them and of no request."""
+    """A step whose entries are all row 0, without earlier tokens and without a request."""
     has_drafts = spec_info is not None and spec_info.has_drafts
     seq_len = 0 if has_drafts else 1  # a step without drafts is prepared with its token counted
     num_slots = 1 if spec_info is None else spec_info.num_slots

@@ -36,7 +36,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A verify that `compute` computes: of which drafts, at which positions [B * (D + 1)]."""
+    """A verify that `compute` runs: its drafts, and their positions [B * (D + 1)]."""
 
     tree: DraftTree
     positions: Tensor
@@ -56,7 +56,7 @@ class _Verified:
 
 
 class SpeculativeWorker(ABC):
-    """Drafts as its subclass says, verifies, extends. Publishes the lengths of steps with drafts, which only their
+    """Drafts as its subclass says, verifies and extends. Publishes the lengths of steps with drafts, which only their
     forwards know (I3).
     """
 
@@ -89,7 +89,7 @@ class SpeculativeWorker(ABC):
 
     @abstractmethod
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        """From the relayed seeds. Runs inside a piece on the forward stream."""
+        """Drafts from the relayed seeds. Runs inside a piece on the forward stream."""
 
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
@@ -190,16 +190,16 @@ class SpeculativeWorker(ABC):
         return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
 
     def _move_kv(self, batch: ForwardBatch, path: Tensor) -> None:
-        """The target's KV of the accepted nodes to where their positions' KV belongs."""
+        """Moves the accepted nodes' KV in the target's layers to where their positions' KV belongs."""
         kv = self._pool.buffers[self._model.layer_group.name]
         slots = batch.out_cache_loc.view(batch.batch_size, -1)
         source, destination = slots.gather(1, path), slots[:, : path.shape[1]]
         kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
-        """The head over the accepted tokens and whatever it left unread before: its KV, and the next step's seed.
+        """Runs the head over the accepted tokens and whatever it left unread: writes its KV, and the next step's seed.
 
-        Without a seed a head of one layer drafts nothing; several layers read each other's drafts all the same.
+        Without a seed a one-layer head drafts nothing; several layers still read each other's drafts.
         """
         if batch.has_drafts:
             unread = self._accepted(batch, verified)
@@ -224,15 +224,15 @@ class SpeculativeWorker(ABC):
         return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
 
     def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
-        """What a step without drafts computed, put down for the head."""
+        """Keeps what a step without drafts computed, for the head to read later."""
         self._backlog.put(batch, verified.captured[:, 0], verified.tokens[:, 0])
         return RelayPayload(verified.tokens[:, 0])
 
     def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
-        """A step's own tokens, of which those past the accepted ones mean nothing.
+        """A step's own tokens; those past the accepted ones mean nothing.
 
-        A number of accepted tokens that cannot be fails its row, but later, where the host looks at it: until then it
-        indexes that row's own.
+        An impossible number of accepted tokens fails its row later, where the host checks it. Until then it indexes
+        only that row's own tokens.
         """
         assert not batch.draft_lag.any(), "a step that drafts has seeds, and so a head that has read everything"
         num_rows, num_tokens = verified.tokens.shape
@@ -246,7 +246,7 @@ class SpeculativeWorker(ABC):
 
 
 def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
-    """What was drawn after the nodes of `path` [B, W], of what was drawn after all `num_nodes` of each entry."""
+    """The tokens drawn after the nodes of `path` [B, W], taken from those drawn after all `num_nodes` of each entry."""
 
     def nodes_of(entries: Tensor, first_nodes: Tensor) -> Tensor:
         return (first_nodes.unsqueeze(1) * num_nodes + path[entries]).flatten()

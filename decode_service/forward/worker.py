@@ -55,7 +55,7 @@ class WorkerOutput:
 class Worker(Protocol):
     """Its Python runs on the engine thread and enqueues pieces on the forward stream.
 
-    It computes nothing there: of the schedule side's work the pieces are only behind what came before the launch.
+    It computes nothing there. Its pieces are ordered only after schedule-side work from before the launch.
     """
 
     @property
@@ -116,7 +116,7 @@ class PlainWorker:
         return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True, kept=(window, compute, computed))
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
-        """What cannot be prepared fails as a piece does: with its step."""
+        """A preparation that fails, fails its step, as a piece would."""
         try:
             return self._model.prepare(window)
         except Exception as error:
@@ -128,7 +128,7 @@ def _fail(error: Exception) -> TargetOutput:
 
 
 def step_figures(batch: ForwardBatch) -> dict[str, int]:
-    """What its forward is of, for the timeline: rows, tokens of all of them, tokens that they attend."""
+    """A forward's figures for the timeline: rows, tokens of all of them, and tokens that they attend."""
     num_tokens = batch.batch_size * batch.num_tokens
     return {"rows": batch.batch_size, "tokens": num_tokens, "context_tokens": batch.seq_lens_sum}
 

@@ -55,8 +55,8 @@ class GrpcCall:
         pool: MappedPool | NixlPool | None,
         track: Track,
     ) -> None:
-        """`num_steps` says how often the replica's engine has stepped, as last looked at; `pool` is its, if it
-        can be read. Frames are on `track`.
+        """`num_steps` returns how often the replica's engine had stepped at the last look. `pool` is the replica's, if
+        it can be read. Frames are spans on `track`.
         """
         self._track = track
         self._call_id = command.call_id
@@ -117,7 +117,7 @@ class GrpcCall:
                 await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
-        """One frame is on its way while another is decoded and posted, if the budget has room for that one at once."""
+        """While one frame is decoded and posted, the next one is read, if the budget has room for the first at once."""
         reading = asyncio.ensure_future(stream.read())
         try:
             accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
@@ -138,7 +138,7 @@ class GrpcCall:
             reading.add_done_callback(_forget_failure)
 
     async def _take(self, data: bytes, num_taken: int) -> None:
-        """Post what arrived, for which `num_taken` bytes of the budget are the call's already."""
+        """Post what arrived. The call already has `num_taken` bytes of the budget for it."""
         try:
             if num_taken:
                 await asyncio.sleep(0)  # the connection is asked for the next frame before this thread is busy
@@ -172,10 +172,10 @@ class GrpcCall:
     async def _arrived(
         self, reading: asyncio.Future[object], timeout_s: float, num_steps: Callable[[], int] | None = None
     ) -> bytes | None:
-        """The frame that is read; None when the replica ended the call well.
+        """Returns the frame; None if the replica ended the call well.
 
-        A replica whose engine goes on stepping is busy with other rows, not lost: the bound starts anew. Looks are
-        counted, not time, as what came while this process was stopped is read first.
+        A replica whose engine keeps stepping is busy with other rows, not lost, so the bound starts again. Looks are
+        counted, not time, because what came while this process was stopped is read first.
         """
         seen, num_looks = num_steps() if num_steps else 0, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:

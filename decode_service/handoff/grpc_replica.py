@@ -37,9 +37,9 @@ _log = structlog.get_logger(__name__)
 
 
 class GrpcReplica:
-    """Calls take turns on `num_channels` connections; looks have one of their own, so that no KV delays them.
+    """Calls take turns on `num_channels` connections. Looks have their own, so that no KV delays them.
 
-    `metadata` is shown with every look.
+    `metadata` goes with every look.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class GrpcReplica:
 
     @property
     def pool(self) -> MappedPool | NixlPool | None:
-        """The replica's, where it can be read from here."""
+        """The replica's pool, if it can be read from here."""
         return None if isinstance(self._pool, NixlPool) and self._pool.is_lost else self._pool
 
     def next_channel(self) -> grpc.aio.Channel:
         return next(self._turns)
 
     async def look(self, timeout_s: float) -> Replica:
-        """The replica as it is now. A new process behind the address has its fingerprint compared before all else."""
+        """Returns the replica's present state. A new process behind the address has its fingerprint compared first."""
         try:
             asked = health_pb2.HealthCheckRequest(service=PREFILL_SERVICE)
             health = await self._ask(_CHECK, asked, health_pb2.HealthCheckResponse, timeout_s)
@@ -103,7 +103,7 @@ class GrpcReplica:
             return self._not_ready(PrefillUnavailable(reason))
         except ProtocolError as error:
             return self._not_ready(PrefillUnavailable(f"{self.address}: answered something else: {error}"))
-        except Exception as error:  # the looking must go on
+        except Exception as error:  # looks must continue
             _log.exception("looking at prefill replica %s failed", self.address)
             reason = peer_text(f"{type(error).__name__}: {error}")
             return self._not_ready(PrefillUnavailable(f"{self.address}: {reason}"))
@@ -148,7 +148,7 @@ class GrpcReplica:
             await self._open_pool(response)
 
     async def _open_pool(self, response: prefill_pb2.GetFingerprintResponse) -> None:
-        """Map it, or begin to open it, which later looks follow. KV comes over gRPC where neither can be."""
+        """Map the pool, or begin to open it, which later looks follow. If neither is possible, KV comes over gRPC."""
         groups = self._fingerprint.layer_groups
         if response.kv_pool:
             try:
@@ -162,7 +162,7 @@ class GrpcReplica:
             self._retry_pool_later("NIXL: its process is not there now")
 
     def _follow_pool(self) -> None:
-        """Take the pool that was opened since the last look, and let go of one that is lost."""
+        """Take a pool that was opened since the last look, and let go of a lost one."""
         if self._opening is not None and self._opening.done():
             opening, self._opening = self._opening, None
             if (error := opening.exception()) is None:
@@ -198,15 +198,15 @@ class GrpcReplica:
         self._pool = None
 
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
-        """The answer, parsed here: gRPC gives None for what it cannot parse. Raises ProtocolError."""
+        """Returns the parsed answer. gRPC gives None for what it cannot parse. Raises ProtocolError."""
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._look_channel.unary_unary(method)
         answer = await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
         require_few_fields(answer, kind, at_most=_MAX_ANSWER_FIELDS)
         return parse(kind, answer)
 
     def _not_ready(self, error: BatonError) -> Replica:
-        """The memory of a process that is gone is let go of; of one that is there again it is mapped anew. What NIXL
-        reads is not touched: reads are under way of a replica that drains, or that one look has missed.
+        """Let go of a dead process's mapped memory; a new process's is mapped again. Memory read through NIXL stays,
+        because reads of a draining or missed replica may be under way.
         """
         if isinstance(self._pool, MappedPool):
             self._pool = None

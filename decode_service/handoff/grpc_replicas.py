@@ -1,4 +1,4 @@
-"""The prefill replicas there are: those at fixed addresses, and those found behind names, which come and go."""
+"""The known prefill replicas: those at fixed addresses, and those found behind names, which come and go."""
 
 from __future__ import annotations
 
@@ -78,19 +78,19 @@ class GrpcReplicas:
         self._watchers = [asyncio.create_task(name.watch()) for name in self._names]
 
     def get(self, address: str) -> GrpcReplica | BatonError:
-        """The replica, or why no call can be opened to it now."""
+        """Returns the replica, or why no call can be opened to it now."""
         if (watched := self._watched.get(address)) is None:
             return PrefillUnavailable(f"{address}: is not a replica")
         return watched.seen.error or watched.replica
 
     def lost(self, address: str, error: PrefillUnavailable) -> None:
-        """A call found it so. It is looked at now, which corrects us if we are wrong."""
+        """A call lost the replica. It is looked at now, which corrects a wrong report."""
         if (watched := self._watched.get(address)) is not None:
             self._saw(watched, Replica(address, is_ready=False, error=error))
             watched.look_now.set()
 
     async def close(self) -> None:
-        """Look no more, and close every connection. Bounded in time."""
+        """Stop looking, and close every connection. Bounded in time."""
         self._is_open = False
         for address in list(self._watched):
             self._let_go(address)
@@ -100,7 +100,7 @@ class GrpcReplicas:
             await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
 
     def _update(self) -> None:
-        """Let go of what no name has any more and nobody uses, and connect to what is new."""
+        """Let go of replicas that no name has and nobody uses, and connect to new ones."""
         if not self._is_open:
             return
         wanted = self._wanted()
@@ -156,7 +156,7 @@ class GrpcReplicas:
         self._update()
 
     def _report(self) -> None:
-        """Post the replicas unless they are as they were: two errors of the same text are the same."""
+        """Post the replicas if they changed. Two errors with the same text are equal."""
         replicas = [watched.seen for watched in self._watched.values()]
         replicas += [
             Replica(str(watch.name), is_ready=False, error=PrefillUnavailable(watch.error))

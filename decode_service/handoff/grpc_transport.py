@@ -33,10 +33,10 @@ _log = structlog.get_logger(__name__)
 
 
 class GrpcTransport:
-    """A HandoffTransport. Built on the event loop it runs on. `metadata` is shown with every call.
+    """A HandoffTransport. Built on the event loop it runs on. `metadata` goes with every call.
 
-    `addresses` are "HOST:PORT", a replica each, and "dns:///NAME:PORT", a replica for each address that `look_up`
-    finds; over TLS the certificate of these must name the NAME.
+    `addresses` are "HOST:PORT", one replica each, and "dns:///NAME:PORT", a replica for each address that `look_up`
+    finds; over TLS their certificates must name NAME.
 
     A call's task reads one frame ahead of the receive budget; the stream's flow control then stops the replica.
     """

@@ -23,20 +23,20 @@ from decode_service.messages import (
 
 
 class PrefillPort(Protocol):
-    """What the transport tells the prefill engine; nothing here blocks."""
+    """How the transport talks to the prefill engine; nothing here blocks."""
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None: ...
 
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None: ...
 
     def close(self, call_id: str) -> None:
-        """The call is gone: no further frame of it is wanted, and bytes not yet `sent` never will be."""
+        """The call is gone: send no further frame; bytes not yet `sent` never will be."""
 
     def sent(self, call_id: str, num_bytes: int) -> None: ...
 
 
 class _Call:
-    """Frames that the prefill engine emitted and the decode engine was not handed, in order."""
+    """Frames that the prefill engine emitted and the decode engine has not received, in order."""
 
     def __init__(self) -> None:
         self.frames: deque[Frame] = deque()
@@ -114,7 +114,7 @@ class InProcessTransport:
         self._lose(PrefillUnavailable(reason))
 
     def _hand_over(self, call_id: str) -> None:
-        """Post what the budget allows; what is behind a segment that must wait, waits with it."""
+        """Post what the budget allows. Frames after a segment that must wait, wait with it."""
         call = self._calls[call_id]
         while call.frames:
             frame = call.frames[0]

@@ -29,7 +29,7 @@ _STAGING_BYTES = 2 * MAX_LENT_BYTES + (1 << 20)
 
 
 class NixlPool:
-    """Event loop only. Reads take turns. The first that fails loses the pool."""
+    """Event loop only. Reads take turns. The first failed read loses the pool."""
 
     def __init__(
         self,
@@ -40,7 +40,9 @@ class NixlPool:
         process: TransferProcess,
         staging: Staging,
     ) -> None:
-        """`header`: what the replica's memory at `address` begins with. The process is the pool's from now on."""
+        """`header` is the beginning of the replica's memory at `address`. The process belongs to the pool from
+        now on.
+        """
         self.secret, num_slots = split_header(header)
         self._has_failed = False
         self._address = address
@@ -85,7 +87,7 @@ class NixlPool:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Meanwhile it can be read, even when it is retired."""
+        """While this is open the pool can be read, even if it is retired."""
         self._num_users += 1
         try:
             yield
@@ -94,13 +96,13 @@ class NixlPool:
             self._end_if_unused()
 
     def retire(self) -> None:
-        """Nobody new will use it."""
+        """Let no new user have it."""
         self._is_retired = True
         self._end_if_unused()
 
     @property
     def is_lost(self) -> bool:
-        """It cannot be read any more."""
+        """Whether it cannot be read any more."""
         return self._has_failed or not self._process.is_usable
 
     @property
@@ -108,11 +110,11 @@ class NixlPool:
         return self._process.has_ended
 
     async def close(self) -> None:
-        """Nobody can use it any more."""
+        """Nobody may use it any more."""
         await self._process.close()
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> RemoteKv | None:
-        """Where the KV lies; None when there are no such slots. `layers` are some of the group's."""
+        """Where the KV lies; None if there are no such slots. `layers` is a range of the group's."""
         if not ticket.is_of(self.num_slots):
             return None
         starts, lengths = (np.array(runs, np.uint64) for runs in runs_of(ticket.slots))
@@ -147,7 +149,7 @@ class NixlPool:
         return await asyncio.shield(asyncio.ensure_future(self._read(remote, start, taken, stamps_at)))
 
     async def _read(self, remote: RemoteKv, start: int, taken: NDArray[np.uint8], stamps_at: int) -> SharedKv:
-        """Ends the turn."""
+        """Reads, and ends the turn."""
         kv_bytes, num_tokens = remote.num_bytes, len(remote.ticket.slots)
         try:
             await self._process.read(remote.kv, start)

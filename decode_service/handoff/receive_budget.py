@@ -15,18 +15,18 @@ class ReceiveBudget:
 
     @property
     def next_waiting(self) -> str | None:
-        """The call that must be granted before any other."""
+        """The call to be granted next."""
         return next(iter(self._waiting), None)
 
     def take_at_once(self, num_bytes: int) -> bool:
-        """Whether the bytes are the caller's now: nobody waits, and they keep within the limit."""
+        """Whether the caller has the bytes now: nobody waits, and they keep within the limit."""
         if self._waiting or self._held_bytes + num_bytes > self._limit_bytes:
             return False
         self._held_bytes += num_bytes
         return True
 
     def try_take(self, call_id: str, num_bytes: int) -> bool:
-        """Whether the bytes are the call's now. If not, the call waits in line, and asks again when it is its turn."""
+        """Whether the call has the bytes now. If not, it waits in line and asks again at its turn."""
         self._waiting.setdefault(call_id)
         fits = not self._held_bytes or self._held_bytes + num_bytes <= self._limit_bytes
         if not fits or self.next_waiting != call_id:
@@ -36,7 +36,7 @@ class ReceiveBudget:
         return True
 
     def forget(self, call_id: str) -> None:
-        """The call waits no more. What it was granted before stays held until it landed."""
+        """The call waits no more. Bytes granted before stay held until they have landed."""
         self._waiting.pop(call_id, None)
 
     def give_back(self, num_bytes: int) -> None:
@@ -45,7 +45,7 @@ class ReceiveBudget:
 
 
 class AsyncReceiveBudget:
-    """A ReceiveBudget to wait on. Event loop only."""
+    """A ReceiveBudget that can be awaited. Event loop only."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._budget = ReceiveBudget(limit_bytes)
@@ -55,7 +55,7 @@ class AsyncReceiveBudget:
         return self._budget.take_at_once(num_bytes)
 
     async def take(self, call_id: str, num_bytes: int) -> None:
-        """Return once the bytes are the call's; one task for each call."""
+        """Return once the call has the bytes. One task for each call."""
         turn = self._turns[call_id] = asyncio.Event()
         try:
             while not self._budget.try_take(call_id, num_bytes):

@@ -1,4 +1,4 @@
-"""What is behind a name, looked up again and again."""
+"""Looks up what is behind a name, repeatedly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NameWatch:
         return self._looked_up.error
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         while True:
             await self._looked_up.refresh()
             self._log_changes()

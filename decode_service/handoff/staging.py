@@ -1,4 +1,4 @@
-"""Memory that another process writes into and this one's engine reads: ranges of it, given out and taken back."""
+"""Memory that another process writes and this one's engine reads, given out in ranges."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 
 class Staging:
-    """Event loop only, but for what it gives out, which any thread may let go of."""
+    """Event loop only, except that any thread may release what was given out."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError. Pages that are never written are never there."""
+        """Raises OSError. Pages that are never written take no memory."""
         self.num_bytes = num_bytes
         self.file = os.memfd_create("baton-staging")
         try:
@@ -30,13 +30,15 @@ class Staging:
         self._loop = asyncio.get_running_loop()
 
     async def take(self, num_bytes: int) -> tuple[int, NDArray[np.uint8]]:
-        """Where, and the memory [num_bytes] there, which is taken until nobody holds it. One task at a time."""
+        """Returns an offset and the memory [num_bytes] there, which is taken until nobody references it. One task at a
+        time.
+        """
         assert num_bytes <= self.num_bytes, "there is never so much"
         while (start := self._first_fit(num_bytes)) is None:
             self._came_back.clear()
             await self._came_back.wait()
         self._held[start] = start + num_bytes
-        taken = np.frombuffer(self._memory, np.uint8, num_bytes, start)  # what is made of it holds this very array
+        taken = np.frombuffer(self._memory, np.uint8, num_bytes, start)  # views of it reference this very array
         weakref.finalize(taken, self._come_back, start).atexit = False
         return start, taken
 

@@ -43,7 +43,7 @@ def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
 
 
 def error_info(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
-    """The status's ErrorInfo; None when it has none, or details that do not belong to it."""
+    """The status's ErrorInfo; None if it has none, or details that do not belong to it."""
     try:
         status = rpc_status.from_call(cast(grpc.Call, failure))
     except ValueError:

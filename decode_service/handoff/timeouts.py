@@ -28,6 +28,6 @@ class HandoffTimeouts:
 
     @classmethod
     def of_progress(cls, timeout_s: float) -> HandoffTimeouts:
-        """Accepted and reads, which need no engine, have no longer than other frames."""
+        """Accepted and reads, which need no engine, have no more time than other frames."""
         short_s = min(10.0, timeout_s)
         return cls(accept_timeout_s=short_s, nixl_timeout_s=short_s, progress_timeout_s=timeout_s)

@@ -35,7 +35,7 @@ class HandoffCall:
         self._changed = asyncio.Event()
 
     def take(self, event: Event) -> Sequence[KvSegment]:
-        """Returns the segment if it is not sent, because its row was cancelled."""
+        """Returns the segment if it is not sent because its row was cancelled."""
         match event:
             case FrameReady(_, frame):
                 frame = self.numbering.for_call(frame)
@@ -51,7 +51,7 @@ class HandoffCall:
         return ()
 
     def cancel(self, rows: Iterable[int]) -> Sequence[KvSegment]:
-        """Send no further segment of these rows, as the call numbers them. Returns what is dropped."""
+        """Send no further segment of these rows, by the call's numbers. Returns the dropped segments."""
         rows = tuple(rows)
         self._cancelled.update(rows)
         self.traces.on_cancelled(rows)
@@ -60,7 +60,7 @@ class HandoffCall:
         return dropped
 
     def release(self, numbers: Sequence[int]) -> None:
-        """The receiver has read these segments. Raises ProtocolError when one of them was not lent to it."""
+        """The receiver has read these segments. Raises ProtocolError if one of them was not lent to it."""
         for number in numbers:
             require(number in self._lent, "release_segments.numbers", f"{number} is not lent to the call")
             self._lent.discard(number)
@@ -72,11 +72,11 @@ class HandoffCall:
         self._changed.set()
 
     async def next_frame(self, stall_timeout_s: float) -> Frame | None:
-        """The next frame to write; None after the engine's last one, and when all that was lent is back: the stream's
-        end would tell the receiver that nobody waits for it.
+        """The next frame to write. None after the engine's last frame, once everything lent is back; ending earlier
+        would tell the receiver that nobody waits for it.
 
-        Raises the error the call failed with; TimeoutError when a receiver that was lent segments gives none back for
-        so long, while there is no frame for it.
+        Raises the error that the call failed with. Raises TimeoutError if a receiver returns no lent segment for so
+        long while there is no frame for it.
         """
         while True:
             if self._error is not None:

@@ -1,4 +1,4 @@
-"""What a row must satisfy before the engine hears of it, and how its number changes when others were refused."""
+"""Checks a row before the engine hears of it, and renumbers rows if others were refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ModelLimits:
 
 
 def check_row(index: int, row: HandoffRow, limits: ModelLimits) -> HandoffRow | RowFailed:
-    """The row, or why this model cannot compute it. No other replica of the model could either, but for its length: a
-    pool is as large as its replica's memory allows.
+    """The row, or why this model cannot compute it. No other replica could either, except for its length: a pool's size
+    depends on its replica's memory.
     """
     num_tokens = len(row.token_ids)
     if num_tokens > limits.max_context_tokens:
@@ -54,11 +54,11 @@ class RowNumbering:
         return self._call_rows[engine_row]
 
     def row(self, call_row: int) -> HandoffRow:
-        """One that was accepted."""
+        """An accepted row."""
         return self.accepted[self._engine_rows[call_row]]
 
     def for_engine(self, call_rows: Sequence[int]) -> tuple[int, ...]:
-        """Rows that were refused are left out: they have ended."""
+        """Leaves out refused rows, which have ended."""
         return tuple(self._engine_rows[row] for row in call_rows if row in self._engine_rows)
 
     def for_call(self, frame: Frame) -> Frame:

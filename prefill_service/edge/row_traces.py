@@ -29,7 +29,7 @@ class RowTraces:
         self._rows: dict[int, _RowTrace] = {}
 
     def begin(self, rows: Iterable[tuple[int, HandoffRow]]) -> frozenset[int]:
-        """Returns the numbers of those that are traced."""
+        """Returns the numbers of traced rows."""
         for number, row in rows:
             if row.traceparent and (trace := self._begin(row)) is not None:
                 self._rows[number] = trace
@@ -40,7 +40,7 @@ class RowTraces:
             trace.on_event(event)
 
     def on_frame(self, frame: Frame, taken_from_s: float) -> None:
-        """The stream has taken the frame, which it was given at `taken_from_s`."""
+        """The stream, which received the frame at `taken_from_s`, has taken it."""
         if not self._rows:
             return
         match frame:

@@ -12,7 +12,7 @@ PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 def add_prefill_servicer(servicer: PrefillServicer, server: ServiceServer) -> None:
-    """Handoff takes and gives bytes: what cannot be parsed then fails its call by our own rules."""
+    """Handoff takes and gives bytes, so that an unparseable message fails its call by Baton's own rules."""
     handlers = grpc.method_handlers_generic_handler(
         PREFILL_SERVICE,
         {

@@ -87,7 +87,7 @@ class PrefillServicer:
         shared_pool: SharedPool | None = None,
         nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
     ) -> None:
-        """`shared_pool`: memory that receivers can read, by its name if it has one, or else through `nixl_offer`."""
+        """`shared_pool` is memory that receivers can read by its name, if it has one, or else through `nixl_offer`."""
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
         self._frame_track = timeline.track(HANDOFF)
@@ -160,7 +160,7 @@ class PrefillServicer:
     # ---- one call ---------------------------------------------------------------------------------------------------
 
     async def _serve(self, context: HandoffContext) -> None:
-        # Refused no sooner: a client that still writes may be told INTERNAL (grpc/grpc#36066).
+        # Not refused earlier: a client that still writes may be told INTERNAL (grpc/grpc#36066).
         batch = await self._first_command(context)
         with self._edge_track.span("check_rows", rows=len(batch.rows)):
             numbering = RowNumbering(self._checked_rows(batch))
@@ -198,7 +198,7 @@ class PrefillServicer:
                 self._engine.post(CloseCall(call.call_id))
 
     def _can_read_the_pool(self, batch: PrefillBatch) -> bool:
-        """What has no name can be read while it is offered."""
+        """A pool without a name can be read while NIXL offers it."""
         if self._shared_pool is None:
             return False
         if not self._shared_pool.name and ((offer := self._nixl_offer()) is None or not offer.agent_metadata):
@@ -301,7 +301,7 @@ class PrefillServicer:
     def _dispatch(self, events: Sequence[Event]) -> None:
         for event in events:
             call = self._calls.get(event.call_id)
-            if call is not None:  # else it was closed, and CloseCall is on its way to the engine
+            if call is not None:  # otherwise it was closed, and CloseCall is on its way to the engine
                 self._give_back(call, call.take(event))
 
 

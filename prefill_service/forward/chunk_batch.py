@@ -34,7 +34,7 @@ class Chunk:
 
     @property
     def num_attended(self) -> int:
-        """Pairs of a token and one that it attends, itself included."""
+        """The number of pairs of a token and one that it attends, itself included."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     @property
@@ -46,9 +46,9 @@ class Chunk:
         return self.prompt.token_ids[self.start : self.stop]
 
     def next_ids(self, num_ahead: int) -> NDArray[np.int64]:
-        """The token after each of the chunk's and `num_ahead` more: the prompt's, whatever computes them.
+        """The prompt's tokens after each of the chunk's and `num_ahead` more, whichever chunk computes them.
 
-        0 where the prompt has no more.
+        0 past the prompt's end.
         """
         following = self.prompt.token_ids[self.start + 1 : self.stop + 1 + num_ahead]
         return np.append(following, np.zeros(self.num_tokens + num_ahead - len(following), np.int64))
@@ -146,7 +146,7 @@ class ChunkBatch:
 
 
 def traced_chunks(batch: ChunkBatch, *, start_s: float, end_s: float) -> list[ChunkComputed]:
-    """What is told of a forward that ended: the chunks of prompts that are traced and have not ended."""
+    """Events about an ended forward's chunks, for traced prompts that have not ended."""
     return [
         ChunkComputed(
             call_id=chunk.prompt.call_id,

@@ -1,4 +1,4 @@
-"""One prefill forward on the stream: the target over the chunks, the first tokens, the draft head behind it."""
+"""One prefill forward on the stream: the target over the chunks, the first tokens, then the draft head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefill_service.forward.chunk_batch import ChunkBatch
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """On the host, of the chunks that end their prompt: first tokens, and the seed columns by name."""
+    """On the host, for the chunks that end their prompt: first tokens, and the seed columns by name."""
 
     sampled: Sampled
     seeds: Mapping[str, Tensor]
@@ -33,10 +33,10 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedChunks:
-    """`computed` is to be read behind what the stream records next.
+    """Read `computed` after an event recorded later.
 
-    `layers_written`: (layers, event) in the order of the target's layers, each once; their KV is in the pool behind
-    the event. Empty where the caller asked for none.
+    `layers_written` has (layers, event) in the order of the target's layers, each once; their KV is in the pool after
+    the event. Empty if the caller asked for none.
     """
 
     computed: Cell[Computed]
@@ -54,7 +54,7 @@ class Meanwhile(Protocol):
 
 
 class PrefillWorker:
-    """`forward` runs on the engine thread and only enqueues. `draft_topk`: the best first drafts that are kept."""
+    """`forward` runs on the engine thread and only enqueues. `draft_topk` is the number of first drafts kept."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class PrefillWorker:
     def forward(
         self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0, meanwhile: Meanwhile | None = None
     ) -> LaunchedChunks:
-        """KV of target and head goes to the pool; an event tells of every `layers_per_event` layers of the target.
+        """Writes the KV of target and head to the pool. An event reports every `layers_per_event` layers of the target.
 
-        `meanwhile`: what the engine does between the layers where it launches them itself.
+        `meanwhile` is the engine's work between layers that it launches itself.
         """
         computed: Cell[Computed] = Cell()
         layers = _ranges(self._model.layer_group.num_layers, layers_per_event) if layers_per_event else []
@@ -133,7 +133,7 @@ class PrefillWorker:
         return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
-        """The draft head over the chunks: its KV, and the seeds of the prompts that end with them.
+        """Runs the draft head over the chunks: writes its KV, and the seeds of prompts that end with them.
 
         Runs inside a piece on the stream.
         """

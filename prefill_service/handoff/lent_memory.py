@@ -1,4 +1,4 @@
-"""Where a prefill service's KV pool lies, by `kv_transport`, so that receivers can read it there."""
+"""Where a prefill service's KV pool lies, so that receivers can read it, as `kv_transport` says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = structlog.get_logger(__name__)
 
 
 class LentMemory:
-    """`pool`: None where nobody can read it, and all KV goes over gRPC."""
+    """`pool` is None if nobody can read it, and all KV goes over gRPC."""
 
     def __init__(self, pool: SharedPool | None, lender: NixlLender | None = None) -> None:
         self.pool = pool
@@ -28,8 +28,8 @@ class LentMemory:
     async def opened(
         cls, transport: KvTransport, *, groups: Sequence[LayerGroupSpec], num_slots: int, is_on_host: bool
     ) -> LentMemory:
-        """`auto` is shared memory where that can be had, and where not it only says so. What killed processes left is
-        removed. Raises StartupError when NIXL is asked for and cannot be had.
+        """`auto` means shared memory if possible; if not, that is only logged. What killed processes left is removed.
+        Raises StartupError if NIXL is configured and not available.
         """
         if transport == "grpc":
             return cls(None)
@@ -54,7 +54,7 @@ class LentMemory:
         return cls(pool, lender)
 
     def nixl_offer(self) -> prefill_pb2.NixlPool | None:
-        """What receivers need to read it through NIXL; empty while they cannot, None where they never can."""
+        """What receivers need to read it through NIXL; empty while they cannot, None if they never can."""
         return None if self._lender is None else self._lender.offer
 
     def follow(self, is_serving: Callable[[], bool]) -> None:

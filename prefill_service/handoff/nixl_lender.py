@@ -1,4 +1,4 @@
-"""The prefill service's end of NIXL: a process that lets receivers read the KV pool, which it has mapped."""
+"""The prefill service's end of NIXL: a process that has mapped the KV pool and lets receivers read it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MAX_DOUBLINGS = 9
 """Doublings of the time until an ended process restarts: each end costs receivers' calls an attempt."""
 _TIMEOUT_S = 10.0
 _SERVING_INTERVAL_S = 0.0005
-_IDLE_INTERVAL_S = 0.02  # new receivers connect then
+_IDLE_INTERVAL_S = 0.02  # new receivers connect at such a look
 
 _log = structlog.get_logger(__name__)
 
 
 class NixlLender:
-    """Event loop only. Receivers of ours only read; the library cannot be told that others must not write."""
+    """Event loop only. Baton's receivers only read; the library cannot forbid others to write."""
 
     def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
-        """`file`: the pool's memory, open for as long as this. `restart_s`: see `follow`."""
+        """`file` is the pool's memory and stays open as long as this object. `restart_s`: see `follow`."""
         self._file = file
         self._backoff = Backoff(first_s=restart_s, max_doublings=_MAX_DOUBLINGS)
         self._process: TransferProcess | None = None
@@ -32,7 +32,7 @@ class NixlLender:
 
     @property
     def offer(self) -> prefill_pb2.NixlPool:
-        """What a receiver needs to read there; empty while nobody can."""
+        """What a receiver needs to read the pool; empty while nobody can."""
         if self._process is None or not self._process.is_usable:
             return prefill_pb2.NixlPool()
         return prefill_pb2.NixlPool(agent_metadata=self._process.metadata, address=self._process.address)
@@ -43,8 +43,8 @@ class NixlLender:
         self._backoff.succeeded()
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serve receivers, seldom while not `is_serving`. A process that ends is started again after `restart_s`, the
-        next time after twice as long, unless it has lasted longer than that.
+        """Serve receivers, less often while not `is_serving`. An ended process restarts after `restart_s`, each time
+        after twice as long, unless it has lasted longer than that.
         """
         self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
 

@@ -24,9 +24,12 @@ from prefill_service.prompt import Prompt
 
 
 class KvSender:
-    """The way of each call's KV: lent where its receiver can read `memory`, which the pool lies in, copied elsewhere.
+    """Only the engine thread calls it; nothing here blocks.
 
-    Only the engine thread calls it; nothing here blocks.
+    Bytes copied out and not yet taken by a transport stay within `budget_bytes`, except that each call may always have
+    one segment. So a stalled receiver cannot keep the others from sending. While several calls have something to send,
+    none takes more than a quarter of the budget. Nothing is copied for calls whose receiver can read `memory`, which
+    the pool lies in.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class KvSender:
 
     @property
     def unsent_bytes(self) -> int:
-        """Copied out of the pool, or being copied, and not yet taken by a transport."""
+        """Bytes copied out of the pool, or being copied, that no transport has taken yet."""
         return self._copying.unsent_bytes
 
     @property
@@ -73,13 +76,13 @@ class KvSender:
     # ---- calls and prompts ----------------------------------------------------------------------------------------
 
     def open_call(self, call_id: str, *, shares_memory: bool) -> None:
-        """`shares_memory`: the call's receiver can read the pool."""
+        """With `shares_memory` the call's receiver can read the pool."""
         sender = self._lending if shares_memory else self._copying
         assert sender is not None, "nobody can read the pool"
         self._of_call[call_id] = sender
 
     def num_pieces(self, prompt: Prompt) -> int:
-        """Segments of the prompt, whose call is open, that have not become frames yet, or are lent."""
+        """Segments of the prompt that are not frames yet, or are lent."""
         return self._of_call[prompt.call_id].num_pieces(prompt)
 
     def forget(self, prompt: Prompt) -> None:
@@ -114,12 +117,12 @@ class KvSender:
         *,
         layers_written: Mapping[str, Sequence[tuple[range, Event]]],
     ) -> None:
-        """Send a forward's KV, each layer group once `computed`, its end, is done; groups are in the order in which it
-        writes them.
+        """Send a forward's KV: each layer group after `computed`, the forward's end, in the order in which it writes
+        them.
 
-        Of the groups in `layers_written` each range of layers is sent once its own event is done: of all chunks before
-        the next, or one chunk's last layers would keep the next one's first ones. None of those that `queue_layers` was
-        told of are among them.
+        For groups in `layers_written`, each range of layers is sent after its own event: all chunks' range before the
+        next range, so that one chunk's last layers do not delay the next one's first ones. Ranges given to
+        `queue_layers` are not among them.
         """
         for name, group in self._pool.groups.items():
             for layers, written in layers_written.get(name, [(range(group.num_layers), computed)]):
@@ -127,7 +130,7 @@ class KvSender:
         self._num_forwards += 1
 
     def queue_layers(self, chunks: Sequence[Chunk], group: LayerGroupSpec, layers: range, written: Event) -> None:
-        """Some of a forward's KV, while the forward that `queue` will be told of is still launched."""
+        """Send a range of a forward's layers while that forward, which `queue` is told of later, is still launched."""
         for chunk in chunks:
             prompt = chunk.prompt
             assert prompt.lease is not None
@@ -145,15 +148,24 @@ class KvSender:
             self._of_call[prompt.call_id].queue(whole)
 
     def forward_ended(self) -> None:
-        """The oldest of those queued that had not ended has."""
+        """The oldest queued forward that had not ended, has ended."""
         self._num_ended += 1
 
     def start_copies(self) -> None:
-        """Start as many copies as the budget allows; none that would wait for a forward after the next to end."""
+        """Start as many copies as the budget allows; the calls take turns. A call whose next piece may not be copied is
+        not asked again.
+
+        One stream copies, in order. So a piece that a later forward will write is not started yet: KV that is ready
+        sooner would wait for it.
+        """
         self._copying.start(self._num_ended)
 
     def poll(self) -> list[SentPiece]:
-        """The segments whose copies have ended, and those that can be lent, each in order. See PieceSender."""
+        """Returns segments whose copies have ended, and those that can be lent, each in order.
+
+        KV that a failed forward did not write is left out: that forward's end fails its prompts. Raises the error of a
+        failed device or stream.
+        """
         return [*self._copying.poll(), *(self._lending.poll() if self._lending is not None else ())]
 
     def close(self, timeout_s: float) -> None:
