@@ -31,13 +31,13 @@ _HEADROOM_TOKENS = 16
 
 
 class PrefillDispatcher:
-    """Hands waiting requests to replicas, and takes what comes of them. Only the engine thread calls it.
+    """Hands waiting requests to replicas, and handles the results. Only the engine thread calls it.
 
-    `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in
-    a row; with no replica ready, none that takes it, or all of them refusing, a request waits at most
-    `unavailable_timeout_s`, beside what it waits for slots. Where every replica is ready and too small, and no others
-    may come, it fails at once. It is tried again after that time at the latest, whatever a replica asks for. No younger
-    request is handed off on slots that an older one, put off by a replica, will need.
+    `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in a
+    row. If no replica is ready, none takes it, or all refuse it, a request waits at most `unavailable_timeout_s`, not
+    counting its waits for slots. If every replica is ready and too small, and no others may come, it fails at once. It
+    is tried again after that time at the latest, whatever a replica asks for. No younger request is handed off on slots
+    that an older one, put off by a replica, will need.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PrefillDispatcher:
         self._handle_lost(self._landing.end_call(call_id, error))
 
     def collect(self) -> tuple[ReadyRows, ...]:
-        """The rows that have become ready; their bytes go back to the receive budget."""
+        """Returns the rows that have become ready; their bytes go back to the receive budget."""
         if not self._landing.has_news:
             return ()
         landed = self._landing.poll()
@@ -155,7 +155,7 @@ class PrefillDispatcher:
         self._expire(now_s)
 
     def _reserve(self, req: Request, older: Sequence[Request]) -> RowLease | None:
-        """A row and slots, of those that `older` requests, which are to be tried again soon, do not need."""
+        """Reserve a row and slots that `older` requests, which are retried soon, do not need."""
         if self._pool.num_free_rows <= len(older):
             return None
         num_tokens = len(req.token_ids)
@@ -186,7 +186,9 @@ class PrefillDispatcher:
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
     def _excuse_waiting_for_slots(self, now_s: float, *, is_short: bool) -> None:
-        """What a request waits for slots of ours is no refusal of a replica's. One too long for all waits for none."""
+        """Waiting for this service's slots does not count as a replica's refusal. A request too long for all replicas
+        does not wait for slots.
+        """
         since_s, self._short_of_slots_since_s = self._short_of_slots_since_s, now_s if is_short else None
         if since_s is None:
             return
@@ -197,7 +199,9 @@ class PrefillDispatcher:
                 req.refused_since_s += now_s - max(since_s, req.not_before_s, req.since_s)
 
     def _fail_too_long(self, now_s: float) -> None:
-        """Prompts that no replica takes, wherever in the queue: at once, or after the wait for one that may come."""
+        """Fail prompts that no replica takes, wherever in the queue: at once, or after waiting for a replica that may
+        come.
+        """
         for req in self._waiting:
             error = self._replicas.too_long_error(len(req.token_ids))
             if error is not None and (isinstance(error, ContextExceeded) or self._has_waited(req, now_s)):
@@ -213,7 +217,7 @@ class PrefillDispatcher:
                 self._fail(req, self._replicas.unavailable_error())
 
     def _handle_lost(self, lost: Sequence[LostRow]) -> None:
-        """Retry rows elsewhere while attempts are left; what they reserved is given up first."""
+        """Retry rows elsewhere while attempts are left; their reservations are released first."""
         now_s = self._clock()
         for row in lost:
             req = row.req
@@ -226,14 +230,14 @@ class PrefillDispatcher:
             self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
     def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
-        """Losses are counted. A replica that is full or stopping refuses at once, so refusals are bounded by time."""
+        """Losses are counted. A full or stopping replica refuses at once, so refusals are bounded by time."""
         if not row.is_refusal:
             req.num_failures += 1
             return req.num_failures >= self._max_attempts
         return self._has_waited(req, now_s)
 
     def _has_waited(self, req: Request, now_s: float) -> bool:
-        """Whether no replica has taken it for long enough."""
+        """Whether no replica has taken it for too long."""
         if req.refused_since_s is None:
             req.refused_since_s = now_s
         return now_s - req.refused_since_s >= self._unavailable_timeout_s

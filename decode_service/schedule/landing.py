@@ -39,11 +39,11 @@ from decode_service.schedule.schedule_batch import ReadyRows
 
 
 class SlotsReused(Exception):
-    """The replica gave a segment's slots to another row before they were read: its call had ended there."""
+    """The replica gave a segment's slots to another row before they were read, because its call had ended there."""
 
 
 class FrameRejected(Exception):
-    """A frame that no correct replica sends: the row it named fails, its call is to be broken."""
+    """A frame that no correct replica sends: the row it names fails, and its call is broken."""
 
     def __init__(self, row: int, message: str) -> None:
         super().__init__(f"row {row}: {message}")
@@ -52,7 +52,7 @@ class FrameRejected(Exception):
 
 @dataclass(slots=True, eq=False)
 class LandingRow:
-    """A row whose KV comes: what of it is still missing, and what was received."""
+    """A row whose KV is arriving: what is still missing, and what was received."""
 
     req: Request
     replica: str
@@ -72,11 +72,11 @@ class LandingRow:
 
     @property
     def has_landed(self) -> bool:
-        """Whether what has come of it is in its slots: the copies run in order."""
+        """Whether all KV that has come is in its slots; copies run in order."""
         return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
 
     def miscount(self) -> str | None:
-        """How the bytes that came differ from those that its PrebuiltBatch says were sent; None where they do not."""
+        """How the received bytes differ from what its PrebuiltBatch says was sent; None if they do not."""
         assert self.columns is not None
         for name, received in self.received_bytes.items():
             sent = int(self.columns.bytes_sent[name][self.entry])
@@ -87,7 +87,7 @@ class LandingRow:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """One that fits its row, at `slots`."""
+    """A segment that fits its row, at `slots`."""
 
     call_id: str
     row: LandingRow
@@ -129,7 +129,7 @@ class AllComputed:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """What became known since the last poll. `freed`: segments that were read, or are not wanted."""
+    """News since the last poll. `freed` are segments that were read, or are not wanted."""
 
     ready: tuple[ReadyRows, ...]
     lost: tuple[LostRow, ...]
@@ -139,9 +139,9 @@ class Landed:
 class LandingZone:
     """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks.
 
-    Segments are copied in the order in which they came. Where a piece's Python runs on the engine's own thread, that
-    thread moves a segment's bytes to where the device can fetch them, which takes a millisecond for the largest. So
-    there segments wait for `start_copies`, and no launch waits for more than one of them.
+    Segments are copied in the order of arrival. Where a piece's Python runs on the engine thread, that thread moves a
+    segment's bytes to memory that the device can fetch, which takes a millisecond for the largest. There segments wait
+    for `start_copies`, and no launch waits for more than one of them.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class LandingZone:
         nontemporal_copies: bool,
         on_event: OnEvent | None = None,
     ) -> None:
-        """`on_event`: of the stream that lands, whose events `poll` looks at."""
+        """`on_event` is for the landing stream, whose events `poll` looks at."""
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size
@@ -176,7 +176,7 @@ class LandingZone:
 
     @property
     def has_freed(self) -> bool:
-        """Whether segments are done with of which no `poll` has told yet: somebody waits for their bytes."""
+        """Whether segments were freed that no `poll` has returned yet; someone waits for their bytes."""
         return bool(self._freed)
 
     @property
@@ -304,19 +304,19 @@ class LandingZone:
         return news
 
     def start_copies(self, until: Event | None) -> None:
-        """Start copies of what has come, one at least, and on until `until` is done: while the device computes, the
-        caller would only wait. What is not wanted any more costs nothing and does not count.
+        """Start at least one copy of what has come, and more until `until` is done: while the device computes, the
+        caller would only wait. Unwanted segments cost nothing and do not count.
         """
         while self._waiting:
             if self._start_copy() and (until is None or until.is_done()):
                 return
 
     def _start_copy(self) -> bool:
-        """Of the segment that waits longest. False where it is freed instead."""
+        """Start the copy of the segment that waits longest. Returns False if it was freed instead."""
         waiting = self._waiting.popleft()
         row, segment = waiting.row, waiting.segment
         row.num_waiting -= 1
-        if not row.lease.is_held:  # it was given up since: its slots may be another's
+        if not row.lease.is_held:  # the row was given up since: its slots may belong to another
             self._free(waiting.call_id, segment)
             return False
 
@@ -396,7 +396,7 @@ class LandingZone:
             raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
 
     def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
-        """Of a tree they are siblings: one twice would count as accepted twice."""
+        """A tree's drafts are siblings: a token named twice would count as accepted twice."""
         if not all(0 <= draft < self._vocab_size for draft in drafts):
             raise FrameRejected(index, f"{TOPK_INDEX} {drafts} is not in the vocabulary")
         if is_tree and len(set(drafts)) < len(drafts):
@@ -418,13 +418,13 @@ class LandingZone:
 
 
 def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tensor, Tensor], object]:
-    """Copies from its second argument to its first, which are both on that device."""
+    """Returns a function that copies from its second argument to its first, both on that device."""
     engine = cpu_engine(torch_device) if nontemporal else None
     return Tensor.copy_ if engine is None else engine.kv_copy()
 
 
 def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:
-    """[layers, planes, tokens, row_bytes] uint8 on the host, where they lie."""
+    """[layers, planes, tokens, row_bytes] uint8, where they lie on the host."""
     if segment.shared is None:
         payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
         return payload.view(segment.num_layers, group.num_planes, segment.num_tokens, group.row_bytes)
@@ -441,7 +441,7 @@ def _landed(call_id: str, segments: Sequence[KvSegment]) -> SegmentsLanded:
 
 
 def _group(rows: Iterable[LandingRow]) -> list[ReadyRows]:
-    """Rows by the PrebuiltBatch they came with, so that columns become tensors by one index each."""
+    """Groups rows by their PrebuiltBatch, so that columns become tensors by one index each."""
     by_batch: dict[int, list[LandingRow]] = {}
     for row in rows:
         by_batch.setdefault(id(row.columns), []).append(row)

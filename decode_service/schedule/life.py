@@ -24,7 +24,7 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 
 
 class Place(Enum):
-    """Which component has the request, and gives it up when it leaves."""
+    """Which component has the request, and drops it when it leaves."""
 
     WAITING = auto()
     LANDING = auto()
@@ -97,7 +97,7 @@ class Lives:
         self.requests: dict[str, Request] = {}
 
     def admit(self, submit: Submit) -> Request:
-        """A new request, which waits."""
+        """Take in a new request, which waits."""
         assert submit.request_id not in self.requests, "the edge refuses duplicates"
         req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
         self.requests[req.request_id] = req

@@ -34,7 +34,9 @@ class SpeculationTally:
         accepted_at: Sequence[int],
         parts_s: Mapping[str, float],
     ) -> None:
-        """What came of steps since the last call. `drafted_at` and `accepted_at` may end with levels never drafted."""
+        """Add the results of steps since the last call. `drafted_at` and `accepted_at` may end with levels never
+        drafted.
+        """
         self.num_verify_steps += num_verify_steps
         self.num_drafted_tokens += num_drafted_tokens
         self.drafted_at = _sum_of(self.drafted_at, drafted_at)
@@ -121,7 +123,7 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output, whatever phase the request is in."""
+        """Prompt and output, in any phase of the request."""
         if self.running_in is None or self.lease is None:
             return self.past_ids
         return [*self.past_ids, *self.running_in.new_tokens(self.lease.row)]
@@ -164,7 +166,7 @@ class Request:
         stop_token_id: int | None = None,
         stop_string: str | None = None,
     ) -> Finished:
-        """Its terminal event, of an output that ends after `num_output` tokens."""
+        """Its terminal event, if the output ends after `num_output` tokens."""
         return Finished(
             request_id=self.request_id,
             reason=reason,

@@ -32,10 +32,10 @@ from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class RowResults:
-    """Outcomes of rows, as columns: of `token_ids` [B, W] int64 each commits its first `accept_lens` [B].
+    """Results of rows, as columns: entry b commits the first `accept_lens` [B] of `token_ids` [B, W] int64.
 
-    `are_invalid` [B] bool: rows whose relayed input or logits were not usable. `logprobs` [B, W] of TokenLogprobs, None
-    of rows that want none; None where nobody wants any.
+    `are_invalid` [B] bool marks rows whose relayed input or logits were unusable. `logprobs` [B, W] of TokenLogprobs
+    has None for rows that want none; it is None if no row wants any.
     """
 
     token_ids: NDArray[np.int64]
@@ -55,10 +55,10 @@ class _HostResults:
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """Holds every tensor and cell handed to the stream until `end`, after stash and the results' copy to the host.
+    """Holds every tensor and cell given to the stream until `end`, after stash and the results' copy to the host.
 
-    `rows` and `serials` [B]: the rows that `reqs` ran with, and as whose: a request that has left its row since has no
-    part in the results. `previous_end` is that of the step in flight at the launch.
+    `rows` and `serials` [B] say which rows `reqs` ran with, and as whose: a request that has left its row since takes
+    no results. `previous_end` belongs to the step in flight at the launch.
     """
 
     batch: ForwardBatch
@@ -88,7 +88,7 @@ class StepInFlight:
         launched_s: float,
         previous: StepInFlight | None,
     ) -> StepInFlight:
-        """Enqueue the results' way to the host behind the step's other pieces, and its end event."""
+        """Enqueue the copy of the results to the host after the step's other pieces, and record its end event."""
         host: Cell[_HostResults] = Cell()
         sampled, is_invalid = output.sampled, output.is_invalid
         accept_lens = None if output.has_one_each else output.accept_lens
@@ -103,23 +103,23 @@ class StepInFlight:
             )
 
         stream.enqueue(copy_results, scope)
-        if not device.runs_pieces_beside:  # else its thread would stop to free what it is done with
+        if not device.runs_pieces_beside:  # otherwise its thread would stop to free what it is done with
             output = replace(output, kept=())
         previous_end = None if previous is None else previous.end
         end = stream.record(scope, "the end")
         return cls(batch, reqs, request_ids, rows, serials, output, host, end, launched_s, previous_end)
 
     def await_end(self, timeout_s: float, *, followed_by: StepInFlight | None) -> None:
-        """Raises as Event.synchronize does. The step behind it is let begin first: until its forward does nothing but
-        compute, its Python and that of whoever takes these results would keep each other waiting for the interpreter.
+        """Raises as Event.synchronize does. First lets the next step begin: until its forward only computes, its Python
+        and that of whoever takes these results would make each other wait for the interpreter.
         """
         if followed_by is not None and (prepared := followed_by.output.prepared) is not None:
-            wait_in_order(prepared, timeout_s)  # its own end tells
+            wait_in_order(prepared, timeout_s)  # its own end reports the failure
         self.end.synchronize(timeout_s)
 
     @cached_property
     def speculation(self) -> SpeculationStats | None:
-        """Behind `end` only. None without speculation."""
+        """Call only after `end`. None without speculation."""
         if self.batch.spec_info is None:
             return None
         begin, drafted, verified, extended = self.output.marks
@@ -128,7 +128,9 @@ class StepInFlight:
         accept_lens = relayed_lens.numpy()
         if self.batch.undrafted:
             accept_lens = np.delete(accept_lens, self.batch.undrafted)
-        accept_lens = accept_lens[(accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)]  # else its row fails
+        accept_lens = accept_lens[
+            (accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)
+        ]  # otherwise its row fails
         return SpeculationStats(
             num_levels=self.batch.spec_info.num_steps,
             accept_lens=tuple(accept_lens.tolist()),
@@ -139,7 +141,7 @@ class StepInFlight:
         )
 
     def results(self) -> RowResults:
-        """Behind `end` only."""
+        """Call only after `end`."""
         host = self.host.get()
         width = self.batch.max_accept_len
         are_unusable = host.sampled.is_invalid.numpy()
@@ -194,7 +196,9 @@ def _first_token_ids(parts: Sequence[ReadyRows]) -> NDArray[np.int64]:
 
 
 class ResultTaker:
-    """Only the engine thread calls it. What all rows of a batch do is done at once; who begins or ends is met alone."""
+    """Only the engine thread calls it. Rows are treated together as columns; only requests that begin or end are
+    visited singly.
+    """
 
     def __init__(
         self,
@@ -212,12 +216,12 @@ class ResultTaker:
         self._fail = fail
 
     def take_first_tokens(self, prebuilt: ScheduleBatch, results: RowResults) -> None:
-        """Of rows that have just entered."""
+        """For rows that have just entered."""
         every = np.arange(prebuilt.batch_size)
         self._append(every, prebuilt.rows, prebuilt.reqs, prebuilt.request_ids, results, self._clock())
 
     def take(self, step: StepInFlight) -> None:
-        """Behind the step's end: its results go to the requests that still hold the rows they ran with."""
+        """After the step's end: gives its results to requests that still hold the rows they ran with."""
         results = step.results()
         are_held = self.still_held(step)
         self._rows.num_in_flight[step.rows[are_held]] -= 1
@@ -227,7 +231,7 @@ class ResultTaker:
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
         for i in entries[self._rows.decode(rows)].tolist():
-            if step.reqs[i].phase is Phase.FIRST_DECODE:  # else it is retracted meanwhile
+            if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted meanwhile
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
         self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
 

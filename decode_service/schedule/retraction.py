@@ -1,4 +1,4 @@
-"""Slots for the next step: where too few are free, the youngest requests give theirs up and wait again."""
+"""Finds slots for the next step: if too few are free, the youngest requests give theirs up and wait again."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Retraction:
         self.num_retractions = 0
 
     def prepare(self, running: ScheduleBatch) -> bool:
-        """Prepare the next step. While slots are short for it, the youngest of all live requests is retracted.
+        """Prepare the next step. While it lacks slots, the youngest live request is retracted.
 
-        False when slots are on their way but a forward in flight still holds them: nothing is launched this time.
+        Returns False if slots are coming but a forward in flight still holds them: nothing is launched this time.
         """
         while not running.prepare_for_decode(self._pool):
             shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots
@@ -39,14 +39,14 @@ class Retraction:
         return True
 
     def requeue_left(self) -> None:
-        """Call it after taking the results of the step that was in flight at the last `prepare`."""
+        """Call this after taking the results of the step that was in flight at the last `prepare`."""
         leaving, self._leaving = self._leaving, []
         for req in leaving:
             if req.phase is Phase.RETRACTING:
                 self._lives.enter(req, Phase.QUEUE, was_retracted=True)
 
     def _num_coming(self, running: ScheduleBatch) -> int:
-        """Slots that come free when the forward in flight ends."""
+        """Slots that become free when the forward in flight ends."""
         held = set(map(id, running.reqs))
         return self._pool.slot_counts().quarantined + sum(
             req.lease.num_tokens
@@ -55,7 +55,7 @@ class Retraction:
         )
 
     def _retract_youngest(self, running: ScheduleBatch) -> None:
-        """Retract the youngest that holds slots: a handoff under way goes before an older, running request."""
+        """Retract the youngest holder of slots: a handoff under way before an older, running request."""
         handed_off = [req for req in self._lives.requests.values() if RULES[req.phase].place is Place.LANDING]
         req = max((*running.reqs, *handed_off), key=lambda req: req.arrival)
         self.num_retractions += 1

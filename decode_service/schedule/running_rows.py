@@ -25,9 +25,9 @@ _NUM_TOTALS = 2 + len(_PARTS)  # verify steps, drafted tokens, seconds
 class RunningRows:
     """Requests from BOOTSTRAP to DECODE or RETRACTING. Only the engine thread calls it; only Lives enters and leaves.
 
-    A request's `speculation` counts what came of its drafts until it entered. `serials` [rows]: whose a row is, by a
-    number that no other request gets, nor the same one later; 0 where it is nobody's. `num_in_flight` [rows]: launched
-    steps whose results are not taken; each adds one token at least. `max_depth`: levels that are ever drafted.
+    A request's `speculation` counts its drafts until it entered. `serials` [rows] says whose a row is, by a number that
+    no request ever shares; 0 if nobody's. `num_in_flight` [rows] counts launched steps whose results are not taken;
+    each adds at least one token. `max_depth` is the deepest level ever drafted.
     """
 
     def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
@@ -65,7 +65,7 @@ class RunningRows:
         self.drafts.clear(row)
 
     def leave(self, req: Request) -> None:
-        """Nothing of a step in flight reaches the request any more."""
+        """Results of a step in flight no longer reach the request."""
         assert req.lease is not None
         row = req.lease.row
         self.serials[row] = self._num_left[row] = 0
@@ -75,7 +75,7 @@ class RunningRows:
         self.drafts.tell(row, req.speculation)
 
     def row_seed(self, req: Request) -> RowSeed:
-        """What its sampling starts from: with its tokens until now."""
+        """What its sampling starts from, with its tokens until now."""
         assert req.lease is not None
         return RowSeed(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
 
@@ -85,7 +85,7 @@ class RunningRows:
         return wanted
 
     def have_room_after(self, rows: Rows, seq_lens: Rows) -> NDArray[np.bool_]:
-        """[B]: the same where `seq_lens` [B] tokens have committed KV, those of steps in flight included."""
+        """[B]: like `want_launch`, where `seq_lens` [B] tokens have committed KV, steps in flight included."""
         has_room: NDArray[np.bool_] = seq_lens + 1 < self._limits[rows]
         return has_room
 
@@ -112,7 +112,7 @@ class RunningRows:
         has_ended = num_until_end <= num_offered
         num_added = np.minimum(num_until_end, num_offered)
         places = num_new[:, None] + np.arange(token_ids.shape[1])
-        self._new_ids[rows[:, None], places] = token_ids  # those that are not added are overwritten, or never read
+        self._new_ids[rows[:, None], places] = token_ids  # tokens that do not count are overwritten, or never read
         self._num_new[rows] = num_new + num_added
         self._num_left[rows] = num_left - num_added
         return num_added, has_ended
@@ -134,9 +134,10 @@ class RunningRows:
 
 
 class DraftTallies:
-    """What drafts came to, row by row, since it was last told: one table, to which a step adds all its rows at once.
+    """The results of drafts, row by row, since they were last read: one table, to which a step adds all its rows at
+    once.
 
-    `max_depth`: levels that are ever drafted.
+    `max_depth` is the deepest level ever drafted.
     """
 
     def __init__(self, num_rows: int, *, max_depth: int) -> None:
@@ -158,7 +159,7 @@ class DraftTallies:
         self._table[rows] += step
 
     def tell(self, row: int, tally: SpeculationTally) -> None:
-        """Add the row's to `tally`."""
+        """Add the row's results to `tally`, and reset them."""
         num_verify_steps, num_drafted, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
         levels = self._table[row, _NUM_TOTALS:].astype(np.int64).reshape(2, self._max_depth)
         tally.add(

@@ -111,7 +111,7 @@ class ScheduleBatch:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """`req_pool_indices_cpu`, for columns that are no tensors."""
+        """`req_pool_indices_cpu` as an array, for columns that are not tensors."""
         rows: NDArray[np.int64] = self.req_pool_indices_cpu.numpy()
         return rows
 
@@ -121,12 +121,12 @@ class ScheduleBatch:
 
     @cached_property
     def undrafted(self) -> tuple[int, ...]:
-        """Entries that want no drafts."""
+        """Indices of entries that want no drafts."""
         return tuple([i for i, req in enumerate(self.reqs) if not req.wants_drafts])
 
     @cached_property
     def sampling(self) -> SamplingBatch:
-        """What the entries need of sampling; their parameters are on the device, by row."""
+        """Which entries need which part of sampling; their parameters are on the device, by row."""
         return SamplingBatch.of_needs(self.sampling_needs)
 
     def _forget_what_follows(self) -> None:
@@ -141,7 +141,7 @@ class ScheduleBatch:
 
     @property
     def num_step_slots(self) -> int:
-        """Slots past its committed KV that the next step writes to, of each entry."""
+        """Slots past its committed KV that the next step writes to, for each entry."""
         return 1 if self.spec_info is None else self.spec_info.num_slots
 
     def num_slots_needed(self, pool: KvPool) -> int:
@@ -184,7 +184,7 @@ class ScheduleBatch:
         )
 
     def wanted_tokens(self) -> NDArray[np.int64]:
-        """Tokens that each entry has slots for once its next step is prepared: [B]."""
+        """[B]: tokens that each entry has slots for once its next step is prepared."""
         wanted: NDArray[np.int64] = self.seq_lens_cpu.numpy() + self.num_step_slots
         return wanted
 
@@ -216,14 +216,16 @@ class ScheduleBatch:
         self._forget_what_follows()
 
     def check_lengths(self) -> None:
-        """I1, by AssertionError. Synchronises with the device: for debug builds and tests."""
+        """Checks I1; raises AssertionError. Synchronises with the device: for debug builds and tests."""
         assert self.seq_lens.data_ptr() != self.seq_lens_cpu.data_ptr() or self.is_empty, "the twins share storage"
         assert torch.equal(self.seq_lens.cpu(), self.seq_lens_cpu), "seq_lens and seq_lens_cpu differ"
         assert torch.equal(self.req_pool_indices.cpu(), self.req_pool_indices_cpu), "req_pool_indices twins differ"
 
 
 def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
-    """How deep the batch's next step drafts: no deeper than the free slots allow, as drafts are worth no retraction."""
+    """How deep the batch's next step drafts: no deeper than free slots allow, because drafts are not worth a
+    retraction.
+    """
     if depth is None or batch.is_empty:
         return None
     num_wanted = batch.batch_size - len(batch.undrafted)

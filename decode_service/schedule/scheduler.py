@@ -59,7 +59,7 @@ Deliver = Callable[[Sequence[Event]], None]
 
 
 class Outbox:
-    """What the edge must hear, until it is told. Only the engine thread calls it.
+    """Events for the edge, until they are handed over. Only the engine thread calls it.
 
     Without `deliver` everything is kept until it is taken.
     """
@@ -73,16 +73,15 @@ class Outbox:
         self._events.append(event)
 
     def hand_over(self) -> None:
-        """To be called before a wait, so that nobody else waits with it, and where the engine ends; and not before: the
-        edge's thread, once it has something to do, keeps the engine's from the interpreter, while a forward is still to
-        be launched.
+        """Call this just before a wait, so that nobody waits with the engine, and when the engine ends. Not earlier:
+        the edge's thread would compete for the interpreter while a forward is still to be launched.
         """
         if self._deliver is not None and self._events:
             with self._track.span("deliver", events=len(self._events)):
                 self._deliver(self._taken())
 
     def take(self, *, is_handed_over_soon: bool) -> Sequence[Event]:
-        """Of a step that ends."""
+        """The events that an ending step returns."""
         return () if is_handed_over_soon and self._deliver is not None else self._taken()
 
     def _taken(self) -> Sequence[Event]:
@@ -93,12 +92,12 @@ class Outbox:
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    Without `draw_kernels` PyTorch's operators draw tokens. `draft` and `spec_info` come together, and fit;
-    `adapts_depth`: drafting may be shallower. `max_rows` bounds rows reserved, transferring and running together.
-    `replays_forwards`: where the device can, steps' forwards are recorded when the engine is made.
-    `nontemporal_copies`: on a CPU, large KV lands past its caches. `overlap=False` finishes each step before the next
-    is scheduled, by the same code. Figures and time-outs use `clock` (monotonic seconds).
-    `deliver` takes news for the edge when the engine is about to wait for its stream, or ends; else steps return them.
+    Without `draw_kernels` PyTorch's operators draw tokens. `draft` and `spec_info` come together and fit each other;
+    with `adapts_depth` steps may draft less deep. `max_rows` bounds reserved, transferring and running rows together.
+    With `replays_forwards` the steps' forwards are recorded when the engine is made, if the device can. With
+    `nontemporal_copies` large KV lands past a CPU's caches. `overlap=False` finishes each step before the next is
+    scheduled, by the same code. Figures and time-outs use `clock` (monotonic seconds). `deliver` takes events for the
+    edge when the engine is about to wait or ends; otherwise steps return them.
     """
 
     def __init__(
@@ -199,8 +198,8 @@ class DecodeEngine:
         self._unseeded: list[Request] = []
         self._in_flight: StepInFlight | None = None
         self._is_draining = False
-        self._is_stalled = False  # slots were short, and those coming free are still in use
-        self._has_freed = False  # at the last step's end: who was short of it is not to wait
+        self._is_stalled = False  # slots are short, and those becoming free are still in use
+        self._has_freed = False  # at the last step's end, so that requests short of slots do not wait
         self._num_steps = 0
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -231,12 +230,14 @@ class DecodeEngine:
                     self.pool.check_conservation()
                     self._running.check_lengths()
             except BaseException:
-                self._outbox.hand_over()  # no step follows that would: who has ended is not lost with the engine
+                self._outbox.hand_over()  # no later step would: endings must not be lost with the engine
                 raise
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _start_copies(self, busy_with: StepInFlight | None) -> None:
-        """Of KV that has come, where this thread has a part in them: behind the launch, while the device computes."""
+        """Start copies of KV that has come, if this thread takes part in them: after the launch, while the device
+        computes.
+        """
         if self._landing.has_waiting:
             with self.track.span("start_copies"):
                 self._landing.start_copies(None if busy_with is None else busy_with.end)
@@ -321,7 +322,7 @@ class DecodeEngine:
 
     @recorded("next_batch")
     def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
-        """The batch to launch, prepared; None when there is none, or its slots come free only later."""
+        """Returns the prepared batch to launch; None if there is none, or its slots become free only later."""
         running = self._running
         if running.is_empty and not ready:  # while prompts land, the engine steps for each of their segments
             self._is_stalled = False
@@ -346,8 +347,8 @@ class DecodeEngine:
         return None if running.is_empty or self._is_stalled else running
 
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
-        """Rows whose length no step can have published fail: launched with it, they would read and write beside their
-        slots. Their device is at fault, or a kernel, so this is looked at in every build.
+        """Fail rows whose length no step can have published: in a launch they would read and write outside their slots.
+        The device or a kernel is at fault, so every build checks this.
         """
         lengths = running.seq_lens_cpu.numpy()
         max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
@@ -419,7 +420,7 @@ class DecodeEngine:
                 step.await_end(_STEP_TIMEOUT_S, followed_by=followed_by)
         except PieceFailed as failure:
             if failure.is_of_device:
-                raise  # and no step can be better: the engine ends, and all its requests
+                raise  # no later step can succeed: the engine and all its requests end
             for i in np.flatnonzero(self._taker.still_held(step)).tolist():
                 self._fail(step.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
             return

@@ -1,4 +1,4 @@
-"""Requests that hold nothing yet, in the order in which they are handed off, and which replica each goes to."""
+"""Requests that hold nothing yet, in the order of their hand-off, and the choice of replicas."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from decode_service.schedule.request import Request
 class WaitingQueue:
     """Requests that were handed off before wait by age, ahead of all others. The clients of the others take turns.
 
-    A client joins at the end of the round and goes there after each turn, so no client waits longer than the turns of
-    those ahead of it, whoever comes meanwhile. Each client's requests keep their order.
+    A client joins at the end of the round and returns there after each turn. So no client waits longer than the turns
+    of those ahead of it, whoever comes meanwhile. Each client's requests keep their order.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class WaitingQueue:
         return iter([*self._returned.values(), *chain(*(reqs.values() for reqs in self._newcomers.values()))])
 
     def in_turn(self) -> Iterator[Request]:
-        """Each request once. One that still waits when the next is asked for costs its client no turn."""
+        """Yields each request once. One that still waits when the next is asked for costs its client no turn."""
         yield from list(self._returned.values())
         clients = deque(self._newcomers)
         rest: dict[str, deque[Request]] = {}
@@ -65,7 +65,7 @@ class WaitingQueue:
 
 
 class ReplicaSet:
-    """The prefill replicas as last reported, and since when none of them was ready."""
+    """The prefill replicas as last reported, and since when none was ready."""
 
     def __init__(self, now_s: float) -> None:
         self._replicas: tuple[Replica, ...] = ()
@@ -87,8 +87,8 @@ class ReplicaSet:
         return self._none_ready_since_s
 
     def least_loaded(self, num_rows_at: Callable[[str], int], avoid: str, num_tokens: int) -> str | None:
-        """The ready replica that takes so many tokens and has the fewest rows of ours and of others; `avoid` only when
-        it is the only one.
+        """The ready replica that takes so many tokens and has the fewest rows, of this service and of others; `avoid`
+        only if it is the only one.
         """
         ready = [replica for replica in self._replicas if replica.is_ready and replica.takes(num_tokens)]
         preferred = [replica for replica in ready if replica.address != avoid] or ready
@@ -97,10 +97,10 @@ class ReplicaSet:
         return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
 
     def too_long_error(self, num_tokens: int) -> BatonError | None:
-        """Why no ready replica takes so many tokens; None where one does, or none is ready.
+        """Why no ready replica takes so many tokens; None if one does, or none is ready.
 
-        PrefillUnavailable where waiting may help: for a replica that is not ready, or for one behind a name where one
-        that takes it has been before. Else ContextExceeded.
+        PrefillUnavailable if waiting may help: for a replica that is not ready, or behind a name that once had one
+        large enough. Otherwise ContextExceeded.
         """
         ready = [replica for replica in self._replicas if replica.is_ready]
         if not ready or any(replica.takes(num_tokens) for replica in ready):
@@ -115,11 +115,11 @@ class ReplicaSet:
 
     @property
     def are_hopeless(self) -> bool:
-        """No replica will ever serve: every one differs, and there will be no other. Waiting does not mend it."""
+        """Whether no replica will ever serve: every one differs, and no other will come."""
         return self._mismatch is not None and not self._others_may_come
 
     def unavailable_error(self) -> BatonError:
-        """FingerprintMismatch when every replica differs, else PrefillUnavailable."""
+        """FingerprintMismatch if every replica differs, else PrefillUnavailable."""
         if (mismatch := self._mismatch) is not None:
             return mismatch
         causes = self._causes()

@@ -48,16 +48,16 @@ class Depth(Protocol):
         """Every depth that may be chosen, seed or none."""
 
     def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
-        """For B rows, of which `num_wanted` may be drafted for; `draft_lag` [B]: tokens that the head has not read.
+        """For B rows, of which `num_wanted` may have drafts. `draft_lag` [B] counts tokens that the head has not read.
 
         May be asked more than once a step.
         """
 
     def launched(self, spec_info: SpecInfo) -> None:
-        """The step was launched, with what was chosen or with less."""
+        """The step was launched as chosen, or with less."""
 
     def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
-        """Its outcome; `draft_lag` [B] as it was before."""
+        """The step's outcome; `draft_lag` [B] as it was before."""
 
 
 class FixedDepth:
@@ -98,7 +98,7 @@ class _Expected:
 
 
 class AdaptiveDepth:
-    """A Depth between 0 and `deepest`'s. It depends on nothing but what it is told."""
+    """A Depth between 0 and `deepest`'s. It depends only on what it is told."""
 
     def __init__(self, deepest: SpecInfo) -> None:
         self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
@@ -161,13 +161,13 @@ class AdaptiveDepth:
         self._times.add(spec_info, draft_lag=draft_lag, stats=stats)
 
     def _begin_s(self, draft_lag: NDArray[np.int64]) -> float:
-        """To leave a seed for the next step; nothing where there is one, or where the head reads all the same."""
+        """Seconds for leaving a seed for the next step; 0 if there is one, or if the head reads anyway."""
         if self._has_seeds or self._levels[0].must_catch_up(draft_lag):
             return 0.0
         return self._times.read_s(int(draft_lag.sum()) + len(draft_lag))
 
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
-        """Whether to probe, once there is a seed; `probe_s` is what that would lose."""
+        """Whether to probe, once there is a seed; `probe_s` is the time lost by that."""
         num_steps = self._num_since_probe
         if is_new:
             return num_steps >= min(_NEW_PROBE_INTERVAL + self._num_new, _LONGEST_NEW_PROBE_INTERVAL)
@@ -191,10 +191,11 @@ class AdaptiveDepth:
         return 1 + rates.index(best) if best > _MARGIN * without else 0
 
     def _probed_depth(self, best: int, num_rows: int, steps: Sequence[_Expected]) -> tuple[int, bool]:
-        """And whether it, or the best, is to be measured for so many rows: one that might be the best comes first.
+        """The depth to try for so many rows, and whether it, or the best, still needs measuring. One that might be the
+        best comes first.
 
-        Else in turn neighbours of the best. Behind steps without drafts one in four is a deeper one: where 1 is too
-        shallow to pay, that says nothing of those.
+        Otherwise neighbours of the best take turns. At depth 0 one probe in four goes deeper, because a depth 1 that
+        does not pay says nothing about deeper ones.
         """
         for depth, step in enumerate(steps[1:], start=1):
             is_hopeless = 0 < step.tokens_per_s < _HOPELESS * steps[best].tokens_per_s
@@ -208,7 +209,7 @@ class AdaptiveDepth:
 
 
 def depth_of(spec_info: SpecInfo | None, *, adapts: bool) -> Depth | None:
-    """None where nothing is drafted."""
+    """None if nothing is drafted."""
     if spec_info is None:
         return None
     return AdaptiveDepth(spec_info) if adapts else FixedDepth(spec_info)

@@ -1,4 +1,4 @@
-"""How a batch speculates."""
+"""The shape of a batch's speculation."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class SpecInfo:
         return int(draft_lag.max(initial=0)) + 1 >= self.max_draft_lag
 
     def head_reads(self, draft_lag: NDArray[np.int64]) -> bool:
-        """Whether the head reads behind a step what it has not read, instead of being left behind."""
+        """Whether the head reads what it has not read after the step, instead of being left behind."""
         return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
 
     def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:
-        """Tokens that the head then reads: as many as the step may commit, and those of steps before."""
+        """Tokens that the head then reads: as many as the step may commit, and those of earlier steps."""
         return int(draft_lag.sum()) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
 
     @property
     def has_drafts(self) -> bool:
-        """Whether a step commits as many tokens as its forward finds out, and not one a row."""
+        """Whether only the forward finds out how many tokens the step commits."""
         return self.num_steps > 0
 
     @property

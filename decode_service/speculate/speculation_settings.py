@@ -1,4 +1,4 @@
-"""From the settings and the draft head to how batches speculate."""
+"""Derives a batch's speculation from the settings and the draft head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CATCH_UP_TOKENS = 4096
 
 
 def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
-    """Raises StartupError, which names the setting, when they do not go together."""
+    """Raises StartupError, which names the setting, if settings and head do not fit."""
     return _shape_of(settings, head)
 
 

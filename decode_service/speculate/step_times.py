@@ -1,8 +1,8 @@
-"""What a step takes, from steps that were measured: with drafts, by how many times as long as without.
+"""How long a step takes, from measured steps: with drafts, as a multiple of the time without.
 
-The machine is faster at one time and slower at another: others run on it, prompts are computed beside, contexts grow.
-So a step with drafts is compared with a step without that is next to it and has about as many rows: the quotient
-counts. Absolute times serve where a rough figure does.
+The machine's speed drifts: others use it, prompts are computed beside, contexts grow. So a step with drafts is compared
+with an adjacent step without drafts and with about as many rows, and the ratio counts. Absolute times serve where a
+rough figure suffices.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class StepTimes:
 
 
 class _Curve:
-    """A figure as a function of a size: of sizes within a half of each other `figure` of the last few values.
+    """A figure as a function of a size: for sizes within a half of each other, `figure` of the last few values.
 
-    Of the last few, because contexts grow and text changes.
+    Only the last few, because contexts grow and text changes.
     """
 
     def __init__(self, figure: Callable[[Sequence[float]], float]) -> None:

@@ -30,9 +30,9 @@ class _Copy:
 class CopyingSender(PieceSender):
     """A piece needs the pool until its copy has ended.
 
-    Bytes copied out and not yet taken by a transport stay within `budget_bytes`, but for one segment of each call,
-    which is always allowed: a receiver that stalls cannot keep the others from sending. While several calls have
-    something to send, none takes more than a quarter of the budget.
+    Bytes copied out and not yet taken by a transport stay within `budget_bytes`, except that each call may always have
+    one segment. So a stalled receiver cannot keep the others from sending. While several calls have something to send,
+    none takes more than a quarter of the budget.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class CopyingSender(PieceSender):
         new_framed_kv: NewFramedKv | None,
         on_event: OnEvent | None,
     ) -> None:
-        """`new_framed_kv`: where KV of a pool on the host is gathered, if not into memory of the device's choice.
-        `on_event`: of the stream that copies, whose events `poll` looks at.
+        """`new_framed_kv` says where KV of a pool on the host is gathered, if not into the device's own memory.
+        `on_event` is for the stream that copies, whose events `poll` looks at.
         """
         super().__init__(max_segment_bytes=max_segment_bytes)
         self._device = device
@@ -65,15 +65,15 @@ class CopyingSender(PieceSender):
 
     @property
     def unsent_bytes(self) -> int:
-        """Copied out of the pool, or being copied, and not yet taken by a transport."""
+        """Bytes copied out of the pool, or being copied, that no transport has taken yet."""
         return self._unsent_bytes
 
     def start(self, num_forwards: int) -> None:
-        """Start as many copies as the budget allows, the calls taking turns. A call is not asked again once its next
-        piece may not be copied.
+        """Start as many copies as the budget allows; the calls take turns. A call whose next piece may not be copied is
+        not asked again.
 
-        One stream copies, in order. So what is written after the first `num_forwards + 1` forwards is not started yet:
-        what is there already, or will be sooner, would wait for it.
+        One stream copies, in order. So pieces written after the first `num_forwards + 1` forwards are not started yet:
+        KV that is ready sooner would wait for them.
         """
         turns = deque(self._queued)
         while turns:
@@ -148,7 +148,7 @@ class CopyingSender(PieceSender):
         self._copying.append(_Copy(piece, scope, segment, done))
 
     def _copied_out(self, piece: Piece) -> KvSegment:
-        """With the piece's KV; from another device that is there after what the stream does now."""
+        """The segment with the piece's KV. From another device the KV is there after the stream's present work."""
         if self._new_framed_kv is not None and self._device.torch_device.type == "cpu":
             framed = self._new_framed_kv(piece.num_bytes, lambda array: self._gather(piece, from_numpy(array)))
             return replace(piece.segment, framed=framed)

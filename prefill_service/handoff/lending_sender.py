@@ -33,7 +33,7 @@ class LendingSender(PieceSender):
             yield SentPiece(piece.prompt, replace(piece.segment, shared=shared), None)
 
     def return_segments(self, numbers: Sequence[int]) -> None:
-        """Nobody reads them any more. Of a prompt that has ended none is known."""
+        """The receiver reads these segments no more. Segments of ended prompts are ignored."""
         for number in numbers:
             if (prompt := self._lent.pop(number, None)) is not None:
                 self._num_pieces[prompt] -= 1
@@ -47,7 +47,7 @@ class LendingSender(PieceSender):
         self._queued.extend(pieces)
 
     def _written(self) -> list[Piece]:
-        """What can be lent, the layers of the same tokens as one piece."""
+        """Lendable pieces, with the layers of the same tokens joined."""
         pieces: list[Piece] = []
         last: dict[tuple[int, str, int], int] = {}
         while self._queued and self._queued[0].written.is_done():

@@ -16,9 +16,10 @@ from prefill_service.prompt import Prompt
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Part of one prompt's KV, which is there once `written` is done. `forward`: the number of the one that writes it.
+    """Part of one prompt's KV, which exists once `written` is done. `forward` is the number of the forward that writes
+    it.
 
-    It is one sender's alone, which may give it more layers when it takes it out.
+    A piece belongs to one sender, which may give it more layers when it takes it out.
     """
 
     prompt: Prompt
@@ -45,7 +46,7 @@ class Piece:
 
     @property
     def segment(self) -> KvSegment:
-        """Without its KV."""
+        """The segment without its KV."""
         return KvSegment(
             row=self.prompt.index,
             layer_group=self.group.name,
@@ -56,7 +57,7 @@ class Piece:
         )
 
     def split(self, max_segment_bytes: int) -> list[Piece]:
-        """The same KV in pieces of at most so many bytes, or a token of a layer."""
+        """The same KV in pieces of at most so many bytes, or of one token of one layer."""
         if self.num_bytes <= max_segment_bytes:
             return [self]
         num_layers, num_tokens = segment_shape(self.group, max_segment_bytes, layers=self.num_layers)
@@ -110,22 +111,24 @@ class PieceSender(ABC):
 
     @abstractmethod
     def poll(self) -> Iterator[SentPiece]:
-        """The segments that are ready, in order.
+        """Returns the segments that are ready, in order.
 
-        Of what a failed forward did not write there is none: that forward's end fails its prompts. Raises what the
-        device or a stream failed with.
+        KV that a failed forward did not write is left out: that forward's end fails its prompts. Raises the error of a
+        failed device or stream.
         """
 
     @abstractmethod
     def _take(self, pieces: Sequence[Piece]) -> None: ...
 
     def _is_wanted(self, piece: Piece) -> bool:
-        """Asked once the piece is written, or that has failed."""
+        """Asked once the piece is written, or its forward has failed."""
         return piece.prompt in self._num_pieces and piece.written.error is None
 
 
 def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:
-    """(layers, tokens) of the largest segment: all `layers` of as many tokens as fit, else one token of fewer."""
+    """(layers, tokens) of the largest segment: all `layers` of as many tokens as fit, or else one token of
+    fewer layers.
+    """
     num_tokens = max_segment_bytes // (group.layer_token_bytes * layers)
     if num_tokens:
         return layers, num_tokens

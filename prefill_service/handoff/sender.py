@@ -43,7 +43,7 @@ class KvSender:
         new_framed_kv: NewFramedKv | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """What is not about `memory` is a CopyingSender's."""
+        """Arguments other than `memory` are those of a CopyingSender."""
         self._pool = pool
         self._max_segment_bytes = max_segment_bytes
         self._copying = CopyingSender(
@@ -99,7 +99,7 @@ class KvSender:
         self._copying.forget_call(call_id)
 
     def give_back(self, returned: SegmentBytesSent | SegmentsReturned) -> None:
-        """A transport took bytes, or a receiver has read. Of a call that is gone nothing is known."""
+        """A transport took bytes, or a receiver has read segments. Ignored for a call that is gone."""
         match returned:
             case SegmentBytesSent(call_id, num_bytes):
                 if call_id in self._of_call or self._copying.owes(call_id):

@@ -1,4 +1,4 @@
-"""What a forward found out for the prompts that end with it, as the frame that tells the decode service."""
+"""Turns what a forward computed for prompts that end with it into the frame for the decode service."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from prefill_service.prompt import Prompt, PromptPhase
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds in a phase: the state of the lease (None: the prompt holds no row), and what may come next."""
+    """What holds in a phase: the lease's state (None: the prompt holds no row), and the phases that may follow."""
 
     lease: LeaseState | None
     following: frozenset[PromptPhase]
@@ -40,7 +40,7 @@ class PromptLives:
         self._members: dict[PromptPhase, dict[Prompt, None]] = {phase: {} for phase in PromptPhase}
 
     def admit(self, prompt: Prompt) -> None:
-        """A new prompt, which is queued."""
+        """Take in a new prompt, which is queued."""
         self._members[PromptPhase.QUEUED][prompt] = None
 
     def in_phase(self, phase: PromptPhase) -> list[Prompt]:
@@ -50,10 +50,10 @@ class PromptLives:
         return len(self._members[phase])
 
     def enter(self, prompt: Prompt, phase: PromptPhase, *, lease: RowLease | None = None) -> None:
-        """Move the prompt to `phase`: a row that this phase does not hold is released.
+        """Move the prompt to `phase`, and release a row that this phase does not hold.
 
-        `lease` is the row it holds from now on, where it held none. AssertionError when the phase cannot follow the
-        one that the prompt is in.
+        `lease` is the row it holds from now on, if it held none. Raises AssertionError if the phase cannot follow the
+        present one.
         """
         before, after = RULES[prompt.phase], RULES[phase]
         assert phase in before.following, f"row {prompt.index}: {phase} does not follow {prompt.phase}"

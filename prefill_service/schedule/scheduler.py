@@ -69,14 +69,15 @@ class StepInFlight:
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
-    Without `draw_kernels` PyTorch's operators draw tokens.
-    `draft_topk`: the best first drafts that the decode service starts its trees from.
-    A forward computes at most `max_batch_tokens`, at most `chunk_tokens` of each prompt. `max_queued_rows` bounds
-    prompts that wait for a row. With `early_sending` layers' KV leaves before their forward ends; without, behind it.
-    `deliver` takes news for the edge where a launch takes long; else steps return them. `returned` gives the bytes that
-    transports took since a step began, to be sent anew within the same launch.
-    `clock` is in monotonic seconds. `shared_pool`: memory for the pool that receivers can read;
-    `new_framed_kv`: for what leaves as copies, where none of the device's own is to be taken.
+    Without `draw_kernels` PyTorch's operators draw tokens. `draft_topk` is the number of first drafts that the decode
+    service starts its trees from. A forward computes at most `max_batch_tokens`, and at most `chunk_tokens` of each
+    prompt. `max_queued_rows` bounds prompts that wait for a row. With `early_sending` layers' KV leaves before their
+    forward ends.
+
+    During long launches `deliver` takes events for the edge; otherwise steps return them. `returned` gives the bytes
+    that transports took since a step began, so that one launch can send more. `clock` is in monotonic seconds.
+    `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` is memory for copies that leave, if
+    the device's own is not to be used.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class PrefillEngine:
         self._failed_copies: list[SentPiece] = []
         self._outbox: list[Event] = []
         self._is_draining = False
-        self._has_freed = False  # at the last step's end: a queued prompt is not to wait for it
+        self._has_freed = False  # at the last step's end, so that a queued prompt does not wait for them
         self._num_steps = 0
         self._last_end_s = 0.0  # of the last forward
 
@@ -175,7 +176,7 @@ class PrefillEngine:
     def step(self, commands: Sequence[Command]) -> Sequence[Event]:
         """One iteration: launch the next chunks, then finish those that are done.
 
-        It never waits for a forward: cancellations and sent segments are handled while chunks compute.
+        It never waits for a forward, so cancellations and sent segments are handled while chunks compute.
         """
         with naming_a_lost_device(self._device):
             for command in commands:
@@ -327,8 +328,8 @@ class PrefillEngine:
         return step
 
     def _send_while_launching(self) -> None:
-        """Between a forward's layers: once the driver's queue of launches is full, they come no faster than the device
-        computes. Of what failed nothing is ended here, as the forward may be about the same prompt.
+        """Called between a forward's layers: once the driver's queue is full, launches come no faster than the device
+        computes. Failures are not handled here, because the forward may concern the same prompt.
         """
         while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
             self._finish(self._in_flight.popleft())
@@ -342,7 +343,7 @@ class PrefillEngine:
             self._deliver(events)
 
     def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
-        """So many that those of the longest chunk fill a segment; 0: nobody asks before the forward's end."""
+        """As many layers as fill a segment for the longest chunk; 0 if nobody asks before the forward's end."""
         if not self._early_sending:
             return 0
         return self._sender.layers_per_segment(self._layer_group, max(chunk.num_tokens for chunk in chunks))
@@ -355,7 +356,7 @@ class PrefillEngine:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
 
     def _begin_s(self, step: StepInFlight) -> float:
-        """When the oldest forward could begin: one that is launched ahead waits for the one before it."""
+        """When the oldest forward could begin: one launched ahead waits for the one before it."""
         return max(step.launched_s, self._last_end_s)
 
     @recorded("finish")
@@ -363,7 +364,7 @@ class PrefillEngine:
         start_s = self._begin_s(step)
         self._last_end_s = now_s = self._clock()
         self._sender.forward_ended()
-        raise_if_device_failed(step.end)  # no step can be better: the engine ends, and all its calls
+        raise_if_device_failed(step.end)  # no later step can succeed: the engine and all its calls end
         if (error := step.end.error) is not None:
             for chunk in step.batch.chunks:
                 if chunk.prompt.phase is not PromptPhase.ENDED:
@@ -437,7 +438,9 @@ class PrefillEngine:
 
 
 class _Sending(Meanwhile):
-    """Goes on sending while a forward is launched, its own first layers too. `num_queued`: ranges of layers so far."""
+    """Goes on sending while a forward is launched, its own first layers too. `num_queued` counts the ranges of layers
+    so far.
+    """
 
     def __init__(self, queue: Callable[[range, StreamEvent], None], send: Callable[[], None]) -> None:
         self._queue = queue
@@ -453,5 +456,5 @@ class _Sending(Meanwhile):
         if self.error is None:
             try:
                 self._send()
-            except Exception as error:  # the engine's own, and no failure of this forward
+            except Exception as error:  # the engine's own error, not this forward's failure
                 self.error = error
