@@ -134,8 +134,7 @@ class RunningRows:
 
 
 class DraftTallies:
-    """The results of drafts, row by row, since they were last read: one table, to which a step adds all its rows at
-    once.
+    """The results of drafts since a row was last entered: one table, to which a step adds all its rows at once.
 
     `max_depth` is the deepest level ever drafted.
     """
@@ -159,7 +158,7 @@ class DraftTallies:
         self._table[rows] += step
 
     def tell(self, row: int, tally: SpeculationTally) -> None:
-        """Add the row's results to `tally`, and reset them."""
+        """Add the row's results to `tally`."""
         num_verify_steps, num_drafted, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
         levels = self._table[row, _NUM_TOTALS:].astype(np.int64).reshape(2, self._max_depth)
         tally.add(
