@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class TokenClock(BaseStreamer):
-    """Notes when each token arrives; the prompt comes first and does not count."""
+    """Notes when each token arrives, without the prompt, which comes first."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []

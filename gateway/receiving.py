@@ -20,9 +20,9 @@ _JSON = re.compile(rb"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charse
 async def read_json_body(
     receive: Receive, headers: Sequence[tuple[bytes, bytes]], *, limits: HttpLimits, hold: Callable[[int], None]
 ) -> bytes:
-    """Raises ApiError (408, 413, 415) or ClientLeft, and what `hold` raises, which is told the bytes so far.
+    """Raises ApiError (408, 413, 415) or ClientLeft, and what `hold` raises, which receives the number of bytes so far.
 
-    More than `limits.max_request_bytes` is never held.
+    Never holds more than `limits.max_request_bytes`.
     """
     given = dict(headers)
     _check_kind(headers)
@@ -78,8 +78,8 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> R
 
 
 async def _left(receive: Receive, working: asyncio.Task[Any]) -> bool:
-    """Whether the client left before `working` ended. (The answer's end is told in the same way; and what is sent to a
-    client that left ends as if it were taken.)
+    """Whether the client left before `working` ended. (The answer's end is reported in the same way, and what is sent
+    to a client that left ends as if it were taken.)
     """
     while (await receive())["type"] != "http.disconnect":
         pass

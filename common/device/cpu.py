@@ -69,14 +69,16 @@ class CpuEvent(Event):
         return self._reached_s - earlier._reached_s
 
     def reach(self) -> bool:
-        """The stream is here. False when it has been: a milestone is come to twice, inside its piece and behind it."""
+        """The stream is here. Returns False if it was here before: a milestone is reached twice, inside its piece and
+        after it.
+        """
         is_first = self._is_ending.acquire(blocking=False)
         if is_first:
             self._end(failure_of(self._scope, self._stream_scope))
         return is_first
 
     def abandon(self, error: BaseException) -> None:
-        """The stream will never be here, if it has not been."""
+        """The stream will never reach this, unless it already has."""
         if self._is_ending.acquire(blocking=False):
             self._end(error)
 

@@ -26,8 +26,8 @@ from common.model.sampling_state import SamplingBatch, SamplingState
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """`ids` [N] int64: every row's tokens one after the other, with room behind them for a draft of each layer but the
-    last. `places` [T] int64: where in `ids` the token after each of the T computed ones is; None: they are `ids`.
+    """`ids` [N] int64 has every row's tokens, one after the other, each row with room for a draft of each layer but the
+    last. `places` [T] int64 says where in `ids` the token after each of the T computed ones is; None if they are `ids`.
     """
 
     ids: Tensor
@@ -65,9 +65,9 @@ def extend_draft(
     """Write the head's KV of `window`, whose target states are `captured` [T, states * H], and draft what follows.
 
     `last` [R] are the places in T of the last tokens of the rows that go on drafting, `rows` [R] their pool rows,
-    `positions` [R] the positions of their first drafts. What is behind `last` in a row is computed and means nothing.
-    With several layers `topk` is 1, and what a layer pairs with a draft stays in its KV when the draft is refused and
-    the token is not in the next window.
+    `positions` [R] the positions of their first drafts. What a row computes past `last` means nothing. With several
+    layers `topk` is 1, and what a layer pairs with a draft stays in its KV if the draft is refused and the token is not
+    in the next window.
     """
     num_layers = head.layer_group.num_layers
     if num_layers == 1:

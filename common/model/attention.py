@@ -76,11 +76,11 @@ class KernelShape:
 class AttentionBackend(Protocol):
     @property
     def follows_lengths(self) -> bool:
-        """Whether a forward costs what its rows' lengths ask for, however far above them `max_seq_len` is."""
+        """Whether a forward's cost depends on its rows' lengths only, however large `max_seq_len` is."""
 
     def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
-        """Forwards that between them use every kernel that any forward needs, those with tree masks among them where
-        these are wanted; none where nothing is compiled.
+        """Forwards that together use every kernel that any forward needs, with tree masks if wanted; empty if nothing
+        is compiled.
         """
 
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Kernel:
-    """A function in Triton's language. Its constants are annotated `tl.constexpr`. `varying` are all arguments but the
+    """A function in Triton's language, with constants annotated `tl.constexpr`. `varying` are all arguments but the
     fixed ones.
     """
 
@@ -33,7 +33,7 @@ class Kernel:
 
 
 def kernel(*, fixed: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
-    """Makes a function a Kernel. `fixed`: its arguments that are the same in every launch of a loaded model."""
+    """Makes a function a Kernel. `fixed` names the arguments that are the same in every launch of a loaded model."""
     return lambda function: Kernel(function, fixed=fixed)
 
 

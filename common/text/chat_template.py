@@ -64,10 +64,10 @@ class _CallsForm(NamedTuple):
 
 
 class ChatTemplate:
-    """`parts_roles`: the roles whose content the template reads as a list of parts. None: find it out.
+    """`parts_roles` are the roles whose content the template reads as a list of parts; None finds out.
 
-    Each rendered text must have all that is said in it. A short word might be in the text by chance, so each order of
-    roles is also rendered once with markers for contents, and each role once with a content of few characters.
+    Each rendered text must have all that was said. A short word might be in the text by chance, so each order of roles
+    is also rendered once with markers for contents, and each role once with a content of few characters.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class ChatTemplate:
         return None
 
     def _find_dropped(self, shape: bytes) -> _Said | None:
-        """The first part of a conversation of this shape that is not in the text, or None. A template that refuses the
-        markers has read them.
+        """The first part of a conversation of this shape that is missing from the text, or None. A template that
+        refuses the markers has read them.
         """
         probes, said = _probes(shape)
         try:
@@ -319,11 +319,11 @@ _SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
 def _find_missing(
     messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]], text: str, *, has_objects: bool
 ) -> _Said | None:
-    """The first part that is not in the text, or None. `pieces`: of each message's content.
+    """The first part that is not in the text, or None. `pieces` are those of each message's content.
 
-    A turn goes from one user's or system's message to the next; turns come in order. Within a turn each kind of part
-    keeps its order: what the assistant says, its calls, and their answers. An answer comes after the calls that it
-    may answer; some templates write what is said beside calls last. A system's words may be moved before all turns.
+    A turn goes from one user's or system's message to the next, and turns come in order. Within a turn each kind of
+    part keeps its order: the assistant's words, its calls, and their answers. An answer comes after the calls that it
+    may answer; some templates write words beside calls last. A system's words may be moved before all turns.
     """
     search = _Search(text)
     ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
@@ -401,10 +401,10 @@ def _quotings(words: str) -> Sequence[str]:
 
 
 class _Search:
-    """Finds words in a text, as they are or quoted, with whatever line ends, with or without blank lines.
+    """Finds words in a text, as they are or quoted, with any line ends, with or without blank lines.
 
-    In `_plain` each run of line ends is one; in `_quoted` each run of quoted line ends is one, too. Such a run ends at
-    the same index of `_plain_ends` and `_quoted_ends`.
+    In `_plain` each run of line ends is one character; in `_quoted` each run of quoted line ends is one, too. Such a
+    run ends at the same index of `_plain_ends` and `_quoted_ends`.
     """
 
     def __init__(self, text: str) -> None:
@@ -465,8 +465,8 @@ def _moved(at: int, ends: Sequence[int], other_ends: Sequence[int]) -> int:
 
 
 class _InAnyOrder:
-    """Words that come in any order, equal ones each at a place of its own. Once very many characters are searched,
-    words come in order: else many words in a large group would take the square of its length.
+    """Finds words that come in any order, equal ones each at a place of its own. After very many searched characters
+    words must come in order, because a large group of words would else take the square of its length.
     """
 
     def __init__(self, search: _Search, start: int) -> None:
