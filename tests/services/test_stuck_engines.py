@@ -161,6 +161,7 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
 async def test_a_decode_engine_that_died_ends_its_streams_and_the_service(
     tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(life, "CLOSE_GRACE_S", BOUND_S)  # on a busy machine it would cut the refusal off
     async with stuck_pair(tiny_model_dir) as (_, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
