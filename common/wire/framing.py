@@ -26,8 +26,10 @@ MessageT = TypeVar("MessageT", prefill_pb2.HandoffCommand, prefill_pb2.HandoffFr
 
 _CHECKSUM_BYTES = prefill_pb2.HandoffTrailer(crc32c=0).ByteSize()
 _TRAILER_BYTES = prefill_pb2.HandoffTrailer(payload_bytes=0, crc32c=0).ByteSize()
-_ROOM_BYTES = 256
-"""A segment's message and trailer have some 50; longer ones only cost a copy."""
+_ROOM_BYTES = 64
+"""A segment's message and trailer have some 50; longer ones only cost a copy. What is left over goes back to the
+allocator, and if that is more than its smallest block, the frame's memory no longer fits the next one when it is freed.
+"""
 
 
 class FramePayload:
