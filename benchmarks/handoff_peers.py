@@ -25,6 +25,7 @@ from common.model.target import TargetOutput
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 from common.wire.framing import FramePayload
 from common.wire.handoff import KvSegment
@@ -67,7 +68,11 @@ class HandoffShape:
     @property
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(
-            config_digest="", target_weights_digest="", tokenizer_digest="", layer_groups=(self.layer_group,)
+            protocol_version=PROTOCOL_VERSION,
+            config_digest="",
+            target_weights_digest="",
+            tokenizer_digest="",
+            layer_groups=(self.layer_group,),
         )
 
 

@@ -56,7 +56,12 @@ class LoadedDraft:
 
 
 def compute_fingerprint(
-    directory: Path, model: TargetModel, *, draft: LoadedDraft | None = None, cache_dir: Path | None = None
+    directory: Path,
+    model: TargetModel,
+    *,
+    protocol_version: int,
+    draft: LoadedDraft | None = None,
+    cache_dir: Path | None = None,
 ) -> Fingerprint:
     """Returns the fingerprint of `model`, loaded from `directory`. Raises StartupError if its files or the head's
     changed since.
@@ -66,6 +71,7 @@ def compute_fingerprint(
     cache_dir = cache_dir or default_cache_dir()
     assert model.files is not None, "a model that was not loaded from files has no fingerprint"
     fingerprint = Fingerprint(
+        protocol_version=protocol_version,
         config_digest=config_digest(_read_config(directory)),
         target_weights_digest=weights_digest(model.files.weight_files, cache_dir),
         tokenizer_digest=_tokenizer_digest(model.files),

@@ -35,6 +35,7 @@ from common.model.target import TargetModel
 from common.service.work_beside import Work, WorkBeside, new_fusing, populating
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 
 _FUSED_SHARE_OF_CORES = 1.0
@@ -205,7 +206,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     with model_faults(settings.draft):
         head, draft = _load_draft(settings, model) if settings.draft else (None, None)
     bounds = (model.max_context_tokens, settings.max_context_tokens)
-    fingerprint = compute_fingerprint(directory, model, draft=draft)
+    fingerprint = compute_fingerprint(directory, model, protocol_version=PROTOCOL_VERSION, draft=draft)
     fusing = None
     if settings.fuses_forwards and engine is not None:
         fusing = new_fusing(

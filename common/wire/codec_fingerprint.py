@@ -11,6 +11,9 @@ from common.wire.fingerprint import Fingerprint
 
 _MAX_ENTRIES = 32
 
+PROTOCOL_VERSION: int = types_pb2.PROTOCOL_VERSION_CURRENT
+"""Ours, of the handoff's contract."""
+
 
 def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
     return types_pb2.Fingerprint(

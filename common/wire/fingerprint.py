@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from baton.v1 import types_pb2
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.peer_text import peer_text
 
-PROTOCOL_VERSION: int = types_pb2.PROTOCOL_VERSION_CURRENT
 NO_SPECULATION = "none"
 
 
@@ -20,7 +18,7 @@ class Fingerprint:
     target_weights_digest: str
     tokenizer_digest: str
     layer_groups: tuple[LayerGroupSpec, ...]
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: int
     draft_weights_digest: str = ""
     algorithm: str = NO_SPECULATION
     seed_columns: tuple[SeedColumnSpec, ...] = ()

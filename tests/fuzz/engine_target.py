@@ -19,6 +19,7 @@ from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.rpc.messages import ProtocolError
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import NO_SPECULATION, Fingerprint
 from common.wire.handoff import HandoffRow
@@ -112,6 +113,7 @@ class EngineUnderFire:
 
 def fingerprint_of(model: TargetModel, head: DraftHead | None) -> Fingerprint:
     return Fingerprint(
+        protocol_version=PROTOCOL_VERSION,
         config_digest="c0ffee",
         target_weights_digest="beef",
         tokenizer_digest="7e57",

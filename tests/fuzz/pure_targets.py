@@ -16,9 +16,9 @@ from common.rpc.messages import ProtocolError, parse
 from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused
 from common.wire.codec_commands import PrefillBatch, decode_command
-from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, first_difference
+from common.wire.fingerprint import first_difference
 from common.wire.framing import MessageT, seal, seal_bytes
 from common.wire.handoff import HandoffRow, RowFailed
 from decode_service.edge.output import OutputProcessor

@@ -7,12 +7,17 @@ import numpy as np
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
 from common.model.sampling_params import ResolvedSampling
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
 TARGET = LayerGroupSpec("target", num_layers=4, num_planes=2, num_heads=8, head_dim=128, dtype="float32")
 FINGERPRINT = Fingerprint(
-    config_digest="c0ffee", target_weights_digest="beef", tokenizer_digest="7e57", layer_groups=(TARGET,)
+    protocol_version=PROTOCOL_VERSION,
+    config_digest="c0ffee",
+    target_weights_digest="beef",
+    tokenizer_digest="7e57",
+    layer_groups=(TARGET,),
 )
 SEGMENT_TOKENS = 32
 SEGMENT_BYTES = SEGMENT_TOKENS * TARGET.token_bytes

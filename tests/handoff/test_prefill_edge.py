@@ -18,9 +18,9 @@ from common.load import EngineLoad, PoolCounts
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
-from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
 from decode_service.handoff.status_errors import error_info

@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 def fingerprint(directory: Path, *, dtype: str = "float32") -> Fingerprint:
     model = load_target(directory, device="cpu", dtype=dtype)
-    return compute_fingerprint(directory, model, cache_dir=directory.parent / "cache")
+    return compute_fingerprint(directory, model, protocol_version=1, cache_dir=directory.parent / "cache")
 
 
 def change_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -144,7 +144,7 @@ def test_a_tokenizer_file_that_comes_later_makes_no_difference(directory: Path) 
     before = fingerprint(directory)
     model = load_target(directory, device="cpu", dtype="float32")
     (directory / "vocab.txt").write_text("later")
-    after = compute_fingerprint(directory, model, cache_dir=directory.parent / "cache")
+    after = compute_fingerprint(directory, model, protocol_version=1, cache_dir=directory.parent / "cache")
     assert first_difference(before, after) is None
 
 
@@ -180,7 +180,7 @@ def test_a_file_that_changed_after_it_was_loaded_ends_the_start(file: str, direc
     else:
         change_weights(directory, negate_a_norm)
     with pytest.raises(StartupError, match=f"{file}: changed while it was read"):
-        compute_fingerprint(directory, model, cache_dir=directory.parent / "cache")
+        compute_fingerprint(directory, model, protocol_version=1, cache_dir=directory.parent / "cache")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
@@ -195,16 +195,16 @@ def test_a_file_of_the_head_that_changed_after_it_was_loaded_ends_the_start(
     else:
         change_weights(head_dir, lambda tensors: tensors["norm.weight"].neg_())
     with pytest.raises(StartupError, match=f"head/{file}: changed while it was read"):
-        compute_fingerprint(directory, model, draft=draft, cache_dir=tmp_path / "cache")
+        compute_fingerprint(directory, model, protocol_version=1, draft=draft, cache_dir=tmp_path / "cache")
 
 
 def test_a_file_that_the_head_is_not_loaded_from_makes_no_difference(directory: Path, tmp_path: Path) -> None:
     head_dir = save_eagle3_head(tmp_path / "head", target_dir=directory)
     model = load_target(directory, device="cpu", dtype="float32")
     draft = LoadedDraft(load_draft(head_dir, target=model, device="cpu", dtype="float32"))
-    before = compute_fingerprint(directory, model, draft=draft, cache_dir=tmp_path / "cache")
+    before = compute_fingerprint(directory, model, protocol_version=1, draft=draft, cache_dir=tmp_path / "cache")
     save_file({"other": torch.ones(3)}, head_dir / "later.safetensors")
-    after = compute_fingerprint(directory, model, draft=draft, cache_dir=tmp_path / "cache")
+    after = compute_fingerprint(directory, model, protocol_version=1, draft=draft, cache_dir=tmp_path / "cache")
     assert first_difference(before, after) is None
 
 

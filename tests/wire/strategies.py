@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.model.sampling_params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
@@ -22,12 +23,14 @@ SEED_COLUMNS = (
     SeedColumnSpec("hidden_states", "float16", (8,)),
 )
 PLAIN = Fingerprint(
+    protocol_version=PROTOCOL_VERSION,
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",
     layer_groups=(TARGET,),
 )
 SPECULATIVE = Fingerprint(
+    protocol_version=PROTOCOL_VERSION,
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",

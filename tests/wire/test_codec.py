@@ -20,9 +20,9 @@ from common.wire.codec_commands import (
     encode_cancel_rows,
     encode_prefill_batch,
 )
-from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.fingerprint import Fingerprint
 from common.wire.framing import MessageT, seal
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, RowFailed
 from tests.wire.strategies import (

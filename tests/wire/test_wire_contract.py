@@ -21,8 +21,9 @@ from common.wire.codec_commands import (
     ReleaseSegments,
     decode_command,
 )
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
@@ -56,6 +57,7 @@ SENT = {
 
 TARGET = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 FINGERPRINT = Fingerprint(
+    protocol_version=PROTOCOL_VERSION,
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",
