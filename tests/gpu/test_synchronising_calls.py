@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from common.device.factory import open_device
 from common.draft.load import load_draft
 from common.model.loader import load_target
 from common.model.sampling_params import ResolvedSampling
 from decode_service.forward.future_map import FutureMap
+from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import SAMPLED, SHAPES
 from tests.support.models import save_last_token_model
@@ -24,15 +24,19 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProcessPair], None]]:
-    """From then on a synchronising call in a decode step is an error, except behind `publish_ready`."""
-    resolve = FutureMap.resolve_seq_lens
+    """From then on a synchronising call in a decode step is an error, except where lengths are waited for and taken."""
 
-    def resolve_seq_lens(self: FutureMap, req_pool_indices: Tensor) -> Tensor | None:
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return resolve(self, req_pool_indices)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
+    def allowed_to_wait(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def waiting(*arguments: object) -> object:
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return method(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        monkeypatch.setattr(kind, name, waiting)
 
     def watch(pair: InProcessPair) -> None:
         step = pair.decode.step
@@ -46,7 +50,8 @@ def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProc
 
         monkeypatch.setattr(pair.decode, "step", watched_step)
 
-    monkeypatch.setattr(FutureMap, "resolve_seq_lens", resolve_seq_lens)
+    allowed_to_wait(FutureMap, "resolve_seq_lens")
+    allowed_to_wait(ScheduleBatch, "set_seq_lens")
     yield watch
     torch.cuda.set_sync_debug_mode("default")
 

@@ -47,7 +47,8 @@ class RunningPair:
 
     def loads(self) -> list[PrefillLoad | InferenceLoad]:
         """What each service says of itself, prefill services first."""
-        return [client.load() for client in (*self.prefills, *self.decodes)]
+        clients: tuple[Client | PrefillClient, ...] = (*self.prefills, *self.decodes)
+        return [client.load() for client in clients]
 
     def holds_nothing(self) -> bool:
         """Whether no service that runs has a row, a slot or a request."""
